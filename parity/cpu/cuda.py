@@ -1,0 +1,144 @@
+"""What TransformerEngine gets for ``torch.cuda`` on a CPU: one emulated GPU whose memory is the host's.
+
+Work is done when a call returns, so streams and events have nothing to order. Names that are not defined here come
+from the real ``torch.cuda``, where they fail as they always do without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+CUDA_VERSION = "13.0"
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """The properties of the emulated GPU that TE asks for; units as in ``torch.cuda.get_device_properties``."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    total_memory: int
+
+
+HOPPER = DeviceProperties("emulated Hopper", 9, 0, 132, 80 << 30)
+
+
+class Stream:
+    """A stream whose work is always finished."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+_STREAM = Stream()
+
+
+def is_available() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> torch.device:
+    """TE passes this on as a device; its comparisons with the index 0 only choose who prints."""
+    return torch.device("cpu")
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    return HOPPER
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return HOPPER.major, HOPPER.minor
+
+
+def get_device_name(device: Any = None) -> str:
+    return HOPPER.name
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _STREAM
+
+
+def stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def device(device: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def synchronize(device: Any = None) -> None: ...
+
+
+def empty_cache() -> None: ...
+
+
+def is_current_stream_capturing() -> bool:
+    return False
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _nvtx_range(message: str) -> Iterator[None]:
+    yield
+
+
+nvtx = SimpleNamespace(
+    range_push=lambda message: 0,
+    range_pop=lambda: 0,
+    range=_nvtx_range,
+)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.cuda, name)

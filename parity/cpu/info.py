@@ -1,0 +1,43 @@
+"""What TransformerEngine asks about libraries and streams before it computes anything."""
+
+from __future__ import annotations
+
+__all__ = [
+    "device_supports_multicast",
+    "get_cublasLt_version",
+    "get_cudnn_version",
+    "get_num_cublas_streams",
+    "get_stream_priority_range",
+    "nvte_built_with_cublasmp",
+    "ubuf_built_with_mpi",
+]
+
+
+def get_cublasLt_version() -> int:
+    """As of CUDA 13.0, the version that ``parity.cpu.cuda`` emulates."""
+    return 130200
+
+
+def get_cudnn_version() -> int:
+    """cuDNN 9.15.0, encoded as ``cudnnGetVersion`` does."""
+    return 91500
+
+
+def get_num_cublas_streams() -> int:
+    return 4
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    return False
+
+
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    return 0, 0
+
+
+def ubuf_built_with_mpi() -> bool:
+    return False
+
+
+def nvte_built_with_cublasmp() -> bool:
+    return False

@@ -1,0 +1,139 @@
+"""Loads TransformerEngine's own Python so that it computes on the CPU.
+
+TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
+happens on the syntax tree while a ``transformer_engine.*`` module is imported, so nothing outside TE is patched:
+``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after any exception.
+
+=====================================  =====================================  =======================================
+TE writes                              is read as                             because
+=====================================  =====================================  =======================================
+``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
+``"12.9"`` of ``torch.version.cuda``   the emulated GPU's CUDA version        what is available depends on it
+``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
+``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
+``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
+``tensor.cuda()``                      ``tensor.cpu()``                       ditto
+=====================================  =====================================  =======================================
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, ModuleType
+from typing import Any
+
+_ROOT = "transformer_engine"
+_CUDA_NAME = "__parity_cuda__"
+_CUDA_MODULE = "parity.cpu.cuda"
+
+
+class _CudaMeansCpu(ast.NodeTransformer):
+    """The table of this module's docstring, as rewrites of a syntax tree."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _is_torch_cuda(node):
+            return ast.copy_location(ast.Name(_CUDA_NAME, node.ctx), node)
+        if ast.unparse(node) == "torch.version.cuda":
+            version = ast.Attribute(ast.Name(_CUDA_NAME, ast.Load()), "CUDA_VERSION", ast.Load())
+            return ast.fix_missing_locations(ast.copy_location(version, node))
+        self.generic_visit(node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name("torch"), attr="device"), args=[ast.Constant("cpu"), _]
+            ):
+                node.args = node.args[:1]
+            case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
+                method.attr = "cpu"
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == "torch.cuda":
+            node.module = _CUDA_MODULE
+        return node
+
+
+def _is_torch_cuda(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
+            return True
+    return False
+
+
+class _CpuLoader(importlib.machinery.SourceFileLoader):
+    """A source loader whose modules mean the CPU where they say ``cuda``; it neither reads nor writes ``.pyc`` files."""
+
+    def __init__(self, fullname: str, path: str, after_load: Callable[[ModuleType], None]) -> None:
+        super().__init__(fullname, path)
+        self._after_load = after_load
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+        tree = _CudaMeansCpu().visit(ast.parse(data, path))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, _CUDA_NAME, importlib.import_module(_CUDA_MODULE))
+        with _importing_without_cuda_libraries():
+            super().exec_module(module)
+        self._after_load(module)
+
+
+class CpuFinder(importlib.abc.MetaPathFinder):
+    """Finds ``transformer_engine`` and its submodules, and hands them to the CPU loader.
+
+    Args:
+        after_load: called with each TE module once it has been executed, to replace what cannot run on a CPU.
+    """
+
+    def __init__(self, after_load: Callable[[ModuleType], None]) -> None:
+        self._after_load = after_load
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _CpuLoader(fullname, spec.loader.path, self._after_load)
+        return spec
+
+
+@contextmanager
+def _importing_without_cuda_libraries() -> Iterator[None]:
+    """TE looks for libcudnn, libnvrtc and its core library while it is imported, unless it is being built."""
+    flag = "NVTE_PROJECT_BUILDING"
+    before = os.environ.get(flag)
+    os.environ[flag] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[flag]
+        else:
+            os.environ[flag] = before
+
+
+def is_loaded() -> bool:
+    """Whether the ``transformer_engine`` in ``sys.modules`` is the one that computes on the CPU."""
+    module = sys.modules.get(_ROOT)
+    return module is not None and isinstance(getattr(module.__spec__, "loader", None), _CpuLoader)
