@@ -1,0 +1,80 @@
+"""Parity tests for PyTorch models that are ported to NVIDIA TransformerEngine.
+
+The public names are loaded when they are first used, so that importing ``parity`` costs neither torch nor TE.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity import reference, te
+    from parity.case import Case, Pair
+    from parity.comparison import compare
+    from parity.registry import pair
+    from parity.result import Finding, Result, TensorResult
+    from parity.user_error import UserError
+    from parity.weights import (
+        constant,
+        experts,
+        interleaved_qkv,
+        reorder,
+        rope_halves,
+        separated_qkv,
+        shift,
+        stack,
+        transpose,
+    )
+
+__all__ = [
+    "Case",
+    "Finding",
+    "Pair",
+    "Result",
+    "TensorResult",
+    "UserError",
+    "compare",
+    "constant",
+    "experts",
+    "interleaved_qkv",
+    "pair",
+    "reference",
+    "reorder",
+    "rope_halves",
+    "separated_qkv",
+    "shift",
+    "stack",
+    "te",
+    "transpose",
+]
+
+_HOME = {
+    "Case": "case",
+    "Finding": "result",
+    "Pair": "case",
+    "Result": "result",
+    "TensorResult": "result",
+    "UserError": "user_error",
+    "compare": "comparison",
+    "constant": "weights",
+    "experts": "weights",
+    "interleaved_qkv": "weights",
+    "pair": "registry",
+    "reorder": "weights",
+    "rope_halves": "weights",
+    "separated_qkv": "weights",
+    "shift": "weights",
+    "stack": "weights",
+    "transpose": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'parity' has no attribute {name!r}")
+    if name not in _HOME:
+        return importlib.import_module(f"parity.{name}")
+    value = getattr(importlib.import_module(f"parity.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

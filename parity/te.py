@@ -80,7 +80,7 @@ def _load_on_gpu() -> ModuleType:
 
 
 def _load_on_cpu() -> ModuleType:
-    from parity.cpu import extension, fusion, loader, versions
+    from parity.cpu import extension, loader, versions
 
     if loader.is_loaded():
         return sys.modules["transformer_engine.pytorch"]
@@ -89,13 +89,7 @@ def _load_on_cpu() -> ModuleType:
             "this process has already imported transformer_engine itself; ask parity for it before that"
         )
 
-    def replace_what_needs_a_gpu(module: ModuleType) -> None:
-        if module.__name__ == "transformer_engine.common":
-            module.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
-        elif module.__name__ == "transformer_engine.pytorch.jit":
-            module.jit_fuser = fusion.fuse  # type: ignore[attr-defined]
-
-    finder = loader.CpuFinder(replace_what_needs_a_gpu)
+    finder = loader.CpuFinder()
     sys.modules[extension.NAME] = extension.build(versions.installed_version())
     sys.meta_path.insert(0, finder)
     try:

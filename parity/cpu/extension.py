@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import activation, enums, gemm, info, norm, quantize, recipe, rope, softmax, versions
+from parity.cpu import activation, attention, enums, gemm, info, norm, quantize, recipe, rope, softmax, versions
 
 NAME = "transformer_engine_torch"
-KERNEL_FAMILIES = (activation, gemm, info, norm, quantize, recipe, rope, softmax)
+KERNEL_FAMILIES = (activation, attention, gemm, info, norm, quantize, recipe, rope, softmax)
 
 
 class _Extension(ModuleType):

@@ -1,4 +1,4 @@
-"""What stands in for ``torch.compile`` in TransformerEngine's own pointwise fusions (``transformer_engine.pytorch.jit``).
+"""What stands in for ``torch.compile`` in TransformerEngine, which fuses pointwise code with it.
 
 A compiled fusion reads half-precision tensors into FP32 registers and rounds once, when it stores its results; run
 eagerly, the same lines would round after every operation.
@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``function`` in FP32 and round its results to the dtypes that it has eagerly."""
+def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+    """Run ``function`` in FP32 and round its results to the dtypes that it has eagerly; called as ``torch.compile`` is."""
+    if function is None:
+        return fuse
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,287 @@
-__all__: list[str] = []
+"""Matrix products, with the epilogues that TransformerEngine asks of cuBLAS.
+
+Follows ``csrc/extensions/gemm.cpp`` of TE 2.20.2 and ``common/gemm/cublaslt_gemm.cu`` of NVIDIA's repository. cuBLAS
+counts columns first; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
+
+Sums are FP32 and results are rounded once. What tensor cores do inside a sum (the order of additions, the shorter
+accumulator of FP8 without ``use_split_accumulator``) is not modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu as gelu_forward
+
+from parity.cpu import float8, quantize, versions
+from parity.cpu.enums import TORCH_DTYPE
+
+__all__ = ["generic_gemm"]
+
+_TF32_DROPPED_BITS = 13
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One factor, ready to multiply.
+
+    Attributes:
+        matrix: ``[outer, inner]``; the values of FP8 codes are unscaled, in BF16, which holds them exactly.
+        scale_inv: what FP8 values are to be multiplied by; 1 for others.
+        is_fp8: whether the values came from FP8 codes.
+    """
+
+    matrix: Tensor
+    scale_inv: float
+    is_fp8: bool
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """What happens to the product before it is rounded: ``alpha * product + beta * addend``, then bias, then GELU.
+
+    Attributes:
+        addend: the old D, ``[n, m]``, or None.
+        bias: ``[m]``, or None.
+        gelu: apply GELU, its tanh approximation.
+        dgelu_of: apply the derivative of GELU at these inputs, ``[n, m]``, instead.
+    """
+
+    alpha: float
+    beta: float
+    addend: Tensor | None
+    bias: Tensor | None
+    gelu: bool
+    dgelu_of: Tensor | None
+
+
+@torch.no_grad()
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Any,
+    quantizer: Any,
+    output_dtype: int | None,
+    bias: Tensor | None,
+    bias_type: int,
+    gelu: bool,
+    gelu_in: Tensor | None,
+    grad: bool,
+    workspace: Tensor,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> list[Any]:
+    """``D = epilogue(alpha * op(B) op(A) + beta * D)``, leading dimensions flattened.
+
+    If A, B and D are all FP32, A and B are rounded to TF32. FP8 values are multiplied unscaled, and the sums scaled.
+
+    Args:
+        A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or TE's ``Float8Tensor(Storage)``.
+        B: ``[n, k]``, or ``[k, n]`` if ``transB``; dtypes as A.
+        D: where the result goes, ``[n, m]``. Default: a new tensor.
+        quantizer: casts the result to FP8: straight from FP32 if the operands are FP8 and scaling is delayed, else
+            after it was rounded to the output dtype.
+        output_dtype: default: D's dtype or A's.
+        bias: ``[m]``, added before GELU. If ``grad``: only asks for the bias gradient.
+        bias_type: dtype of the pre-GELU output if the operands are FP8; else that is the output dtype.
+        gelu: apply GELU; if ``grad``, multiply by the derivative of GELU at ``gelu_in`` instead.
+        accumulate: add to D; ``beta`` (default 1) is the factor of the old D.
+
+    Returns:
+        D, the bias gradient ``[n]`` (the sum of op(B) over k) or None, the input of GELU or None, ``extra_output``.
+
+    Raises:
+        ValueError: for shapes, dtypes or flags that do not fit each other.
+        RuntimeError: for an FP8 operand that lacks the direction it is read in, or is not padded to 16.
+        NotImplementedError: for other formats, communication overlap, and what TE never asks for.
+    """
+    if comm_overlap is not None or (grad and gelu and bias is not None):
+        raise NotImplementedError("generic_gemm: neither communication overlap nor dGELU with a bias gradient on a CPU")
+    _check_flags(transA, transB, D, accumulate, beta, quantizer)
+    left, right = _operand(A, not transA, "A"), _operand(B, transB, "B")
+    dtype = _output_dtype(D, output_dtype, left)
+    shape = _output_shape(A, B, D, transB, left, right)
+    rows = (right.matrix.shape[0], left.matrix.shape[0])
+    epilogue = _Epilogue(
+        alpha=alpha,
+        beta=1.0 if beta is None else beta,
+        addend=D.reshape(rows) if accumulate else None,
+        bias=None if grad else bias,
+        gelu=gelu and not grad,
+        dgelu_of=gelu_in.reshape(rows) if gelu and grad and gelu_in is not None else None,
+    )
+    fused_cast = quantize.is_delayed(quantizer) and left.is_fp8
+    result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype)
+    bias_grad = _bias_grad(right, dtype) if bias is not None and grad else None
+    if pre_gelu is not None:
+        pre_gelu = pre_gelu.to(TORCH_DTYPE[int(bias_type)] if left.is_fp8 else dtype).view(shape)
+    delivered = quantize.store(result.view(shape), quantizer, dtype, D, kernel="generic_gemm")
+    return [delivered, bias_grad, pre_gelu, extra_output]
+
+
+def _check_flags(transA: bool, transB: bool, D: Any, accumulate: bool, beta: float | None, quantizer: Any) -> None:
+    if transA and transB:
+        raise ValueError("generic_gemm: TransformerEngine has no GEMM with both operands transposed")
+    if beta and not accumulate:
+        raise ValueError(f"generic_gemm: beta={beta} without accumulate has no D to be applied to")
+    if accumulate and (D is None or quantizer is not None):
+        what = "no D" if D is None else "a quantized D"
+        raise ValueError(f"generic_gemm: accumulate adds to D, but there is {what}")
+
+
+def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
+    """The operand as ``[outer, inner]``: it lies so in memory unless it is read ``columnwise``."""
+    if float8.is_float8_tensor(value):
+        codes = float8.operand(value, columnwise, name)
+        if codes.numel() and codes.shape[1] % 16:
+            raise RuntimeError(
+                f"operand {name} of an FP8 GEMM has an inner dimension of {codes.shape[1]}: "
+                "cuBLAS needs a multiple of 16, so pad it"
+            )
+        values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
+        return _Operand(values, value._scale_inv.item(), True)
+    if not isinstance(value, Tensor) or hasattr(value, "_quantizer"):
+        raise NotImplementedError(
+            f"the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and Float8Tensor, and no {type(value).__name__}, "
+            f"which TransformerEngine {versions.installed_version()} asked for"
+        )
+    matrix = value.detach().flatten(0, -2)
+    return _Operand(matrix.t() if columnwise else matrix, 1.0, False)
+
+
+def _shape(tensor: Any) -> torch.Size:
+    return float8.rowwise_shape(tensor) if float8.is_float8_tensor(tensor) else tensor.shape
+
+
+def _dtype(tensor: Any) -> torch.dtype:
+    return float8.fp8_dtype(tensor) if float8.is_float8_tensor(tensor) else tensor.dtype
+
+
+def _output_shape(A: Any, B: Any, D: Any, transB: bool, left: _Operand, right: _Operand) -> torch.Size:
+    """D keeps B's leading dimensions, unless B is transposed."""
+    if left.matrix.dtype != right.matrix.dtype or left.is_fp8 != right.is_fp8:
+        raise ValueError(f"generic_gemm: operands differ in dtype: A {_dtype(A)}, B {_dtype(B)}")
+    if left.matrix.shape[1] != right.matrix.shape[1]:
+        sizes = f"op(A) {tuple(left.matrix.t().shape)}, op(B) {tuple(right.matrix.shape)}"
+        raise ValueError(f"generic_gemm: inner dimensions differ: {sizes}")
+    outer = right.matrix.shape[:1] if transB else _shape(B)[:-1]
+    shape = torch.Size((*outer, left.matrix.shape[0]))
+    if D is not None and _shape(D) != shape:
+        raise ValueError(f"generic_gemm: D has shape {tuple(_shape(D))}, the product has {tuple(shape)}")
+    return shape
+
+
+def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dtype:
+    if output_dtype is not None:
+        dtype = TORCH_DTYPE[int(output_dtype)]
+        if isinstance(D, Tensor) and D.dtype != dtype:
+            raise ValueError(f"generic_gemm: D is {D.dtype}, but output_dtype is {dtype}")
+        return dtype
+    if isinstance(D, Tensor):
+        return D.dtype
+    if left.is_fp8:
+        raise ValueError("generic_gemm: FP8 operands leave the output dtype open; pass output_dtype or D")
+    return left.matrix.dtype
+
+
+def _compute(
+    left: _Operand, right: _Operand, epilogue: _Epilogue, dtype: torch.dtype, result_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
+    if left.matrix.numel() == 0 or right.matrix.numel() == 0:
+        return _without_product(left, right, epilogue, result_dtype)
+    if _fits_native_bf16(left, right, epilogue, result_dtype):
+        return _in_native_bf16(left, right, epilogue), None
+    value = _product(left, right, dtype)
+    scale = epilogue.alpha * left.scale_inv * right.scale_inv
+    if scale != 1.0:
+        value.mul_(scale)
+    if epilogue.addend is not None:
+        value.add_(epilogue.addend, alpha=epilogue.beta)
+    if epilogue.bias is not None:
+        value.add_(epilogue.bias)
+    if epilogue.gelu:
+        return gelu_forward(value, approximate="tanh").to(result_dtype), value
+    if epilogue.dgelu_of is not None:
+        value = torch.ops.aten.gelu_backward(value, epilogue.dgelu_of.float(), approximate="tanh")
+    return value.to(result_dtype), None
+
+
+def _without_product(
+    left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """An empty operand makes zeros, without bias, or leaves D alone (``csrc/extensions/gemm.cpp``)."""
+    zeros = torch.zeros(right.matrix.shape[0], left.matrix.shape[0])
+    pre_gelu = zeros if epilogue.gelu else None
+    return (zeros if epilogue.addend is None else epilogue.addend).to(result_dtype), pre_gelu
+
+
+def _product(left: _Operand, right: _Operand, dtype: torch.dtype) -> Tensor:
+    """``B A^T`` in FP32."""
+    a, b = left.matrix, right.matrix
+    if a.dtype == b.dtype == dtype == torch.float32:
+        a, b = round_to_tf32(a), round_to_tf32(b)
+    return b.float() @ a.float().t()
+
+
+def round_to_tf32(values: Tensor) -> Tensor:
+    """FP32 rounded to TF32's 10 mantissa bits, nearest even; infinities and NaNs stay.
+
+    TE computes every GEMM of FP32 operands and FP32 result in ``CUBLAS_COMPUTE_32F_FAST_TF32``, whatever PyTorch's
+    ``allow_tf32`` says.
+    """
+    bits = values.view(torch.int32)
+    rounded = bits >> _TF32_DROPPED_BITS
+    rounded &= 1
+    rounded += bits
+    rounded += (1 << (_TF32_DROPPED_BITS - 1)) - 1
+    rounded &= -1 << _TF32_DROPPED_BITS
+    result = rounded.view(torch.float32)
+    # A NaN's payload may be lost by the carry above. A sum tells whether there is any at the cost of one reading.
+    return torch.where(values.isnan(), values, result) if values.sum().isnan() else result
+
+
+def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype) -> bool:
+    """Whether PyTorch's own BF16 product does the same, in a quarter of the time on a CPU with BF16 instructions.
+
+    It sums in FP32, applies alpha, beta and the one addend there, and rounds once. Its FP16 product would be as
+    faithful, but is up to 60 times slower than one in FP32; so would this one be where oneDNN does not do it.
+    """
+    addends = [addend for addend in (epilogue.addend, epilogue.bias) if addend is not None]
+    dtypes = {tensor.dtype for tensor in (left.matrix, right.matrix, *addends)} | {result_dtype}
+    return (
+        dtypes == {torch.bfloat16}
+        and len(addends) < 2
+        and not epilogue.gelu
+        and epilogue.dgelu_of is None
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def _in_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue) -> Tensor:
+    a, b = left.matrix, right.matrix
+    scale = epilogue.alpha * left.scale_inv * right.scale_inv
+    if epilogue.addend is not None:
+        return torch.addmm(epilogue.addend, b, a.t(), beta=epilogue.beta, alpha=scale)
+    if epilogue.bias is not None:
+        return torch.addmm(epilogue.bias, b, a.t(), alpha=scale)
+    return b.new_empty(b.shape[0], a.shape[0]).addmm_(b, a.t(), beta=0.0, alpha=scale)
+
+
+def _bias_grad(right: _Operand, dtype: torch.dtype) -> Tensor:
+    """``[n]``: the sum over k of op(B), in FP32 and rounded once (cuBLAS's BGRADB)."""
+    return right.matrix.sum(1, dtype=torch.float32).mul_(right.scale_inv).to(dtype)

@@ -8,8 +8,9 @@ happens on the syntax tree while a ``transformer_engine.*`` module is imported, 
 TE writes                              is read as                             because
 =====================================  =====================================  =======================================
 ``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
-``"12.9"`` of ``torch.version.cuda``   the emulated GPU's CUDA version        what is available depends on it
+``torch.version.cuda``                 the emulated GPU's CUDA version        what is available depends on it
 ``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
+``torch.compile``                      ``parity.cpu.fusion.fuse``             it rounds as the compiled GPU code does
 ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
 ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
 ``tensor.cuda()``                      ``tensor.cpu()``                       ditto
@@ -24,14 +25,18 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
+from parity.cpu import fusion
+
 _ROOT = "transformer_engine"
-_CUDA_NAME = "__parity_cuda__"
 _CUDA_MODULE = "parity.cpu.cuda"
+# What TE's modules find under names of ours; their values are set before a module is executed.
+_CUDA_NAME = "__parity_cuda__"
+_COMPILE_NAME = "__parity_compile__"
 
 
 class _CudaMeansCpu(ast.NodeTransformer):
@@ -41,11 +46,14 @@ class _CudaMeansCpu(ast.NodeTransformer):
         return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if _is_torch_cuda(node):
-            return ast.copy_location(ast.Name(_CUDA_NAME, node.ctx), node)
-        if ast.unparse(node) == "torch.version.cuda":
-            version = ast.Attribute(ast.Name(_CUDA_NAME, ast.Load()), "CUDA_VERSION", ast.Load())
-            return ast.fix_missing_locations(ast.copy_location(version, node))
+        match node:
+            case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
+                return ast.copy_location(ast.Name(_CUDA_NAME, node.ctx), node)
+            case ast.Attribute(value=ast.Name("torch"), attr="compile"):
+                return ast.copy_location(ast.Name(_COMPILE_NAME, node.ctx), node)
+            case ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="version"), attr="cuda"):
+                node.value, node.attr = ast.copy_location(ast.Name(_CUDA_NAME, ast.Load()), node), "CUDA_VERSION"
+                return node
         self.generic_visit(node)
         if node.attr == "is_cuda":
             node.attr = "is_cpu"
@@ -68,19 +76,8 @@ class _CudaMeansCpu(ast.NodeTransformer):
         return node
 
 
-def _is_torch_cuda(node: ast.AST) -> bool:
-    match node:
-        case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
-            return True
-    return False
-
-
 class _CpuLoader(importlib.machinery.SourceFileLoader):
     """A source loader whose modules mean the CPU where they say ``cuda``; it neither reads nor writes ``.pyc`` files."""
-
-    def __init__(self, fullname: str, path: str, after_load: Callable[[ModuleType], None]) -> None:
-        super().__init__(fullname, path)
-        self._after_load = after_load
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -91,21 +88,18 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
-        setattr(module, _CUDA_NAME, importlib.import_module(_CUDA_MODULE))
+        vars(module).update({_CUDA_NAME: importlib.import_module(_CUDA_MODULE), _COMPILE_NAME: fusion.fuse})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
-        self._after_load(module)
+        if module.__name__ == f"{_ROOT}.common":
+            vars(module)["load_framework_extension"] = lambda framework: None
 
 
 class CpuFinder(importlib.abc.MetaPathFinder):
     """Finds ``transformer_engine`` and its submodules, and hands them to the CPU loader.
 
-    Args:
-        after_load: called with each TE module once it has been executed, to replace what cannot run on a CPU.
+    TE's compiled extension must stand in ``sys.modules`` already: TE's own search for it is left out.
     """
-
-    def __init__(self, after_load: Callable[[ModuleType], None]) -> None:
-        self._after_load = after_load
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -114,7 +108,7 @@ class CpuFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _CpuLoader(fullname, spec.loader.path, self._after_load)
+            spec.loader = _CpuLoader(fullname, spec.loader.path)
         return spec
 
 

@@ -1,1 +1,68 @@
-__all__: list[str] = []
+"""The step of delayed scaling between two iterations: amax histories roll on, scales follow.
+
+Follows ``common/recipe/delayed_scaling.cu`` of NVIDIA's TransformerEngine repository (``kernel_bulk``), which
+``csrc/extensions/recipe.cpp`` of TE 2.20.2 calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parity.cpu.enums import TORCH_DTYPE
+
+__all__ = ["fused_amax_and_scale_update_after_reduction"]
+
+
+@torch.no_grad()
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor,
+    amax_histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: int,
+    margin: float,
+) -> None:
+    """Roll each amax history in place and derive each scale from it.
+
+    Args:
+        amax_reduction_buffer: FP32, the amaxes of this iteration, reduced over the ranks, of all tensors in a row.
+        amax_histories: FP32 ``[length, tensors]`` each; row 0 gathers the amax of the iteration under way.
+        scales: FP32 ``[tensors]`` each.
+        amax_compute_algo: ``max`` over the history, or ``most_recent``.
+        fp8_dtype: E4M3 or E5M2.
+        margin: scales are made smaller by the factor ``2**margin``.
+
+    Raises:
+        ValueError: for another ``amax_compute_algo``.
+    """
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_compute_algo is 'max' or 'most_recent', got {amax_compute_algo!r}")
+    target = torch.finfo(TORCH_DTYPE[int(fp8_dtype)]).max * 2.0**-margin
+    sizes = [scale.numel() for scale in scales]
+    reduced = amax_reduction_buffer.reshape(-1)[: sum(sizes)].split(sizes)
+    for amax, history, scale in zip(reduced, amax_histories, scales, strict=True):
+        recent = torch.where(amax != 0, amax, history[0])
+        largest = _roll(history, recent)
+        _update(scale, recent if amax_compute_algo == "most_recent" else largest, target)
+
+
+def _roll(history: Tensor, recent: Tensor) -> Tensor:
+    """Drop the oldest amax (row 1), append the recent one as the last row and clear row 0; return the largest.
+
+    A tensor whose recent amax is 0 took no part in the iteration: its history stays, and its largest counts as 0.
+    """
+    took_part = recent != 0
+    rolled = torch.cat([history[1:], recent[None]])
+    largest = torch.where(took_part, rolled.nan_to_num(nan=0.0, posinf=float("inf")).amax(0), 0.0)
+    rolled[0] = 0.0
+    history.copy_(torch.where(took_part, rolled, history))
+    return largest
+
+
+def _update(scale: Tensor, amax: Tensor, target: float) -> None:
+    """Set ``scale`` to ``target / amax``, at most the largest FP32, where amax is positive and finite."""
+    derived = torch.full_like(amax, target).div(amax).clamp(max=torch.finfo(torch.float32).max)
+    scale.copy_(torch.where(amax.isfinite() & (amax > 0), derived, scale))

@@ -1,0 +1,23 @@
+# Each target sets up what it needs: Python 3.10 or newer is enough.
+PYTHON ?= python3
+VENV := .venv
+
+.PHONY: parity test lint clean
+
+parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
+	$(VENV)/bin/parity run -n auto
+
+test: $(VENV)/ready  ## the harness's own tests, and every case
+	$(VENV)/bin/python -m pytest -n auto
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(VENV)/ready: scripts/setup.sh pyproject.toml constraints.txt
+	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV)

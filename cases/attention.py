@@ -1,0 +1,129 @@
+"""Attention by itself and with its projections."""
+
+import dataclasses
+
+import parity
+import torch
+from parity import reference
+
+HEADS = {"mha": dict(heads=8, groups=8), "gqa": dict(heads=8, groups=2), "mqa": dict(heads=8, groups=1)}
+CORE_SIZE = dict(batch=2, seq=128, head_dim=64)
+WINDOW = 32
+SIZES = [dict(batch=2, seq=128, hidden=512, heads=8, groups=2)]
+
+
+def query_key_value(rng, batch, seq, heads, groups, head_dim):
+    return (
+        rng.normal(batch, seq, heads, head_dim),
+        rng.normal(batch, seq, groups, head_dim),
+        rng.normal(batch, seq, groups, head_dim),
+    )
+
+
+def core_attention(te, reference_module, heads, groups, head_dim, **te_arguments):
+    return parity.Pair(
+        reference=reference_module,
+        candidate=te.DotProductAttention(
+            heads, head_dim, num_gqa_groups=groups, qkv_format="bshd", attention_dropout=0.0, **te_arguments
+        ),
+        inputs=query_key_value,
+    )
+
+
+def _case(mask, heads_name, build):
+    return parity.pair(f"attention_{mask}_{heads_name}", sizes=[CORE_SIZE | HEADS[heads_name]])(build)
+
+
+def _causal(te, heads, groups, head_dim, **_):
+    return core_attention(
+        te, reference.CoreAttention(causal=True), heads, groups, head_dim, attn_mask_type="causal"
+    )
+
+
+def _full(te, heads, groups, head_dim, **_):
+    return core_attention(te, reference.CoreAttention(), heads, groups, head_dim, attn_mask_type="no_mask")
+
+
+def _window(te, heads, groups, head_dim, **_):
+    return core_attention(
+        te,
+        reference.CoreAttention(causal=True, window=WINDOW),
+        heads,
+        groups,
+        head_dim,
+        attn_mask_type="causal",
+        window_size=(WINDOW, 0),
+    )
+
+
+def _padding(te, heads, groups, head_dim, **_):
+    """Sequences of unequal lengths; what attention returns for a padded query means nothing, so both return 0 there."""
+
+    def inputs(rng, batch, seq):
+        lengths = rng.integers(batch, low=seq // 2, high=seq + 1)
+        is_padding = torch.arange(seq) >= lengths[:, None]
+        return (*query_key_value(rng, batch, seq, heads, groups, head_dim), is_padding)
+
+    def call_reference(module, query, key, value, is_padding):
+        return module(query, key, value, is_padding).masked_fill(is_padding[..., None], 0.0)
+
+    def call_candidate(module, query, key, value, is_padding):
+        context = module(query, key, value, attention_mask=is_padding[:, None, None, :])
+        return context.masked_fill(is_padding[..., None], 0.0)
+
+    pair = core_attention(te, reference.CoreAttention(), heads, groups, head_dim, attn_mask_type="padding")
+    return dataclasses.replace(
+        pair, inputs=inputs, call_reference=call_reference, call_candidate=call_candidate
+    )
+
+
+causal_mha, causal_gqa, causal_mqa = (_case("causal", name, _causal) for name in HEADS)
+full_mha, full_gqa, full_mqa = (_case("full", name, _full) for name in HEADS)
+window_mha, window_gqa, window_mqa = (_case("window", name, _window) for name in HEADS)
+padding_mha, padding_gqa, padding_mqa = (_case("padding", name, _padding) for name in HEADS)
+
+
+def rope_attention(te, weights, hidden, heads, groups, **te_arguments):
+    rope = te.RotaryPositionEmbedding(hidden // heads)
+    return parity.Pair(
+        reference=reference.Attention(hidden, heads, groups),
+        candidate=te.MultiheadAttention(
+            hidden,
+            heads,
+            num_gqa_groups=groups,
+            attention_dropout=0.0,
+            attn_mask_type="causal",
+            qkv_format="bshd",
+            bias=False,
+            **te_arguments,
+        ),
+        weights=weights | {"o_proj.weight": "proj.weight"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+        call_candidate=lambda module, x: module(x, rotary_pos_emb=rope(x.shape[1])),
+    )
+
+
+@parity.pair("multihead_attention_separate_qkv", sizes=SIZES)
+def separate_qkv(te, hidden, heads, groups, **_):
+    weights = {
+        "q_proj.weight": "qkv.query_weight",
+        "k_proj.weight": "qkv.key_weight",
+        "v_proj.weight": "qkv.value_weight",
+    }
+    return rope_attention(te, weights, hidden, heads, groups)
+
+
+@parity.pair("multihead_attention_interleaved_qkv", sizes=SIZES)
+def interleaved_qkv(te, hidden, heads, groups, **_):
+    fused = parity.interleaved_qkv(
+        "q_proj.weight", "k_proj.weight", "v_proj.weight", groups=groups, head_dim=hidden // heads
+    )
+    return rope_attention(te, {fused: "qkv.weight"}, hidden, heads, groups, fuse_qkv_params=True)
+
+
+@parity.pair("multihead_attention_stacked_qkv", sizes=SIZES)
+def stacked_qkv(te, hidden, heads, groups, **_):
+    fused = parity.stack("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    return rope_attention(
+        te, {fused: "qkv.weight"}, hidden, heads, groups, fuse_qkv_params=True, qkv_weight_interleaved=False
+    )

@@ -1,0 +1,63 @@
+"""A norm and an MLP, for every activation of ``te.LayerNormMLP``."""
+
+import dataclasses
+
+import parity
+from parity import reference
+
+PLAIN_SIZES = [dict(batch=2, seq=128, hidden=256, ffn=1024)]
+GATED_SIZES = [dict(batch=2, seq=128, hidden=256, ffn=768)]
+
+
+def gated_mlp(te, activation, hidden, ffn):
+    return parity.Pair(
+        reference=reference.GatedMLP(hidden, ffn, activation),
+        candidate=te.LayerNormMLP(hidden, ffn, normalization="RMSNorm", activation=activation, bias=False),
+        weights={
+            "norm.weight": "layer_norm_weight",
+            parity.stack("gate_proj.weight", "up_proj.weight"): "fc1_weight",
+            "down_proj.weight": "fc2_weight",
+        },
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+@parity.pair("issue_407", sizes=[dict(batch=2, seq=1024, hidden=512, ffn=1536)])
+def issue_407(te, hidden, ffn, **_):
+    """TransformerEngine issue 407: the sizes, the weights' scale and the inputs of the report."""
+    pair = gated_mlp(te, "swiglu", hidden, ffn)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(pair.reference, name).weight.data.normal_(std=0.023)
+    return dataclasses.replace(pair, inputs=lambda rng, batch, seq: rng.uniform(batch, seq, hidden))
+
+
+def _gated_case(activation):
+    @parity.pair(f"layernorm_mlp_{activation}", sizes=GATED_SIZES)
+    def case(te, hidden, ffn, **_):
+        return gated_mlp(te, activation, hidden, ffn)
+
+    return case
+
+
+def _plain_case(activation):
+    @parity.pair(f"layernorm_mlp_{activation}", sizes=PLAIN_SIZES)
+    def case(te, hidden, ffn, **_):
+        return parity.Pair(
+            reference=reference.MLP(hidden, ffn, activation),
+            candidate=te.LayerNormMLP(hidden, ffn, activation=activation),
+            weights={
+                "norm.weight": "layer_norm_weight",
+                "norm.bias": "layer_norm_bias",
+                "up_proj.weight": "fc1_weight",
+                "up_proj.bias": "fc1_bias",
+                "down_proj.weight": "fc2_weight",
+                "down_proj.bias": "fc2_bias",
+            },
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+        )
+
+    return case
+
+
+gelu, qgelu, relu, srelu, silu = map(_plain_case, reference.POINTWISE)
+glu, geglu, qgeglu, reglu, sreglu, swiglu, clamped_swiglu = map(_gated_case, reference.GATES)

@@ -1,0 +1,89 @@
+"""What a user declares: a pair of modules, and the case that builds it at a size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from parity.inputs import Rng
+from parity.user_error import UserError
+from parity.weights import WeightMap
+
+Size = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A plain PyTorch module and the TE module that is to replace it.
+
+    Attributes:
+        reference: the PyTorch module, as its author wrote it; it must run in FP64.
+        candidate: the TE module, built in FP32 (parity casts it to each precision's dtype).
+        inputs: called as ``inputs(rng, **sizes)`` with those sizes that it names; returns a tensor, a tuple (passed by
+            position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get gradients.
+        weights: which reference parameters hold which TE parameters, see ``parity.weights``.
+        call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
+        call_candidate: ditto for the candidate, e.g. to pass TE its mask arguments.
+    """
+
+    reference: nn.Module
+    candidate: nn.Module
+    inputs: Callable[..., Any]
+    weights: WeightMap = field(default_factory=dict)
+    call_reference: Callable[..., Any] | None = None
+    call_candidate: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A registered pair with the sizes and precisions at which it is compared.
+
+    Attributes:
+        name: unique over all cases of a run.
+        factory: ``factory(te, **size)`` builds the Pair; ``te`` is ``transformer_engine.pytorch``.
+        sizes: keyword arguments of the factory, one mapping for each size.
+        precisions: names from ``parity.precision``; None means each that the run asks for.
+        marks: pytest marks, besides the precision's own.
+        vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so that
+            one that was never copied shows.
+        path: the file that declares the case.
+        line: the line of the declaration, from 1.
+    """
+
+    name: str
+    factory: Callable[..., Pair]
+    sizes: Sequence[Size]
+    precisions: tuple[str, ...] | None = None
+    marks: tuple[str, ...] = ()
+    vary_constants: bool = True
+    path: Path = Path()
+    line: int = 0
+
+    def build(self, te: ModuleType, size: Size) -> Pair:
+        """Build the pair at one size."""
+        return self.factory(te, **size)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.path.name}:{self.line})"
+
+
+def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
+    """Call the pair's ``inputs`` with the sizes that it names.
+
+    Raises:
+        UserError: if it asks for a size that the case does not have.
+    """
+    parameters = list(inspect.signature(pair.inputs).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return pair.inputs(rng, **size)
+    named = [parameter for parameter in parameters if parameter.name in size or parameter.default is parameter.empty]
+    missing = [parameter.name for parameter in named if parameter.name not in size]
+    if missing:
+        raise UserError(f"inputs() asks for {missing[0]!r}, but the size has only {', '.join(size) or 'nothing'}")
+    return pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named})

@@ -1,0 +1,103 @@
+"""The command line: ``parity run``, ``list``, ``report`` and ``doctor``. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parity.user_error import UserError
+
+MISTAKE = 2
+
+app = typer.Typer(
+    help="Tells whether a port from PyTorch to TransformerEngine is right, and if not, what is wrong.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+Paths = Annotated[
+    list[str] | None,
+    typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
+]
+
+
+@app.command()
+def run(
+    paths: Paths = None,
+    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, gpu or cpu.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
+    workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for one a core.")] = "auto",
+    report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
+    name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
+    keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
+) -> None:
+    """Compare pairs and write a report; exit code 1 if one fails."""
+    from parity import runner, suite
+
+    if workers != "auto" and not workers.isdecimal():
+        raise UserError(f"-n is {workers!r}, but must be a number of processes or auto")
+    options = {
+        "--parity-precisions": ",".join(precision) if precision else None,
+        "--parity-backend": backend,
+        "--parity-seeds": seeds,
+        "--parity-report": None if report is None else str(report),
+        "--parity-name": name,
+    }
+    arguments = [f"{option}={value}" for option, value in options.items() if value is not None]
+    arguments += ["-n", workers] + (["-k", keyword] if keyword else [])
+    raise typer.Exit(runner.run(suite.files(paths), arguments))
+
+
+@app.command(name="list")
+def list_cases(paths: Paths = None) -> None:
+    """Show the cases, without loading TransformerEngine."""
+    from parity import suite
+
+    print(suite.table(suite.cases(paths)))
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
+    output: Annotated[Path | None, typer.Option("-o", help="Where to draw it [beside the file].")] = None,
+) -> None:
+    """Draw the report of a run again from its record."""
+    from parity.report import markdown, record
+
+    run_record = record.read(file)
+    target = output or file.with_suffix(".md")
+    try:
+        target.write_text(markdown.draw(run_record, file.stem), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from None
+    print(markdown.verdict(run_record))
+    print(f"report: {target}")
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine can run, and why not the rest."""
+    from parity import doctor as doctors
+
+    print(doctors.diagnose())
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except UserError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        sys.exit(MISTAKE)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Per-tensor FP8: how numbers become codes, and TransformerEngine's tensors that hold them.
+
+The emulated GPU is a Hopper, whose FP8 GEMMs read both operands along the inner dimension: what TE calls columnwise
+data is there a transposed copy, shaped ``[last, *leading]`` (``csrc/quantizer.cpp`` of TE 2.20.2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu.enums import TORCH_DTYPE
+
+_CANONICAL_NAN = 0x7F
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What a per-tensor quantization makes.
+
+    Attributes:
+        data: uint8 codes in the shape of the values.
+        scale_inv: FP32 of shape [1]; a code stands for its FP8 value times this.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+
+
+def fp8_dtype(of: Any) -> torch.dtype:
+    """The FP8 dtype of a TE quantizer (``dtype``) or tensor (``_fp8_dtype``)."""
+    dtype = of.dtype if hasattr(of, "rowwise_usage") else of._fp8_dtype
+    return TORCH_DTYPE[int(dtype)]
+
+
+def is_float8_tensor(value: Any) -> bool:
+    """Whether ``value`` is TE's ``Float8Tensor`` or ``Float8TensorStorage``."""
+    return any(base.__name__ == "Float8TensorStorage" for base in type(value).__mro__)
+
+
+def amax_of(values: Tensor) -> Tensor:
+    """The largest magnitude, an FP32 scalar; NaNs do not count, as in CUDA's ``fmaxf``, and no values give 0."""
+    if values.numel() == 0:
+        return torch.zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(values)
+    amax = torch.maximum(low.neg(), high).float()
+    if amax.isnan():
+        infinity = float("inf")
+        amax = values.nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity).abs().amax().float()
+    return amax
+
+
+def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
+    """Cast ``values * scale`` to FP8: product in FP32, nearest even, saturating (infinities too), NaN as 0x7F.
+
+    The conversion is CUDA's ``__nv_cvt_float_to_fp8(..., __NV_SATFINITE, ...)``, which TE's ``cast_transpose`` and
+    ``unary_kernel`` (``common/util/vectorized_pointwise.h``, 2.20.2) use; so is the reciprocal of the scale.
+
+    Args:
+        values: FP32, FP16 or BF16, any shape.
+        scale: FP32, one element.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+    """
+    scale = scale.detach().reshape(1)
+    scaled = torch.mul(values, scale).view(values.shape)
+    limit = torch.finfo(dtype).max
+    data = scaled.clamp_(-limit, limit).to(dtype).view(torch.uint8)
+    if data.numel() and scaled.sum().isnan():
+        data.masked_fill_(scaled.isnan(), _CANONICAL_NAN)
+    return Codes(data, scale.reciprocal())
+
+
+def decode(codes: Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> Tensor:
+    """The FP8 values, unscaled, of uint8 codes; exact in FP32 and in BF16."""
+    return _values(dtype, to).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+@functools.cache
+def _values(dtype: torch.dtype, to: torch.dtype) -> Tensor:
+    """What each of the 256 codes stands for: a table, as PyTorch's own conversion is several times slower."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).to(to)
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Codes of shape ``[*leading, last]`` as contiguous ``[last, *leading]``."""
+    if codes.dim() == 0:
+        return codes.clone()
+    return codes.movedim(-1, 0).contiguous()
+
+
+def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A TE tensor with the buffers that the quantizer's usages ask for; its scale_inv is 1."""
+    shape = torch.Size(shape)
+    data = torch.empty(shape, dtype=torch.uint8) if quantizer.rowwise_usage else None
+    columnwise = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8) if quantizer.columnwise_usage else None
+    return _te_tensor(quantizer, shape, dtype, data, columnwise, torch.ones(1))
+
+
+def new(quantizer: Any, dtype: torch.dtype, codes: Codes) -> Any:
+    """A TE tensor that holds ``codes``, and their transpose if the quantizer asks for it."""
+    columnwise = transpose(codes.data) if quantizer.columnwise_usage else None
+    return _te_tensor(quantizer, codes.data.shape, dtype, codes.data, columnwise, codes.scale_inv)
+
+
+def _te_tensor(
+    quantizer: Any, shape: torch.Size, dtype: torch.dtype, data: Tensor | None, columnwise: Tensor | None, inv: Tensor
+) -> Any:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    buffers = {
+        "data": data,
+        "data_transpose": columnwise,
+        "fp8_scale_inv": inv,
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+    }
+    if quantizer.internal:
+        return Float8TensorStorage(fake_dtype=dtype, **buffers)
+    return Float8Tensor(shape=shape, dtype=dtype, device=inv.device, **buffers)
+
+
+def prepare(quantizer: Any, output: Any) -> None:
+    """Give a TE tensor the buffers that the quantizer's usages ask for, and no others.
+
+    Buffers that are there already stay, so that whoever holds them sees the result.
+
+    Raises:
+        TypeError: if ``output`` is no per-tensor FP8 tensor.
+    """
+    if not is_float8_tensor(output):
+        raise TypeError(f"{type(quantizer).__name__} writes into a Float8Tensor, but was given {type(output).__name__}")
+    shape = rowwise_shape(output)
+    if not quantizer.rowwise_usage:
+        output._data = None
+    elif output._data is None:
+        output._data = torch.empty(shape, dtype=torch.uint8)
+    if not quantizer.columnwise_usage:
+        output._transpose = None
+    elif output._transpose is None:
+        output._transpose = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8)
+    output._transpose_invalid = not quantizer.columnwise_usage
+    output._fp8_dtype = quantizer.dtype
+
+
+def write(output: Any, codes: Codes) -> None:
+    """Fill the buffers of a prepared TE tensor."""
+    output._data.copy_(codes.data)
+    if output._transpose is not None:
+        output._transpose.copy_(codes.data.movedim(-1, 0))
+    output._scale_inv.copy_(codes.scale_inv)
+
+
+def rowwise_shape(tensor: Any) -> torch.Size:
+    """The shape of a TE tensor in the order of its high-precision values."""
+    if tensor._data is not None:
+        return tensor._data.shape
+    columnwise = tensor._transpose.shape
+    return torch.Size((*columnwise[1:], *columnwise[:1]))
+
+
+def operand(tensor: Any, columnwise: bool, name: str) -> Tensor:
+    """The codes that a Hopper GEMM reads: a matrix ``[outer, inner]``.
+
+    Raises:
+        RuntimeError: if the tensor does not hold that direction (``CanonicalizeGemmInput`` in TE's
+            ``common/gemm/cublaslt_gemm.cu``).
+    """
+    codes = tensor._transpose if columnwise else tensor._data
+    if codes is None or (columnwise and tensor._transpose_invalid):
+        direction = "columnwise" if columnwise else "rowwise"
+        raise RuntimeError(
+            f"operand {name} of an FP8 GEMM holds no {direction} data; quantize it with {direction}_usage or call "
+            f"update_usage({direction}_usage=True)"
+        )
+    return codes.flatten(1) if columnwise else codes.flatten(0, -2)

@@ -1,0 +1,104 @@
+"""One forward and backward pass of a module, as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward pass returns.
+
+    Attributes:
+        outputs: the module's floating-point outputs; ``output``, or ``output[i]`` where there are several.
+        input_gradients: by the input's name; zero where no gradient arrived.
+        weight_gradients: by the parameter's name; zero where no gradient arrived.
+        unreached: names of the parameters where no gradient arrived.
+    """
+
+    outputs: dict[str, Tensor]
+    input_gradients: dict[str, Tensor]
+    weight_gradients: dict[str, Tensor]
+    unreached: tuple[str, ...]
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """A pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a tensor alone."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def run(
+    module: nn.Module,
+    call: Callable[..., Any] | None,
+    inputs: Any,
+    cotangents: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    forward_context: AbstractContextManager[Any] | None = None,
+    before_backward: Callable[[], None] = lambda: None,
+) -> Pass:
+    """Call the module, then differentiate.
+
+    Args:
+        module: its parameters' gradients are cleared first.
+        call: how to call it, as in ``parity.Pair``; None calls the module itself.
+        inputs: as a pair's ``inputs`` returns them, in the module's dtype and on its device.
+        cotangents: the gradient with respect to each output, from the outputs.
+        forward_context: entered around the forward pass alone.
+        before_backward: called between the two passes.
+    """
+    module.zero_grad(set_to_none=True)
+    leaves: dict[str, Tensor] = {}
+    args, kwargs = _differentiable(as_arguments(inputs), leaves)
+    with forward_context or nullcontext():
+        returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
+    outputs = _named_outputs(returned)
+    before_backward()
+    gradients = cotangents(outputs)
+    differentiable = [name for name, output in outputs.items() if output.requires_grad]
+    torch.autograd.backward([outputs[name] for name in differentiable], [gradients[name] for name in differentiable])
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return Pass(
+        outputs={name: output.detach() for name, output in outputs.items()},
+        input_gradients={name: _gradient(leaf) for name, leaf in leaves.items()},
+        weight_gradients={name: _gradient(parameter) for name, parameter in trained.items()},
+        unreached=tuple(name for name, parameter in trained.items() if parameter.grad is None),
+    )
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+
+
+def _differentiable(arguments: Arguments, leaves: dict[str, Tensor]) -> Arguments:
+    """The arguments with fresh leaves for floating-point tensors, which are entered in ``leaves`` by name."""
+    args, kwargs = arguments
+
+    def leaf(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            leaves[name] = value.detach().clone().requires_grad_()
+            return leaves[name]
+        if isinstance(value, (tuple, list)):
+            return type(value)(leaf(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+        return value
+
+    positional = tuple(leaf("input" if len(args) == 1 else f"input[{i}]", value) for i, value in enumerate(args))
+    return positional, {name: leaf(name, value) for name, value in kwargs.items()}
+
+
+def _named_outputs(returned: Any) -> dict[str, Tensor]:
+    outputs = [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(outputs) == 1:
+        return {"output": outputs[0]}
+    return {f"output[{i}]": output for i, output in enumerate(outputs)}

@@ -1,0 +1,52 @@
+"""Runs code that builds modules and tensors so that they get shapes and dtypes, but neither memory nor values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_META = torch.device("meta")
+_MOVES = (Tensor.cpu, Tensor.cuda)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Every tensor that is created or moved inside lies on the meta device, whatever device the code names.
+
+    Code that reads a tensor's values, or that mixes in real tensors, raises inside as it does on any meta tensor.
+    """
+    with torch.device("meta"), _EveryDeviceIsMeta():
+        yield
+
+
+class _EveryDeviceIsMeta(TorchFunctionMode):
+    """Replaces devices in the arguments of PyTorch's functions; ``torch.device("meta")`` alone yields to them."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _MOVES:
+            return args[0]
+        named = dict(kwargs or {})
+        # A CPU generator cannot draw on the meta device, and nothing is drawn there.
+        named.pop("generator", None)
+        if named.get("device") is not None:
+            named["device"] = _META
+        moves = func is Tensor.to
+        return func(*[_META if _names_device(arg, moves) else arg for arg in args], **named)
+
+
+def _names_device(argument: Any, moves: bool) -> bool:
+    """Whether a positional argument is a device; ``Tensor.to`` takes one as a string or index, too."""
+    if isinstance(argument, torch.device):
+        return True
+    return moves and isinstance(argument, (str, int)) and not isinstance(argument, bool)

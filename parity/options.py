@@ -1,0 +1,118 @@
+"""What a run is asked for: the plugin's options, from the command line or pytest's ini file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import pytest
+
+from parity.user_error import UserError
+
+BACKENDS = ("auto", "gpu", "cpu")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run, all valid.
+
+    Attributes:
+        precisions: names from ``parity.precision``; None for all of them.
+        backend: whose kernels run.
+        seeds: of every comparison, in this order.
+        folder: where the record and the report go.
+        name: of both files, without their endings.
+    """
+
+    precisions: tuple[str, ...] | None
+    backend: Literal["auto", "gpu", "cpu"]
+    seeds: tuple[int, ...]
+    folder: Path
+    name: str
+
+    @property
+    def record(self) -> Path:
+        return self.folder / f"{self.name}.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / f"{self.name}.md"
+
+
+def declare(parser: pytest.Parser) -> None:
+    """Tell pytest of the options; each is also an ini value, ``parity_seeds`` for ``--parity-seeds``."""
+    group = parser.getgroup("parity", "parity: PyTorch against TransformerEngine")
+    for name, default, metavar, text in (
+        ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
+        ("backend", "auto", "auto|gpu|cpu", "TransformerEngine's real kernels, or emulated ones (default: auto)"),
+        ("seeds", "1", "N|S,S", "20 for the seeds 0 to 19; 0,3,7 for these; 3, for seed 3 alone (default: 1)"),
+        ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
+        ("name", "parity", "NAME", "the report's name (default: parity)"),
+    ):
+        group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
+        parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
+
+
+def read(config: pytest.Config) -> Options:
+    """The options of a run.
+
+    A relative report folder is taken from where pytest was started; one from an ini file, from pytest's rootdir.
+
+    Raises:
+        UserError: if a value is not valid; the message lists what is.
+    """
+
+    def value(name: str) -> str:
+        given = config.getoption(f"parity_{name}")
+        return str(config.getini(f"parity_{name}") if given is None else given).strip()
+
+    backend, name = value("backend"), value("name")
+    if backend not in BACKENDS:
+        raise UserError(f"--parity-backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"--parity-name is {name!r}, but must be a file name of letters, digits, '_', '-' and '.'")
+    from_ini = config.getoption("parity_report") is None and config.inipath is not None
+    start = config.rootpath if from_ini else config.invocation_params.dir
+    return Options(
+        precisions=parse_precisions(value("precisions")),
+        backend=cast(Literal["auto", "gpu", "cpu"], backend),
+        seeds=parse_seeds(value("seeds")),
+        folder=start / value("report"),
+        name=name,
+    )
+
+
+def parse_precisions(text: str) -> tuple[str, ...] | None:
+    """Names from a comma-separated list; None for an empty one, which means all.
+
+    Raises:
+        UserError: if a name is unknown.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        return None
+    from parity.precision import PRECISIONS
+
+    unknown = [name for name in names if name not in PRECISIONS]
+    if unknown:
+        raise UserError(f"unknown precision {unknown[0]!r} in --parity-precisions; there are {', '.join(PRECISIONS)}")
+    return names
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """``20`` means the seeds 0 to 19, ``0,3,7`` these three, ``3,`` seed 3 alone.
+
+    Raises:
+        UserError: if the text is neither.
+    """
+    numbers = [part.strip() for part in text.split(",") if part.strip()]
+    if numbers and all(re.fullmatch(r"\d+", number) for number in numbers):
+        seeds = tuple(map(int, numbers)) if "," in text else tuple(range(int(text)))
+        if seeds:
+            return tuple(dict.fromkeys(seeds))
+    raise UserError(
+        f"--parity-seeds is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19) or a list with a "
+        "comma (0,3,7; or 3, for seed 3 alone)"
+    )

@@ -1,0 +1,178 @@
+"""The pytest plugin: collects cases as items, and records their results into one report.
+
+Every pytest run of an environment loads it, so it imports neither torch nor TransformerEngine before it meets a case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from parity import options
+from parity.item import BrokenCase, ParityItem
+from parity.options import Options
+from parity.recorder import Recorder
+from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.case import Case
+    from parity.te import Kernels
+
+_OPTIONS = pytest.StashKey[Options]()
+_KERNELS = pytest.StashKey["Kernels"]()
+_SENT_ENVIRONMENT = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.declare(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Bad options end the run before any worker starts; so does asking for a GPU where there is none."""
+    config.addinivalue_line("markers", "parity: items of parity; each also has its precision's name as a mark")
+    try:
+        config.stash[_OPTIONS] = options.read(config)
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
+    if config.stash[_OPTIONS].backend == "gpu":
+        from parity import te
+
+        reason = te.why_no_gpu()
+        if reason is not None:
+            raise pytest.UsageError(f"--parity-backend=gpu: no real TransformerEngine kernels here: {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item | pytest.Collector] | None:
+    """One item for each size and precision of a case that this module declares; imported ones belong elsewhere."""
+    case_module = sys.modules.get("parity.case")
+    if case_module is None or not isinstance(obj, case_module.Case) or not isinstance(collector, pytest.Module):
+        return None
+    first_name = next(key for key, value in vars(collector.obj).items() if value is obj)
+    if name != first_name or Path(obj.path).resolve() != collector.path.resolve():
+        return []
+    try:
+        return list(_items(obj, collector))
+    except UserError as error:
+        return [BrokenCase.from_parent(collector, name=obj.name, error=error)]
+
+
+def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
+    """Items by size, then precision, so that those that share a golden value follow each other.
+
+    Raises:
+        UserError: if the case does not fit together at one of its sizes.
+    """
+    from parity.precision import PRECISIONS
+    from parity.validate import check_case
+
+    config = module.config
+    unknown = [name for name in case.precisions or () if name not in PRECISIONS]
+    if unknown:
+        raise UserError(f"{case}: unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
+    asked = config.stash[_OPTIONS].precisions or tuple(PRECISIONS)
+    chosen = [PRECISIONS[name] for name in asked if case.precisions is None or name in case.precisions]
+    kernels = _kernels(config)
+    for checked in check_case(case, kernels.te) if chosen else ():
+        for precision in chosen:
+            name = f"{case.name}[{precision.name}-{checked.label}]"
+            yield ParityItem.from_parent(
+                module,
+                name=name,
+                nodeid=f"{module.nodeid}::{name}",  # pytest 9.2 finds --lf's items only by ids that it parsed itself
+                case=case,
+                checked=checked,
+                precision=precision,
+                kernels=kernels,
+                options=config.stash[_OPTIONS],
+            )
+
+
+def _kernels(config: pytest.Config) -> Kernels:
+    """TE, loaded when the first case is collected.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
+    if _KERNELS not in config.stash:
+        from parity import te
+        from parity.cpu.versions import UnsupportedTEVersion
+
+        _share_cores()
+        try:
+            config.stash[_KERNELS] = te.kernels(config.stash[_OPTIONS].backend)
+        except (te.BackendUnavailable, UnsupportedTEVersion) as error:
+            raise UserError(str(error)) from None
+    return config.stash[_KERNELS]
+
+
+def _share_cores() -> None:
+    """Under xdist, divide the cores among the workers; a thread count that the user set stays."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // workers))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A mistake in a user's file is told by its message; its traceback would lead into parity, not to the mistake."""
+    report = yield
+    call = getattr(report, "call", None)
+    if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
+        report.longrepr = str(call.excinfo.value)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The results travel with pytest's own report, from xdist's workers too."""
+    report = yield
+    if isinstance(item, ParityItem) and call.when == "call":
+        if report.skipped:
+            path, line, _ = item.reportinfo()
+            report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
+        report.parity_lines = _lines(item)  # type: ignore[attr-defined]
+    return report
+
+
+def _lines(item: ParityItem) -> dict[str, Any]:
+    """An item's lines of the record; a process's first item brings the environment too."""
+    from parity.report import environment, record
+
+    lines: dict[str, Any] = {"results": [record.result_line(result) for result in item.results]}
+    if not item.session.stash.get(_SENT_ENVIRONMENT, False):
+        item.session.stash[_SENT_ENVIRONMENT] = True
+        planned = sum(isinstance(other, ParityItem) for other in item.session.items)
+        measured = environment.measure(item.kernels.backend, item.options.seeds, planned)
+        lines["environment"] = record.environment_line(measured)
+    return lines
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Workers send their results; the one process that they send them to writes them."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), "parity-recorder")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Only for the distribution that ``-n`` chooses by itself; one that the user names stays."""
+    if config.getvalue("dist") != "load":
+        return None
+    from parity.scheduling import SchedulingByContent
+
+    return SchedulingByContent(config, log)

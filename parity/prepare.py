@@ -1,0 +1,113 @@
+"""What all precisions of one dtype share: the rounded weights and inputs of a case, and its golden pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity import weights
+from parity.case import Case, Pair, draw_inputs
+from parity.execute import Pass, run
+from parity.inputs import Rng
+from parity.te import Kernels
+from parity.validate import CheckedSize
+
+# Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
+CONSTANT_NOISE = 0.1
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case at one size and seed, rounded to one dtype, with its golden pass.
+
+    Attributes:
+        reference: the plain module, holding the rounded weights in FP64 or FP32 (exact in both).
+        call: how to call the reference, or None.
+        inputs: as the pair returns them, rounded, in the dtype and on the device.
+        candidate_weights: the candidate's parameters by name, in the dtype.
+        cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
+        golden: the reference's pass in FP64.
+    """
+
+    reference: nn.Module
+    call: Callable[..., Any] | None
+    inputs: Any
+    candidate_weights: dict[str, Tensor]
+    cotangents: dict[str, Tensor]
+    golden: Pass
+
+
+def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
+    """The pair, its modules initialised from the seed, on the kernels' device, in training mode."""
+    devices = [kernels.device] if kernels.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        pair = case.build(kernels.te, checked.size)
+    pair.reference.to(kernels.device).train()
+    pair.candidate.to(kernels.device).train()
+    return pair
+
+
+@lru_cache(maxsize=2)
+def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
+    """Weights, inputs and the golden pass; kept for the next precision of the same dtype.
+
+    Weights are rounded in the candidate's layout and mapped back, so that both modules hold the same numbers even where
+    the map does arithmetic (a gamma stored minus 1).
+    """
+    pair = build(case, checked, seed, kernels)
+    pair.reference.double()
+    if case.vary_constants:
+        _vary_constants(pair.reference, Rng(seed, "weights"))
+    candidate_weights = _share_rounded_weights(pair, dtype)
+    inputs = _rounded_inputs(pair, checked, dtype, seed, kernels.device)
+    cotangents: dict[str, Tensor] = {}
+
+    def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        rng = Rng(seed, "cotangents")
+        for name, output in outputs.items():
+            cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
+        return cotangents
+
+    golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), draw_cotangents)
+    return Prepared(pair.reference, pair.call_reference, inputs, candidate_weights, cotangents, golden)
+
+
+def cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """The inputs with floating-point tensors in ``dtype``."""
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+
+
+def _vary_constants(reference: nn.Module, rng: Rng) -> None:
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(rng.normal(*parameter.shape, std=CONSTANT_NOISE).to(parameter.device))
+
+
+def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
+    reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in pair.candidate.named_parameters()}
+    candidate = {
+        name: tensor.to(dtype) for name, tensor in weights.to_candidate(pair.weights, reference, shapes).items()
+    }
+    shared = weights.to_reference(
+        pair.weights,
+        {name: tensor.double() for name, tensor in candidate.items()},
+        {name: tuple(tensor.shape) for name, tensor in reference.items()},
+    )
+    with torch.no_grad():
+        for name, tensor in shared.items():
+            reference[name].copy_(tensor)
+    return candidate
+
+
+def _rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
+    drawn = draw_inputs(pair, checked.size, Rng(seed))
+    return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)

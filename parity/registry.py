@@ -1,0 +1,227 @@
+"""The cases of a run: declared with ``@parity.pair``, found in a user's files and in installed packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from parity.case import Case, Pair, Size
+from parity.declaration import checked_marks, checked_name, checked_precisions, checked_sizes
+from parity.user_error import UserError
+
+ENTRY_POINT_GROUP = "parity.pairs"
+_CASES: dict[str, Case] = {}
+
+
+def pair(
+    name: str,
+    *,
+    sizes: Iterable[Size] = ({},),
+    precisions: Iterable[str] | None = None,
+    marks: Iterable[str] = (),
+    vary_constants: bool = True,
+) -> Callable[[Callable[..., Pair]], Case]:
+    """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
+
+    Args:
+        name: unique over all cases; letters, digits, ``_``, ``-`` and ``.``.
+        sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
+        precisions: names from ``parity.precision.PRECISIONS``; None means each that the run asks for.
+        marks: names of pytest marks.
+        vary_constants: see ``Case``.
+
+    Returns:
+        A decorator that returns the ``Case`` in the factory's place.
+
+    Raises:
+        UserError: from the decorator, if an argument is not as above, the factory does not take the sizes, or another
+            declaration has the name. Declaring the same lines again, as a second import does, replaces the case.
+    """
+    path, line = _caller_of(inspect.currentframe())
+
+    def declare(factory: Callable[..., Pair]) -> Case:
+        try:
+            case = Case(
+                name=checked_name(name),
+                factory=factory,
+                sizes=checked_sizes(sizes, factory),
+                precisions=checked_precisions(precisions),
+                marks=checked_marks(marks),
+                vary_constants=vary_constants,
+                path=path,
+                line=line,
+            )
+        except UserError as error:
+            raise UserError(f"{path}:{line}: pair {name!r}: {error}") from None
+        _register(case)
+        return case
+
+    return declare
+
+
+def cases() -> list[Case]:
+    """Every declared case, in the order of declaration."""
+    return list(_CASES.values())
+
+
+def restore(declared: Sequence[Case]) -> None:
+    """Make these the declared cases; undoes what was declared since ``declared = cases()``."""
+    _CASES.clear()
+    _CASES.update({case.name: case for case in declared})
+
+
+def load_file(path: str | Path) -> list[Case]:
+    """Import a Python file and return the cases that it declares; a file that is imported already stays as it is.
+
+    As under pytest, the module has the file's stem as name (its path, where another file took that name) and finds
+    the modules beside it while it is imported.
+
+    Raises:
+        UserError: if there is no such file, it cannot be imported, or it declares no case.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file")
+    if path.suffix != ".py":
+        raise UserError(f"{path}: a file of pairs is a Python file, its name ends in .py")
+    module = _imported_from(path)
+    if module is None:
+        with _undone_on_failure(), _on_sys_path(path.parent):
+            module = _import_file(path)
+    found = _cases_of(module)
+    if not found:
+        raise UserError(f"{path}: the file declares no pair; decorate a function with @parity.pair(...)")
+    return found
+
+
+def load_entry_points() -> list[Case]:
+    """The cases of installed packages, whose entry points in the group ``parity.pairs`` name modules.
+
+    Raises:
+        UserError: if such a module cannot be imported or declares no case; names the package and the module.
+    """
+    found: list[Case] = []
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        package = entry.dist.name if entry.dist else "an unknown package"
+        try:
+            with _undone_on_failure():
+                module = importlib.import_module(entry.module)
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"the package {package} announces pairs in the module {entry.module}, but importing it raised "
+                f"{_told(error)}"
+            ) from error
+        declared = _cases_of(module)
+        if not declared:
+            raise UserError(f"the package {package} announces pairs in the module {entry.module}, which declares none")
+        found += [case for case in declared if case not in found]
+    return found
+
+
+def _caller_of(frame: FrameType | None) -> tuple[Path, int]:
+    """File and line from which this frame's function was called."""
+    caller = frame.f_back if frame else None
+    return (Path(caller.f_code.co_filename).resolve(), caller.f_lineno) if caller else (Path(), 0)
+
+
+def _register(case: Case) -> None:
+    other = _CASES.get(case.name)
+    if other is not None and not _same_declaration(case, other):
+        raise UserError(
+            f"{case.path}:{case.line}: pair {case.name!r} is declared already at {other.path}:{other.line}; "
+            "rename one of them"
+        )
+    _CASES[case.name] = case
+
+
+def _same_declaration(case: Case, other: Case) -> bool:
+    """Whether a file was imported again, or a function was typed again into an interpreter or notebook."""
+    if case.path == other.path and case.line == other.line:
+        return True
+    typed = not case.path.is_file() and not other.path.is_file()
+    return typed and _qualified_name(case.factory) == _qualified_name(other.factory)
+
+
+def _qualified_name(factory: Callable[..., Any]) -> tuple[str, str]:
+    return getattr(factory, "__module__", ""), getattr(factory, "__qualname__", repr(factory))
+
+
+def _cases_of(module: ModuleType) -> list[Case]:
+    """The cases that are declared in a module's file, by its functions, or in its submodules."""
+    file = getattr(module, "__file__", None)
+    path = Path(file).resolve() if file else None
+
+    def belongs(case: Case) -> bool:
+        home = getattr(case.factory, "__module__", "")
+        return case.path == path or home == module.__name__ or home.startswith(module.__name__ + ".")
+
+    return [case for case in _CASES.values() if belongs(case)]
+
+
+def _imported_from(path: Path) -> ModuleType | None:
+    """The module that was imported from this file, unless what it declared has been undone."""
+    declaring = {getattr(case.factory, "__module__", "") for case in _CASES.values() if case.path == path}
+    for name in declaring:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
+            return module
+    return None
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = path.stem if path.stem not in sys.modules else str(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # there is a loader for every name that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, UserError) or not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise UserError(_import_failure(path, error)) from error
+    return module
+
+
+def _import_failure(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {_told(error)}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1] if lines else 1}: importing the file raised {_told(error)}"
+
+
+def _told(error: BaseException) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _undone_on_failure() -> Iterator[None]:
+    """A module that could not be imported has declared nothing."""
+    before = cases()
+    try:
+        yield
+    except BaseException:
+        restore(before)
+        raise
+
+
+@contextmanager
+def _on_sys_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))

@@ -1,0 +1,119 @@
+"""What a run's numbers depend on: kernels, device, versions and seeds. Nothing in it names a user or a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+KERNELS = {
+    "gpu": "real: TransformerEngine's compiled CUDA kernels",
+    "cpu": "emulated: TransformerEngine's own Python on parity's CPU kernels",
+}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and with what a run was made; every text is as the report shows it, empty where it does not apply.
+
+    Attributes:
+        date: UTC, ISO 8601, to the minute.
+        backend: ``gpu`` or ``cpu``.
+        device: the name of the GPU with its compute capability, or ``CPU``.
+        cpu: the processor's model name.
+        platform: operating system and architecture.
+        python, torch, transformer_engine, cuda, cudnn, parity: versions.
+        seeds: of every comparison.
+        items: how many items the run was to make, so that a reader sees if some have no result.
+    """
+
+    date: str
+    backend: str
+    device: str
+    cpu: str
+    platform: str
+    python: str
+    torch: str
+    transformer_engine: str
+    cuda: str
+    cudnn: str
+    parity: str
+    seeds: tuple[int, ...]
+    items: int
+
+    @property
+    def kernels(self) -> str:
+        """Whether the kernels were real or emulated, in words."""
+        return KERNELS.get(self.backend, self.backend)
+
+
+def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
+    """The environment of this process."""
+    import torch
+
+    gpu = backend == "gpu"
+    return Environment(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+        backend=backend,
+        device=gpu_name() if gpu else "CPU",
+        cpu=cpu_model(),
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformer_engine=version("transformer-engine") or "not installed",
+        cuda=(torch.version.cuda or "") if gpu else "",
+        cudnn=str(torch.backends.cudnn.version() or "") if gpu else "",
+        parity=version(distribution("parity")) or "not installed",
+        seeds=tuple(seeds),
+        items=items,
+    )
+
+
+def to_json(environment: Environment) -> dict[str, Any]:
+    """A dict of JSON types."""
+    return {**dataclasses.asdict(environment), "seeds": list(environment.seeds)}
+
+
+def from_json(record: Mapping[str, Any]) -> Environment:
+    """The inverse of ``to_json``.
+
+    Raises:
+        TypeError, KeyError: if the record is not one of ``to_json``'s.
+    """
+    return Environment(**{**record, "seeds": tuple(record["seeds"])})
+
+
+def gpu_name() -> str:
+    """``NVIDIA H100 80GB HBM3 (compute capability 9.0)``."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+
+
+def cpu_model() -> str:
+    """The processor's model name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def distribution(package: str) -> str:
+    """The distribution that installed an import package; they need not share a name."""
+    return next(iter(metadata.packages_distributions().get(package, ())), package)

@@ -1,0 +1,90 @@
+"""What a failed item says of itself: the margin, the worst tensor, the findings, and how to run it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from tabulate import tabulate
+
+from parity.report.items import Item
+from parity.report.numbers import cosine, plural, seeds, short
+from parity.result import Finding, Result, TensorResult
+
+
+def message(item: Item) -> str:
+    """Everything that a person needs to start looking, in a dozen lines."""
+    lines = [headline(item), *measures(item.worst)]
+    lines += [f"{finding.code} {finding.title}: {finding.message}" for finding in findings(item)]
+    return "\n".join([*lines, f"reproduce: {reproduce(item.worst)}"])
+
+
+def headline(item: Item) -> str:
+    """How far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
+    worst = item.worst
+    where = worst.worst.label if worst.worst else "no tensor"
+    what = worst.reason if worst.status == "error" else f"margin {short(worst.margin)} at {where}"
+    return f"{what} ({_at_seeds(item)})"
+
+
+def measures(result: Result) -> Iterator[str]:
+    """The worst tensor's errors against what is allowed and expected; nothing for a result without tensors."""
+    worst = result.worst
+    if worst is None:
+        return
+    shape = "x".join(map(str, worst.shape)) or "scalar"
+    yield f"worst tensor: {worst.label} ({worst.kind}, {shape})"
+    errors, expected = worst.errors, worst.expected
+    rows = [
+        ["relative L2", *map(short, (errors.relative_l2, worst.tolerance_relative_l2, expected.relative_l2))],
+        ["max abs", *map(short, (errors.max_abs, worst.tolerance_max_abs, expected.max_abs))],
+        ["max ulps", short(errors.max_ulps), "", short(expected.max_ulps)],
+        ["cosine", cosine(errors.cosine), "", cosine(expected.cosine)],
+        ["SQNR dB", short(errors.sqnr_db), "", short(expected.sqnr_db)],
+    ]
+    headers = ["", "error", "tolerance", "expected"]
+    table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", *["right"] * 3))
+    yield from (f"  {line}" for line in table.splitlines())
+    if not errors.finite:
+        yield f"  {non_finite(worst)}"
+
+
+def non_finite(tensor: TensorResult) -> str:
+    """``3 NaN, 1 Inf, first at [0, 7]``; empty where every element is finite."""
+    errors = tensor.errors
+    if errors.finite:
+        return ""
+    counts = [
+        f"{count} {what}"
+        for count, what in (
+            (errors.nans, "NaN"),
+            (errors.infs, "Inf"),
+            (errors.golden_non_finite, "NaN or Inf in golden"),
+        )
+        if count
+    ]
+    return f"{', '.join(counts)}, first at {list(errors.first_non_finite or ())}"
+
+
+def findings(item: Item) -> list[Finding]:
+    """Each finding's first evidence; what every seed repeats is said once."""
+    first: dict[tuple[str, str], Finding] = {}
+    for result in (item.worst, *item.results):
+        for finding in result.findings:
+            first.setdefault((finding.code, finding.title), finding)
+    return list(first.values())
+
+
+def reproduce(result: Result) -> str:
+    """The one-line command that runs this comparison alone; its report does not replace that of the whole run."""
+    node_id = shlex.quote(f"{result.path}::{result.item}")
+    options = f"--parity-seeds={result.seed}, --parity-backend={result.backend} --parity-name=reproduce"
+    return f"pytest {node_id} {options} -n 0"
+
+
+def _at_seeds(item: Item) -> str:
+    bad = tuple(result.seed for result in item.bad)
+    if len(item.results) == 1:
+        return f"seed {bad[0]}"
+    count = f"{len(bad)} of {plural(len(item.results), 'seed')}"
+    return f"{count}: {seeds(bad)}; worst {item.worst.seed}" if len(bad) > 1 else f"{count}: {bad[0]}"

@@ -1,0 +1,88 @@
+"""Gathers a run's results, one for each seed, into what pytest calls an item: a case at one precision and size."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from parity.result import Result, Status
+
+_WORST_FIRST: tuple[Status, ...] = ("error", "failed", "passed", "skipped")
+
+
+@dataclass(frozen=True)
+class Item:
+    """The results of one case at one precision and size.
+
+    Attributes:
+        results: at least one; one for each seed, in the seeds' order.
+    """
+
+    results: tuple[Result, ...]
+
+    @property
+    def status(self) -> Status:
+        """The worst over all seeds; a skip counts only where nothing ran."""
+        return min((result.status for result in self.results), key=_WORST_FIRST.index)
+
+    @property
+    def worst(self) -> Result:
+        """The result of this status with the largest margin."""
+        alike = [result for result in self.results if result.status == self.status]
+        return max(alike, key=lambda result: -math.inf if math.isnan(result.margin) else result.margin)
+
+    @property
+    def bad(self) -> tuple[Result, ...]:
+        """The results that did not pass, skips apart."""
+        return tuple(result for result in self.results if result.status in ("failed", "error"))
+
+    @property
+    def name(self) -> str:
+        """``layernorm_mlp_swiglu[bf16-2x1024x512]``."""
+        return self.results[0].item
+
+    @property
+    def case(self) -> str:
+        return self.results[0].case
+
+    @property
+    def precision(self) -> str:
+        return self.results[0].precision
+
+    @property
+    def size_label(self) -> str:
+        return self.results[0].size_label
+
+
+def gather(results: Iterable[Result]) -> list[Item]:
+    """Items in an order that does not depend on which worker was faster: by file, case, precision and size."""
+    results = list(results)
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(f"{result.path}::{result.item}", []).append(result)
+    order = precisions(results)
+    return sorted(
+        (Item(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()),
+        key=lambda item: (
+            item.results[0].path,
+            item.case,
+            order.index(item.precision),
+            [int(number) for number in re.findall(r"\d+", item.size_label)],
+            item.size_label,
+        ),
+    )
+
+
+def precisions(results: Sequence[Result]) -> list[str]:
+    """The names of the precisions that occur, in the order in which ``parity.precision`` lists them."""
+    from parity.precision import PRECISIONS
+
+    found = dict.fromkeys(result.precision for result in results)
+    return [name for name in PRECISIONS if name in found] + [name for name in found if name not in PRECISIONS]
+
+
+def incomplete(items: Sequence[Item], planned: int) -> int:
+    """How many of the planned items have no result: the run was interrupted, or a worker crashed."""
+    return max(planned - len(items), 0)

@@ -1,0 +1,209 @@
+"""Draws the report of a run: verdict, environment, matrix, failures, then a table a case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tabulate import tabulate
+
+from parity import tolerance
+from parity.report import failure, matrix
+from parity.report.environment import Environment
+from parity.report.items import Item, gather, incomplete
+from parity.report.numbers import cosine, plural, ratio, seeds, short
+from parity.report.record import Record
+from parity.result import Kind, Result, TensorResult
+
+_COLUMNS = (
+    *("precision", "size", "tensor", "relative L2", "expected", "tolerance", "error / expected"),
+    *("max abs", "its tolerance", "max ulps", "cosine", "SQNR dB", "NaN/Inf", "margin"),
+)
+_TEXT_COLUMNS = 3
+
+
+def draw(record: Record, name: str) -> str:
+    """The whole report as GitHub markdown.
+
+    Args:
+        record: the run.
+        name: of the report, for its title.
+    """
+    items = gather(record.results)
+    failed = [item for item in items if item.status in ("failed", "error")]
+    skipped = [item for item in items if item.status == "skipped"]
+    sections = [
+        f"# Parity report: {name}",
+        f"**{verdict(record)}**",
+        _environment(record.environment),
+        "## Cases by precision",
+        matrix.draw(items),
+        _how_to_read(record),
+        *_failures(failed),
+        *_skips(skipped),
+        "## Every tensor",
+        *_cases(items),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def verdict(record: Record) -> str:
+    """The run in one line."""
+    items = gather(record.results)
+    ran = [item for item in items if item.status != "skipped"]
+    failed = [item for item in ran if item.status != "passed"]
+    missing = incomplete(items, record.environment.items)
+    notes = [f"{len(items) - len(ran)} skipped"] if len(items) > len(ran) else []
+    if missing:
+        notes.append(f"{plural(missing, 'item')} without a result: the run was cut short or a worker crashed")
+    if failed:
+        head = f"{matrix.FAILED} {len(failed)} of {plural(len(ran), 'item')} failed{_worst(failed)}"
+    elif ran:
+        head = f"{'⚠️' if missing else matrix.PASSED} {len(ran)} of {plural(len(ran), 'item')} passed{_worst(ran)}"
+    else:
+        head = "⚠️ nothing was compared"
+    kernels = "real kernels" if record.environment.backend == "gpu" else "emulated kernels"
+    return "; ".join([head, *notes, kernels])
+
+
+def _worst(items: Sequence[Item]) -> str:
+    """The largest margin among items that were compared."""
+    compared = [item for item in items if item.worst.tensors]
+    if not compared:
+        return ""
+    worst = max(compared, key=lambda item: item.worst.margin)
+    return f", worst margin {short(worst.worst.margin)} at `{worst.name}`"
+
+
+def _environment(environment: Environment) -> str:
+    rows = [
+        ("kernels", f"**{environment.kernels}**"),
+        ("device", environment.device),
+        ("processor", environment.cpu),
+        ("platform", environment.platform),
+        ("TransformerEngine", environment.transformer_engine),
+        ("PyTorch", environment.torch),
+        ("CUDA", environment.cuda),
+        ("cuDNN", environment.cudnn),
+        ("Python", environment.python),
+        ("parity", environment.parity),
+        ("seeds", seeds(environment.seeds)),
+        ("date", environment.date),
+    ]
+    shown = [row for row in rows if row[1]]
+    return tabulate(shown, ["environment", ""], tablefmt="github", disable_numparse=True)
+
+
+def _how_to_read(record: Record) -> str:
+    lines = [
+        "A cell holds the worst **margin** over all sizes and seeds: the largest error divided by its tolerance. "
+        f"Up to 1 passes ({matrix.PASSED}), above 1 fails ({matrix.FAILED}); {matrix.ERROR} could not be compared, "
+        f"{matrix.SKIPPED} was skipped, an empty cell was not asked for.",
+        "",
+        "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
+        "- **expected**: the error of that reference under the precision's rounding model: what a faithful port costs.",
+        f"- **tolerance**: {tolerance.describe()}",
+        "- Errors are those of the TransformerEngine module against golden, in outputs, input gradients and weight "
+        "gradients, all in the reference's layout.",
+    ]
+    if any(result.precision == "fp32" for result in record.results):
+        lines.append(
+            "- **fp32**: TransformerEngine computes every FP32 GEMM in TF32 (10 mantissa bits), so a faithful port has "
+            "the expected FP32 (TF32) error, far above that of true FP32."
+        )
+    return "\n".join(lines)
+
+
+def _failures(failed: Sequence[Item]) -> Iterator[str]:
+    if failed:
+        yield "## Failed"
+    for item in failed:
+        yield f"### {matrix.verdict_of(item)} `{item.name}`"
+        yield _fence([failure.headline(item), *failure.measures(item.worst)])
+        findings = failure.findings(item)
+        if findings:
+            yield "\n".join(f"- **{finding.code} {finding.title}**: {finding.message}" for finding in findings)
+        yield "Run it alone:"
+        yield _fence([failure.reproduce(item.worst)])
+
+
+def _skips(skipped: Sequence[Item]) -> Iterator[str]:
+    if not skipped:
+        return
+    yield "## Skipped"
+    by_reason: dict[str, list[str]] = {}
+    for item in skipped:
+        by_reason.setdefault(item.results[0].reason, []).append(f"`{item.name}`")
+    yield "\n".join(f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items())
+
+
+def _cases(items: Sequence[Item]) -> Iterator[str]:
+    for case in dict.fromkeys(item.case for item in items):
+        of_case = [item for item in items if item.case == case and item.worst.tensors]
+        if not of_case:
+            continue
+        worst = max(of_case, key=lambda item: item.worst.margin)
+        yield "<details>"
+        yield f"<summary><code>{case}</code>: worst {matrix.verdict_of(worst)} at {worst.precision}</summary>"
+        yield from _expected_fp32(of_case)
+        many_seeds = any(len(item.results) > 1 for item in of_case)
+        rows = [row for item in of_case for row in _rows(item, many_seeds)]
+        headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
+        alignment = ["left"] * _TEXT_COLUMNS + ["right"] * (len(headers) - _TEXT_COLUMNS)
+        yield tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)
+        yield "</details>"
+
+
+def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
+    """What TF32 costs a faithful port of this case; people expect true FP32 and take it for a mistake."""
+    outputs = [
+        (item, tensor)
+        for item in items
+        for tensor in item.worst.tensors
+        if item.precision == "fp32" and tensor.kind == "output"
+    ]
+    if not outputs:
+        return
+    item, tensor = max(outputs, key=lambda pair: pair[1].expected.relative_l2)
+    expected = tensor.expected
+    yield (
+        f"Expected FP32 (TF32) error of `{tensor.label}` at {item.size_label}: "
+        f"relative L2 {short(expected.relative_l2)}, max abs {short(expected.max_abs)}."
+    )
+
+
+def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
+    """A row a tensor, each at the seed where its own margin is worst."""
+    compared = [result for result in item.results if result.tensors]
+    keys: dict[tuple[Kind, str], None] = {
+        (tensor.kind, tensor.name): None for result in compared for tensor in result.tensors
+    }
+    for key in keys:
+        at_seeds = [
+            (result, tensor) for result in compared for tensor in result.tensors if (tensor.kind, tensor.name) == key
+        ]
+        result, tensor = max(at_seeds, key=lambda pair: pair[1].margin)
+        yield _row(result, tensor) + ([f"{result.seed} of {len(at_seeds)}"] if many_seeds else [])
+
+
+def _row(result: Result, tensor: TensorResult) -> list[str]:
+    errors, expected = tensor.errors, tensor.expected
+    return [
+        "fp32 (TF32)" if result.precision == "fp32" else result.precision,
+        result.size_label,
+        f"`{tensor.label}`",
+        short(errors.relative_l2),
+        short(expected.relative_l2),
+        short(tensor.tolerance_relative_l2),
+        ratio(errors.relative_l2, expected.relative_l2),
+        short(errors.max_abs),
+        short(tensor.tolerance_max_abs),
+        short(errors.max_ulps),
+        cosine(errors.cosine),
+        short(errors.sqnr_db),
+        failure.non_finite(tensor),
+        f"{matrix.PASSED if tensor.passed else matrix.FAILED} {short(tensor.margin)}",
+    ]
+
+
+def _fence(lines: Sequence[str]) -> str:
+    return "\n".join(["```text", *lines, "```"])

@@ -1,0 +1,47 @@
+"""Numbers as a person reads them: two significant digits, and no more digits than there are units."""
+
+from __future__ import annotations
+
+import math
+
+
+def short(value: float) -> str:
+    """``0.43``, ``140``, ``2.9e-4``, ``∞``; ``–`` for NaN."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if 99.5 <= abs(value) < 1e5:
+        return f"{value:.0f}"
+    text = f"{value:.2g}"
+    if "e" not in text:
+        return text
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def cosine(value: float) -> str:
+    """Close to 1 only the distance from 1 tells anything: ``1 - 4.2e-8``."""
+    distance = 1.0 - value
+    if distance == 0.0 or not 0.0 < abs(distance) < 0.01:
+        return short(value)
+    return f"1 {'-' if distance > 0 else '+'} {short(abs(distance))}"
+
+
+def ratio(numerator: float, denominator: float) -> str:
+    """One error as a multiple of another; ``–`` where both are zero."""
+    if denominator == 0.0:
+        return short(math.inf if numerator > 0.0 else math.nan)
+    return short(numerator / denominator)
+
+
+def seeds(values: tuple[int, ...]) -> str:
+    """``0``, ``0 to 19`` or ``0, 3, 7``."""
+    if len(values) > 2 and values == tuple(range(values[0], values[-1] + 1)):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(map(str, values))
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 item``, ``3 items``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,86 @@
+"""The record of a run: JSON lines, first the environment, then each result as soon as it exists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parity.report import environment as environments
+from parity.report.environment import Environment
+from parity.result import Result, from_json, to_json
+from parity.user_error import UserError
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, read back.
+
+    Attributes:
+        environment: where and with what it was made.
+        results: in the order in which they arrived.
+    """
+
+    environment: Environment
+    results: tuple[Result, ...]
+
+
+def environment_line(environment: Environment) -> str:
+    """The first line of a record."""
+    return _line("environment", environments.to_json(environment))
+
+
+def result_line(result: Result) -> str:
+    """A result's line; sizes that are not JSON, such as a dtype, become text."""
+    return _line("result", to_json(result))
+
+
+def start(path: Path, line: str) -> None:
+    """Begin a record with its first line, in place of the one that an earlier run left; makes the folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line, encoding="utf-8")
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line; it is in the file when this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read(path: Path) -> Record:
+    """Read a record back; a last line that a crash cut short is left out.
+
+    Raises:
+        UserError: if there is no such file, or it is not a record.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a record of parity: it is not text") from None
+    entries = [_parse(path, number, line, last=number == len(lines)) for number, line in enumerate(lines, start=1)]
+    entries = [entry for entry in entries if entry is not None]
+    try:
+        environment = environments.from_json(entries[0]["environment"])
+        return Record(environment, tuple(from_json(entry["result"]) for entry in entries[1:]))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is not a record of this version of parity ({type(error).__name__}: {error}); "
+            "a run writes one to reports/<name>.jsonl"
+        ) from None
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> str:
+    return json.dumps({kind: content}, allow_nan=False, ensure_ascii=False, default=str) + "\n"
+
+
+def _parse(path: Path, number: int, line: str, last: bool) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        if last and number > 1:
+            return None
+        raise UserError(f"{path} is not a record of parity: line {number} is not JSON") from None

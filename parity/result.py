@@ -1,0 +1,171 @@
+"""What a comparison finds, as plain data that goes into JSON and back unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from parity.errors import Errors
+
+Kind = Literal["output", "input gradient", "weight gradient"]
+Status = Literal["passed", "failed", "skipped", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A named cause of a failure, with its evidence.
+
+    Attributes:
+        code: stable, e.g. ``PAR001``; listed in ``docs/findings.md``.
+        title: the cause in a few words, e.g. ``not-finite``.
+        message: the evidence and what to do, in one sentence or two.
+    """
+
+    code: str
+    title: str
+    message: str
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One compared tensor of one run.
+
+    Attributes:
+        name: ``output``, or the reference's name of the input or parameter whose gradient this is.
+        kind: what the tensor is.
+        shape: in the reference's layout.
+        errors: candidate against golden.
+        expected: the reference under the precision's rounding model against golden; what a faithful port costs.
+        tolerance_relative_l2: bound on ``errors.relative_l2``.
+        tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units.
+        margin: the largest of the errors divided by its tolerance; below 1 passes; infinite where a NaN or Inf is.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    errors: Errors
+    expected: Errors
+    tolerance_relative_l2: float
+    tolerance_max_abs: float
+    margin: float
+
+    @property
+    def label(self) -> str:
+        """``output``, ``d input`` or ``d up_proj.weight``."""
+        return self.name if self.kind == "output" else f"d {self.name}"
+
+    @property
+    def passed(self) -> bool:
+        return self.margin <= 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case at one size, precision and seed.
+
+    Attributes:
+        case: the case's name.
+        precision: the precision's name.
+        size: the case's size, as declared.
+        size_label: the size as item ids show it, e.g. ``2x1024x512``.
+        seed: of weights, inputs and output gradients.
+        backend: ``gpu`` for TE's compiled kernels, ``cpu`` for emulated ones.
+        status: ``skipped`` and ``error`` come with a reason and without tensors.
+        reason: why it was skipped or could not run, else empty.
+        tensors: every compared tensor.
+        findings: named causes of a failure.
+        seconds: wall time of the whole comparison.
+        path: the file that declares the case.
+    """
+
+    case: str
+    precision: str
+    size: dict[str, Any]
+    size_label: str
+    seed: int
+    backend: str
+    status: Status
+    reason: str = ""
+    tensors: tuple[TensorResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    seconds: float = 0.0
+    path: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor stayed within its tolerance; never true for a skip or an error."""
+        return self.status == "passed"
+
+    @property
+    def margin(self) -> float:
+        """The largest margin over all tensors; NaN where nothing was compared."""
+        return max((tensor.margin for tensor in self.tensors), default=math.nan)
+
+    @property
+    def worst(self) -> TensorResult | None:
+        """The tensor with the largest margin."""
+        return max(self.tensors, key=lambda tensor: tensor.margin, default=None)
+
+    @property
+    def item(self) -> str:
+        """``layernorm_mlp_swiglu[bf16-2x1024x512]``: the id without its file."""
+        return f"{self.case}[{self.precision}-{self.size_label}]"
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """A dict of JSON types; what JSON has no number for becomes ``{"float": "inf"}``."""
+    return _encode(dataclasses.asdict(result))
+
+
+def from_json(record: dict[str, Any]) -> Result:
+    """The inverse of ``to_json``.
+
+    Raises:
+        TypeError, KeyError: if the record is not one of ``to_json``'s.
+    """
+    decoded = _decode(record)
+    tensors = tuple(
+        TensorResult(
+            **{
+                **tensor,
+                "shape": tuple(tensor["shape"]),
+                "errors": _errors(tensor["errors"]),
+                "expected": _errors(tensor["expected"]),
+            }
+        )
+        for tensor in decoded.pop("tensors")
+    )
+    findings = tuple(Finding(**finding) for finding in decoded.pop("findings"))
+    return Result(**decoded, tensors=tensors, findings=findings)
+
+
+def _errors(record: dict[str, Any]) -> Errors:
+    location = record["first_non_finite"]
+    return Errors(**{**record, "first_non_finite": None if location is None else tuple(location)})
+
+
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def _encode(value: Any) -> Any:
+    """JSON has no numbers for NaN and the infinities: write ``{"float": "nan"}``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, dict):
+        return {key: _encode(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(entry) for entry in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"float"} and value["float"] in _NON_FINITE:
+            return _NON_FINITE[value["float"]]
+        return {key: _decode(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_decode(entry) for entry in value]
+    return value

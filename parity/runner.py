@@ -1,0 +1,60 @@
+"""Runs pytest for ``parity run``, and turns its exit codes into parity's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import pytest
+
+PASSED, FAILED, MISTAKE = 0, 1, 2
+
+
+class _CollectionErrors:
+    """A pytest plugin that keeps what could not be collected, each as one message without a traceback."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            message = _without_traceback(report.longreprtext)
+            report.longrepr = message
+            self.messages.setdefault(report.nodeid, message)
+
+
+def run(files: Sequence[str], arguments: Sequence[str]) -> int:
+    """Compare the pairs of these files in this process, or in xdist's workers.
+
+    Args:
+        files: paths or pytest ids.
+        arguments: further arguments of pytest.
+
+    Returns:
+        0 if everything passed, 1 if something failed, 2 if nothing could be run; then a sentence on stderr says why.
+    """
+    errors = _CollectionErrors()
+    code = pytest.main([*files, "-p", plugin(), *arguments], plugins=[errors])
+    if errors.messages:
+        for node_id, message in errors.messages.items():
+            told = message if node_id.split("::")[0] in message else f"{node_id}: {message}"
+            print(f"parity: {told}", file=sys.stderr)
+        return MISTAKE
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        print(f"parity: nothing to compare: no pair in {', '.join(files)} matches", file=sys.stderr)
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return PASSED if code == pytest.ExitCode.OK else FAILED
+    return MISTAKE
+
+
+def plugin() -> str:
+    """The plugin as pytest knows it, which refuses the same module under two names."""
+    return "parity" if metadata.entry_points(group="pytest11", name="parity") else "parity.plugin"
+
+
+def _without_traceback(text: str) -> str:
+    """The error's own lines where pytest shows a traceback, which it marks with an ``E``; else the text as it is."""
+    marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E  ")]
+    return "\n".join(marked) or text.strip()

@@ -1,0 +1,75 @@
+"""Hands xdist's workers the items of one case and size together: they share a golden value, which a worker keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScheduling, LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+# Controllers know items by their ids only, and need not import torch to know the precisions' names.
+_ITEM_ID = re.compile(r"(?P<case>.+::[^:\[]+)\[(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?-(?P<size>.*)\]")
+
+
+def group_of(node_id: str) -> str:
+    """``cases/mlp.py::swiglu[2x64]`` for that case and size at any precision; any other test is a group of its own."""
+    match = _ITEM_ID.fullmatch(node_id)
+    return f"{match['case']}[{match['size']}]" if match else node_id
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """xdist's scheduling by scope, where a scope is a case at a size."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Give a lost worker's items to the others, all but the one that it died of: that would kill them too.
+
+        Returns:
+            The item that the worker was running, or None if it had nothing left to run.
+        """
+        workload = self.assigned_work.pop(node)
+        unfinished = [(group, name) for group, unit in workload.items() for name, done in unit.items() if not done]
+        if not unfinished:
+            return None
+        group, crashed = unfinished[0]
+        workload[group][crashed] = True
+        self.workqueue.update({group: unit for group, unit in workload.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
+
+class SchedulingByContent:
+    """Groups where there are parity items, xdist's default where there are none.
+
+    The ids that decide are known only once the first worker has collected; until then both schedulers hear of the
+    workers, afterwards one of them is asked everything.
+    """
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        self._schedulings: list[LoadScheduling | GroupScheduling] = [
+            LoadScheduling(config, log),
+            GroupScheduling(config, log),
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedulings[0], name)
+
+    def add_node(self, node: WorkerController) -> None:
+        for scheduling in self._schedulings:
+            scheduling.add_node(node)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        return [scheduling.remove_node(node) for scheduling in self._schedulings][0]
+
+    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
+        if len(self._schedulings) > 1:
+            has_parity_items = any(_ITEM_ID.fullmatch(node_id) for node_id in collection)
+            self._schedulings = [self._schedulings[int(has_parity_items)]]
+        self._schedulings[0].add_node_collection(node, collection)

@@ -1,0 +1,116 @@
+"""Which files of pairs a run compares: those that are named, or the default suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata, util
+from pathlib import Path
+
+from tabulate import tabulate
+
+from parity.case import Case, Size
+from parity.user_error import UserError
+
+GROUP = "parity.pairs"
+
+
+def files(paths: Sequence[str] | None) -> list[str]:
+    """Files and pytest ids to compare.
+
+    Args:
+        paths: files, folders, or ids such as ``my_pairs.py::mlp[bf16-2x64]``; None or none for the default suite, which
+            is what installed packages declare under the entry point group ``parity.pairs``, and the folder ``cases``
+            beside the package ``parity`` in a checkout.
+
+    Returns:
+        For a folder, those of its files that import parity.
+
+    Raises:
+        UserError: if a path does not exist, holds no pairs, or there is no default suite.
+    """
+    found = [name for path in paths for name in _expand(path)] if paths else list(_default_files())
+    if not found:
+        raise UserError(
+            f"there is no default suite: no package declares an entry point {GROUP!r}; name a file of pairs"
+        )
+    return list(dict.fromkeys(found))
+
+
+def cases(paths: Sequence[str] | None) -> list[Case]:
+    """The cases of those files, in the order of declaration.
+
+    Raises:
+        UserError: as ``files``, and if a file cannot be imported or declares no pair.
+    """
+    from parity import registry
+
+    found = {case.name: case for name in files(paths) for case in registry.load_file(Path(name.split("::")[0]))}
+    return list(found.values())
+
+
+def table(found: Iterable[Case]) -> str:
+    """Cases with their sizes, precisions and places, for a terminal."""
+    rows = [
+        (case.name, "\n".join(map(_size, case.sizes)), ", ".join(case.precisions or ("all",)), _place(case))
+        for case in found
+    ]
+    return tabulate(rows, ["case", "sizes", "precisions", "declared"], tablefmt="simple", disable_numparse=True)
+
+
+def _expand(path: str) -> Iterator[str]:
+    file = Path(path.split("::")[0])
+    if not file.exists():
+        raise UserError(f"there is no file or folder {file}")
+    if not file.is_dir():
+        yield path
+        return
+    pairs = [child for child in sorted(file.rglob("*.py")) if _imports_parity(child) and not _is_hidden(child, file)]
+    if not pairs:
+        raise UserError(f"no Python file in {file} imports parity")
+    yield from map(str, pairs)
+
+
+def _imports_parity(file: Path) -> bool:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return any(line.strip().startswith(("import parity", "from parity ", "from parity.")) for line in text.splitlines())
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+
+
+def _default_files() -> Iterator[str]:
+    found = [file for entry_point in metadata.entry_points(group=GROUP) for file in _module_files(entry_point)]
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        found += [file for file in sorted((checkout / "cases").rglob("*.py")) if _imports_parity(file)]
+    yield from dict.fromkeys(_from_here(file.resolve()) for file in found)
+
+
+def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
+    """The file of a module, or those of a package that import parity."""
+    try:
+        spec = util.find_spec(entry_point.module)
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"the entry point {entry_point.name!r} of {GROUP} names {entry_point.module}, which is not there"
+        )
+    folders = spec.submodule_search_locations or ()
+    if not folders:
+        return [Path(spec.origin)]
+    return [file for folder in folders for file in sorted(Path(folder).rglob("*.py")) if _imports_parity(file)]
+
+
+def _from_here(file: Path) -> str:
+    """Relative to the current folder where the file is below it."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+
+
+def _size(size: Size) -> str:
+    return " ".join(f"{key}={value}" for key, value in size.items()) or "-"
+
+
+def _place(case: Case) -> str:
+    return f"{_from_here(case.path.resolve())}:{case.line}"

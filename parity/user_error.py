@@ -1,0 +1,7 @@
+"""The one exception whose text is meant for the person who made the mistake, and is all that they need to see."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in a user's pair, file or arguments; the message says what is wrong, where, and what to do."""

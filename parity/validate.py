@@ -1,0 +1,165 @@
+"""Finds a case's mistakes before anything runs: built at each size without memory, its parts must fit together."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from parity import weights
+from parity.case import Case, Pair, Size, draw_inputs
+from parity.inputs import Rng
+from parity.meta_build import without_memory
+from parity.user_error import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSize:
+    """A size at which a case fits together.
+
+    Attributes:
+        size: as the case declares it.
+        label: the shape of the first input tensor, e.g. ``2x1024x512``, and where sizes of the case share it, the
+            entries in which they differ, e.g. ``2x1024x512-ffn1536``; unique in the case.
+    """
+
+    size: Size
+    label: str
+
+
+def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
+    """Check a case at each of its sizes.
+
+    Both modules are built without memory or values. Where the factory or ``inputs`` needs values, both are called again
+    for real. Neither may keep tensors in a cache of its own across calls: without memory they are useless later.
+
+    Args:
+        case: the case.
+        te: the module ``transformer_engine.pytorch``.
+
+    Returns:
+        The sizes, in the case's order.
+
+    Raises:
+        UserError: if the factory raises or returns no two modules, the weight map does not fit them, or ``inputs``
+            raises or returns no tensor; names the case, its file and line, and the size.
+    """
+    shapes = [_check_size(case, te, size) for size in case.sizes]
+    labels = _labels(["x".join(map(str, shape)) or "scalar" for shape in shapes], case.sizes)
+    return [CheckedSize(size, label) for size, label in zip(case.sizes, labels, strict=True)]
+
+
+def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[int, ...]:
+    """The shape of the first input tensor."""
+    try:
+        pair, drawn = _build(case, te, size)
+        weights.check(pair.weights, _parameter_shapes(pair.reference), _parameter_shapes(pair.candidate))
+        first = next(_tensors(drawn), None)
+        if first is None:
+            raise UserError(f"inputs returned no tensor but {_type_name(drawn)}")
+    except UserError as error:
+        at_size = f", size ({', '.join(f'{key}={value!r}' for key, value in size.items())})" if size else ""
+        where = f"{case.path}:{case.line}: pair {case.name!r}{at_size}"
+        raise type(error)(f"{where}:{_indented(str(error))}") from error.__cause__
+    return tuple(first.shape)
+
+
+def _build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
+    """The pair and its inputs, without memory if they can be built so."""
+    try:
+        with without_memory():
+            pair = case.build(te, size)
+            _check_pair(pair)
+            return pair, draw_inputs(pair, size, Rng(0))
+    except UserError:
+        raise
+    except Exception:
+        # Sound code can need values; whether it does, only the real call tells, and it tells the real cause.
+        pass
+    with _as_user_error("the factory", case.path):
+        pair = case.build(te, size)
+    _check_pair(pair)
+    with _as_user_error("inputs", case.path):
+        return pair, draw_inputs(pair, size, Rng(0))
+
+
+@contextmanager
+def _as_user_error(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # The user looks for the mistake in the file that declares the case, even if code further down raised.
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+        place = f" in line {lines[-1]}" if lines else ""
+        raise UserError(f"{what} raised {type(error).__name__}{place}: {error}") from error
+
+
+def _check_pair(pair: Any) -> None:
+    if not isinstance(pair, Pair):
+        raise UserError(f"the factory must return a parity.Pair, not {_type_name(pair)}")
+    for role, module in (("reference", pair.reference), ("candidate", pair.candidate)):
+        if not isinstance(module, nn.Module):
+            raise UserError(f"the {role} must be a torch.nn.Module, not {_type_name(module)}")
+    if pair.reference is pair.candidate:
+        raise UserError("reference and candidate are the same module, which compares it with itself")
+    for role, function in (
+        ("inputs", pair.inputs),
+        ("call_reference", pair.call_reference),
+        ("call_candidate", pair.call_candidate),
+    ):
+        if not (callable(function) or (function is None and role != "inputs")):
+            raise UserError(f"{role} must be a function, not {_type_name(function)}")
+
+
+def _parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, (tuple, list, Mapping)):
+        for entry in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _tensors(entry)
+
+
+def _labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
+    """Each shape, made unique by the entries in which the sizes that share it differ."""
+    sharing = [[other for j, other in enumerate(sizes) if shapes[j] == shape] for shape in shapes]
+    labels = [
+        "-".join([shape, *(_entry_label(key, size) for key in _differing(group) if key in size)])
+        for shape, size, group in zip(shapes, sizes, sharing, strict=True)
+    ]
+    counts = Counter(labels)
+    return [label if counts[label] == 1 else f"{label}-size{i}" for i, label in enumerate(labels)]
+
+
+def _differing(sizes: Sequence[Size]) -> list[str]:
+    """The keys, in order of appearance, whose values are not the same in all sizes."""
+    keys = dict.fromkeys(key for size in sizes for key in size)
+    return [key for key in keys if any(key not in size or size[key] != sizes[0].get(key) for size in sizes)]
+
+
+def _entry_label(key: str, size: Size) -> str:
+    return key + re.sub(r"[^A-Za-z0-9_.-]+", "_", str(size[key])).strip("_")
+
+
+def _indented(text: str) -> str:
+    """Several lines, as a weight map's problems are, each on its own below the first."""
+    lines = text.splitlines()
+    return f" {text}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+
+
+def _type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,337 @@
+"""Terms over parameter names: each packs its parts into one tensor and unpacks that tensor into its parts again.
+
+A term says in which layout a weight is stored. Packing and unpacking only move elements, but for ``shift``, which adds
+a number, and ``constant``, which stands for a parameter that the reference lacks. ``parity.weights`` has the functions
+that build terms.
+
+A term with parts has three methods: ``shape`` gives the packed shape for the shapes of its parts, or raises
+``MisfitError``; ``pack`` makes one tensor of the parts; ``unpack`` is its inverse, given the shapes of the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from parity.user_error import UserError
+
+Shape = tuple[int, ...]
+
+
+class WeightMapError(UserError):
+    """A weight map that does not fit its two modules; the message has one problem a line."""
+
+
+class MisfitError(ValueError):
+    """The shapes of a term's parts do not go together; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """See ``constant``. Two are never equal, so that each can be a key of the same weight map."""
+
+    function: ClassVar[str] = "constant"
+    value: float
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Stack:
+    """See ``stack``."""
+
+    function: ClassVar[str] = "stack"
+    parts: tuple[Side, ...]
+    dim: int = 0
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        rank = len(parts[0])
+        if not -rank <= self.dim < rank:
+            raise MisfitError(f"dim={self.dim} is out of range for {parts[0]}")
+        dim = self.dim % rank
+        if len({(len(part), part[:dim], part[dim + 1 :]) for part in parts}) > 1:
+            raise MisfitError(f"the parts {_listed(parts)} differ in more than dimension {dim}")
+        return (*parts[0][:dim], sum(part[dim] for part in parts), *parts[0][dim + 1 :])
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), self.dim)
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return value.split([part[self.dim] for part in parts], self.dim)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """See ``experts``."""
+
+    function: ClassVar[str] = "experts"
+    parts: tuple[Side, ...]
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        if len(set(parts)) > 1:
+            raise MisfitError(f"the experts {_listed(parts)} differ in shape")
+        return (len(parts), *parts[0])
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts))
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return value.unbind()
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """See ``transpose``."""
+
+    function: ClassVar[str] = "transpose"
+    parts: tuple[Side, ...]
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        (part,) = parts
+        if len(part) < 2:
+            raise MisfitError(f"{part} has no two dimensions to exchange")
+        return (*part[:-2], part[-1], part[-2])
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0].transpose(-2, -1)
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return [value.transpose(-2, -1)]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """See ``shift``."""
+
+    function: ClassVar[str] = "shift"
+    parts: tuple[Side, ...]
+    by: float
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        return parts[0]
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] + self.by
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return [value - self.by]
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """See ``reorder``."""
+
+    function: ClassVar[str] = "reorder"
+    parts: tuple[Side, ...]
+    order: tuple[int, ...]
+    dim: int = 0
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        (part,) = parts
+        if not -len(part) <= self.dim < len(part):
+            raise MisfitError(f"dim={self.dim} is out of range for {part}")
+        if part[self.dim] % len(self.order):
+            raise MisfitError(f"dimension {self.dim} of {part} has no {len(self.order)} equal blocks")
+        return part
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return self._blocks(parts[0], self.order)
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return [self._blocks(value, [self.order.index(block) for block in range(len(self.order))])]
+
+    def _blocks(self, value: Tensor, order: Sequence[int]) -> Tensor:
+        blocks = value.split(value.shape[self.dim] // len(order), self.dim)
+        return torch.cat([blocks[block] for block in order], self.dim)
+
+
+@dataclass(frozen=True)
+class InterleavedQKV:
+    """See ``interleaved_qkv``."""
+
+    function: ClassVar[str] = "interleaved_qkv"
+    parts: tuple[Side, ...]
+    groups: int
+    head_dim: int
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        query, key, value = parts
+        rows = self.groups * self.head_dim
+        if not query or key != value or query[1:] != key[1:]:
+            raise MisfitError(f"query {query}, key {key} and value {value} must agree in all but the query's rows")
+        if key[0] != rows:
+            raise MisfitError(f"key and value {key} must have groups * head_dim = {self.groups} * {self.head_dim} rows")
+        if query[0] == 0 or query[0] % rows:
+            raise MisfitError(f"query {query} must have a multiple of groups * head_dim = {rows} rows")
+        return (query[0] + 2 * rows, *query[1:])
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return _interleave(parts, self.groups)
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return _separate(value, self.groups, self.head_dim)
+
+
+@dataclass(frozen=True)
+class SeparatedQKV:
+    """See ``separated_qkv``."""
+
+    function: ClassVar[str] = "separated_qkv"
+    parts: tuple[Side, ...]
+    groups: int
+    head_dim: int
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        (part,) = parts
+        rows = self.groups * self.head_dim
+        if not part or part[0] % rows or part[0] < 3 * rows:
+            raise MisfitError(
+                f"{part} must have groups * head_dim * n = {self.groups} * {self.head_dim} * n rows, n >= 3"
+            )
+        return part
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(_separate(parts[0], self.groups, self.head_dim))
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        rows = self.groups * self.head_dim
+        return [_interleave(value.split([len(value) - 2 * rows, rows, rows]), self.groups)]
+
+
+@dataclass(frozen=True)
+class RopeHalves:
+    """See ``rope_halves``."""
+
+    function: ClassVar[str] = "rope_halves"
+    parts: tuple[Side, ...]
+    head_dim: int
+    rotary_dim: int
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        (part,) = parts
+        if not part or part[0] % self.head_dim:
+            raise MisfitError(f"{part} must have a multiple of head_dim = {self.head_dim} rows")
+        return part
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return self._exchange(parts[0], (self.rotary_dim // 2, 2))
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return [self._exchange(value, (2, self.rotary_dim // 2))]
+
+    def _exchange(self, value: Tensor, rows: tuple[int, int]) -> Tensor:
+        """Each head's first ``rotary_dim`` rows, seen as a matrix of rows, transposed."""
+        heads = value.unflatten(0, (-1, self.head_dim))
+        rotated, kept = heads.split([self.rotary_dim, self.head_dim - self.rotary_dim], 1)
+        rotated = rotated.unflatten(1, rows).transpose(1, 2).flatten(1, 2)
+        return torch.cat([rotated, kept], 1).flatten(0, 1)
+
+
+Compound = Stack | Experts | Transpose | Shift | Reorder | InterleavedQKV | SeparatedQKV | RopeHalves
+Term = Constant | Compound
+Side = str | Term
+SIDES = get_args(Side)
+
+
+def _interleave(qkv: Sequence[Tensor], groups: int) -> Tensor:
+    """[groups, heads / groups + 2, head_dim, ...], its first three dimensions flattened."""
+    grouped = [part.unflatten(0, (groups, -1)) for part in qkv]
+    return torch.cat(grouped, 1).flatten(0, 1)
+
+
+def _separate(fused: Tensor, groups: int, head_dim: int) -> list[Tensor]:
+    grouped = fused.unflatten(0, (groups, -1))
+    parts = grouped.split([grouped.shape[1] - 2 * head_dim, head_dim, head_dim], 1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    return ", ".join(map(str, shapes))
+
+
+def names(side: Side) -> Iterator[str]:
+    """The parameters that a side mentions, from left to right."""
+    if isinstance(side, str):
+        yield side
+    elif not isinstance(side, Constant):
+        for part in side.parts:
+            yield from names(part)
+
+
+def has_constant(side: Side) -> bool:
+    """Whether a ``constant`` occurs in it."""
+    if isinstance(side, (str, Constant)):
+        return isinstance(side, Constant)
+    return any(map(has_constant, side.parts))
+
+
+def shape_of(side: Side, shapes: Mapping[str, Shape]) -> Shape:
+    """The shape of the packed tensor.
+
+    Raises:
+        MisfitError: if the parts do not go together.
+        KeyError: if a parameter is not in ``shapes``.
+    """
+    if isinstance(side, str):
+        return tuple(shapes[side])
+    if isinstance(side, Constant):
+        return side.shape
+    parts = [shape_of(part, shapes) for part in side.parts]
+    try:
+        return side.shape(parts)
+    except MisfitError as misfit:
+        raise MisfitError(f"{describe(side)}: {misfit}") from None
+
+
+def pack(side: Side, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """One tensor from the parameters of a side; constants get the dtype and device of ``like``."""
+    if isinstance(side, str):
+        return tensors[side]
+    if isinstance(side, Constant):
+        return torch.full(side.shape, side.value, dtype=like.dtype, device=like.device)
+    return side.pack([pack(part, tensors, like) for part in side.parts])
+
+
+def unpack(side: Side, value: Tensor, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The inverse of ``pack``: the parameters of a side, whose shapes are given, from the packed tensor."""
+    if isinstance(side, str):
+        return {side: value}
+    if isinstance(side, Constant):
+        return {}
+    parts = side.unpack(value, [shape_of(part, shapes) for part in side.parts])
+    return {
+        name: tensor
+        for part, tensor_of_part in zip(side.parts, parts, strict=True)
+        for name, tensor in unpack(part, tensor_of_part, shapes).items()
+    }
+
+
+def linear_part(side: Side) -> Side:
+    """The same layout without what is added: shifts vanish, constants are zero. This is how gradients transform."""
+    if isinstance(side, str):
+        return side
+    if isinstance(side, Constant):
+        return Constant(0.0, side.shape)
+    if isinstance(side, Shift):
+        return linear_part(side.parts[0])
+    return dataclasses.replace(side, parts=tuple(map(linear_part, side.parts)))
+
+
+def describe(side: object) -> str:
+    """The expression that builds a side, as a user would write it."""
+    if isinstance(side, str):
+        return f'"{side}"'
+    if isinstance(side, Constant):
+        return f"constant({', '.join(map(repr, (side.value, *side.shape)))})"
+    if not isinstance(side, Compound):
+        return repr(side)
+    options = [
+        f"{option.name}={getattr(side, option.name)!r}"
+        for option in dataclasses.fields(side)
+        if option.name != "parts" and getattr(side, option.name) != option.default
+    ]
+    return f"{side.function}({', '.join([*map(describe, side.parts), *options])})"

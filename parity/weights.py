@@ -1,0 +1,317 @@
+"""Weight maps: which parameters of the reference hold which parameters of the TE module, and in which layout.
+
+A map is ``{left: right, ...}``. Left sides name reference parameters, right sides TE parameters; each is a parameter's
+name or a term of names, and both sides of an entry pack to the same tensor::
+
+    {
+        "norm.weight": "layer_norm_weight",
+        stack("gate_proj.weight", "up_proj.weight"): "fc1_weight",
+        transpose("c_attn.weight"): stack("query_weight", "key_weight", "value_weight"),
+    }
+
+Terms nest. Written once, a map carries weights and gradients in both directions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from parity.weight_terms import (
+    SIDES,
+    Constant,
+    Experts,
+    InterleavedQKV,
+    MisfitError,
+    Reorder,
+    RopeHalves,
+    SeparatedQKV,
+    Shape,
+    Shift,
+    Side,
+    Stack,
+    Term,
+    Transpose,
+    WeightMapError,
+    describe,
+    has_constant,
+    linear_part,
+    names,
+    pack,
+    shape_of,
+    unpack,
+)
+
+WeightMap = Mapping[Side, Side]
+
+
+def stack(*terms: Side, dim: int = 0) -> Term:
+    """The terms one after the other along an existing dimension: gate over up, or Q over K over V.
+
+    Args:
+        terms: of equal shape but for ``dim``.
+        dim: the dimension along which they follow each other.
+    """
+    return Stack(_sides("stack", *terms), dim)
+
+
+def experts(*terms: Side) -> Term:
+    """``[experts, ...]``: the terms, all of one shape, along a new first dimension; one for each expert."""
+    return Experts(_sides("experts", *terms))
+
+
+def transpose(term: Side) -> Term:
+    """The term with its last two dimensions exchanged, e.g. a Conv1D weight ``[in, out]`` as ``[out, in]``."""
+    return Transpose(_sides("transpose", term))
+
+
+def shift(term: Side, by: float) -> Term:
+    """The term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's ``zero_centered_gamma`` stores it.
+
+    In FP64 a shift by 1 of values that were rounded to a narrower dtype is exact, there and back, where their magnitude
+    is 0 or between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16: below, the last
+    bits of the value are finer than the last bit of the sum. In the narrower dtype itself it rounds.
+    """
+    return Shift(_sides("shift", term), float(by))
+
+
+def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
+    """Equal blocks of the term in another order: ``reorder("up_gate.weight", (1, 0))`` has gate over up.
+
+    Args:
+        order: block ``order[i]`` of the term becomes block ``i``.
+        dim: the dimension that is cut into ``len(order)`` equal blocks.
+    """
+    if not order or sorted(order) != list(range(len(order))):
+        raise WeightMapError(f"reorder() needs each number from 0 to n - 1 once, not {order!r}")
+    return Reorder(_sides("reorder", term), tuple(order), dim)
+
+
+def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_dim: int) -> Term:
+    """Q, K and V as TE fuses them with ``qkv_weight_interleaved=True``, its default.
+
+    The result, viewed as ``[groups, heads / groups + 2, head_dim, ...]``, holds each group's query heads, then its key,
+    then its value (TE 2.20, ``MultiheadAttention.forward``). As many groups as heads are plain multi-head attention,
+    one group is multi-query attention.
+
+    Args:
+        query: weight ``[heads * head_dim, in]`` or bias ``[heads * head_dim]``.
+        key: weight or bias with ``groups * head_dim`` rows.
+        value: ditto.
+        groups: key-value heads, TE's ``num_gqa_groups``.
+        head_dim: channels of one head.
+    """
+    _positive("interleaved_qkv", groups=groups, head_dim=head_dim)
+    return InterleavedQKV(_sides("interleaved_qkv", query, key, value), groups, head_dim)
+
+
+def separated_qkv(term: Side, *, groups: int, head_dim: int) -> Term:
+    """All of Q, then K, then V, from a term that ``interleaved_qkv`` describes; the number of heads is found from it.
+
+    E.g. GPT-2's fused weight in TE's: ``{transpose("c_attn.weight"): separated_qkv("qkv.weight", groups=12,
+    head_dim=64)}``.
+    """
+    _positive("separated_qkv", groups=groups, head_dim=head_dim)
+    return SeparatedQKV(_sides("separated_qkv", term), groups, head_dim)
+
+
+def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> Term:
+    """Rows of a query or key projection for the halves form of RoPE, from rows for the interleaved form.
+
+    The interleaved form rotates rows ``2i`` and ``2i + 1`` of a head together (Meta's Llama, GPT-J; TE's
+    ``interleaved=True``), the halves form rows ``i`` and ``i + rotary_dim / 2`` (Hugging Face's ``rotate_half``; TE's
+    default).
+
+    Args:
+        term: weight ``[heads * head_dim, in]`` or bias ``[heads * head_dim]``.
+        head_dim: channels of one head.
+        rotary_dim: channels at a head's start that are rotated, the others stay; None means all.
+    """
+    rotary = head_dim if rotary_dim is None else rotary_dim
+    _positive("rope_halves", head_dim=head_dim, rotary_dim=rotary)
+    if rotary % 2 or rotary > head_dim:
+        raise WeightMapError(f"rope_halves() rotates pairs: rotary_dim={rotary} must be even and at most {head_dim}")
+    return RopeHalves(_sides("rope_halves", term), head_dim, rotary)
+
+
+def constant(value: float, *shape: int) -> Term:
+    """A parameter that the reference lacks and TE has, e.g. ``{constant(0.0, hidden): "fc1_bias"}``; left sides only.
+
+    Its gradient has no counterpart in the reference and is dropped.
+    """
+    return Constant(float(value), shape)
+
+
+def to_candidate(
+    weights: WeightMap, reference_tensors: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """TE's parameters from the reference's.
+
+    Exact but where the map shifts. Results have the arguments' dtype and device and may share their memory.
+
+    Args:
+        weights: a map that ``check`` accepts.
+        reference_tensors: the reference's parameters, all of one dtype.
+        candidate_shapes: of TE's parameters.
+    """
+    like = next(iter(reference_tensors.values()), torch.empty(0))
+    return {
+        name: tensor
+        for left, right in weights.items()
+        for name, tensor in unpack(right, pack(left, reference_tensors, like), candidate_shapes).items()
+    }
+
+
+def to_reference(
+    weights: WeightMap, candidate_tensors: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """The inverse of ``to_candidate``, but for constants, whose values are dropped."""
+    inverse = ((right, left) for left, right in weights.items())
+    like = torch.empty(0)
+    return {
+        name: tensor
+        for right, left in inverse
+        for name, tensor in unpack(left, pack(right, candidate_tensors, like), reference_shapes).items()
+    }
+
+
+def gradients_to_candidate(
+    weights: WeightMap, reference_gradients: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """Gradients with respect to TE's parameters from those with respect to the reference's.
+
+    A map moves elements and adds numbers, so gradients move alike and what is added vanishes. An entry none of whose
+    reference parameters has a gradient is left out.
+
+    Raises:
+        KeyError: if only some of an entry's parameters have one.
+    """
+    linear = {left: right for left, right in _linear(weights).items() if _any_in(left, reference_gradients)}
+    return to_candidate(linear, reference_gradients, candidate_shapes)
+
+
+def gradients_to_reference(
+    weights: WeightMap, candidate_gradients: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """The inverse of ``gradients_to_candidate``, with the same treatment of gradients that are not there."""
+    linear = {left: right for left, right in _linear(weights).items() if _any_in(right, candidate_gradients)}
+    return to_reference(linear, candidate_gradients, reference_shapes)
+
+
+def check(weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]) -> None:
+    """Make sure that a map uses each parameter of both modules once, in shapes that fit.
+
+    Args:
+        weights: the map.
+        reference_shapes: shapes of the reference's parameters by name.
+        candidate_shapes: shapes of TE's parameters by name.
+
+    Raises:
+        WeightMapError: with every problem there is, one a line.
+    """
+    if not isinstance(weights, Mapping):
+        raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
+    problems = [
+        problem
+        for left, right in weights.items()
+        for problem in _entry_problems(left, right, reference_shapes, candidate_shapes)
+    ]
+    valid = [(left, right) for left, right in weights.items() if isinstance(left, SIDES) and isinstance(right, SIDES)]
+    for kind, shapes, side in (("reference", reference_shapes, 0), ("TE", candidate_shapes, 1)):
+        users: dict[str, list[str]] = defaultdict(list)
+        for entry in valid:
+            for name in names(entry[side]):
+                users[name].append(_describe_entry(*entry))
+        problems += _use_problems(kind, shapes, users)
+    if problems:
+        raise WeightMapError("\n".join(problems))
+
+
+def _entry_problems(
+    left: Side, right: Side, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]
+) -> Iterator[str]:
+    entry = _describe_entry(left, right)
+    strangers = [side for side in (left, right) if not isinstance(side, SIDES)]
+    for side in strangers:
+        yield f"{entry}: {describe(side)} is no parameter's name and no term; several make one with stack(...)"
+    if strangers:
+        return
+    if has_constant(right):
+        yield f"{entry}: a constant stands for what the reference lacks, so it belongs on the left"
+    unknown = [
+        *_unknown_names("reference", left, reference_shapes, entry),
+        *_unknown_names("TE", right, candidate_shapes, entry),
+    ]
+    yield from unknown
+    if unknown:
+        return
+    shapes = f"({_describe_shapes(left, reference_shapes)}; {_describe_shapes(right, candidate_shapes)})"
+    try:
+        left_shape, right_shape = shape_of(left, reference_shapes), shape_of(right, candidate_shapes)
+    except MisfitError as misfit:
+        yield f"{entry}: {misfit} {shapes}"
+        return
+    if left_shape != right_shape:
+        transposed = len(left_shape) == 2 and left_shape == right_shape[::-1]
+        advice = "; is one the transpose() of the other?" if transposed else ""
+        yield f"{entry}: the left side is {left_shape}, the right side {right_shape} {shapes}{advice}"
+
+
+def _unknown_names(kind: str, side: Side, shapes: Mapping[str, Shape], entry: str) -> Iterator[str]:
+    for name in names(side):
+        if name not in shapes:
+            close = difflib.get_close_matches(name, shapes, n=1)
+            advice = f'; did you mean "{close[0]}" {tuple(shapes[close[0]])}?' if close else ""
+            yield f'{entry}: there is no {kind} parameter "{name}"{advice}'
+
+
+def _use_problems(kind: str, shapes: Mapping[str, Shape], users: Mapping[str, list[str]]) -> Iterator[str]:
+    """Names that more than one entry mentions, or one twice, and parameters that none does."""
+    for name, entries in users.items():
+        if len(entries) > 1:
+            yield f'{kind} parameter "{name}" is used {len(entries)} times: in {" and in ".join(entries)}'
+    for name, shape in shapes.items():
+        if name in users:
+            continue
+        if kind == "reference":
+            yield f'reference parameter "{name}" {tuple(shape)} is used by no entry'
+        else:
+            yield (
+                f'TE parameter "{name}" {tuple(shape)} is filled by no entry; where the reference has none, build the '
+                f"TE module without it or map {describe(Constant(0.0, tuple(shape)))} to it"
+            )
+
+
+def _describe_entry(left: object, right: object) -> str:
+    return f"{describe(left)}: {describe(right)}"
+
+
+def _describe_shapes(side: Side, shapes: Mapping[str, Shape]) -> str:
+    return ", ".join(f"{name} {tuple(shapes[name])}" for name in names(side)) or "no parameter"
+
+
+def _linear(weights: WeightMap) -> dict[Side, Side]:
+    return {linear_part(left): linear_part(right) for left, right in weights.items()}
+
+
+def _any_in(side: Side, tensors: Mapping[str, Tensor]) -> bool:
+    return any(name in tensors for name in names(side))
+
+
+def _sides(function: str, *terms: Side) -> tuple[Side, ...]:
+    for term in terms:
+        if not isinstance(term, SIDES):
+            raise WeightMapError(f"{function}() takes parameters' names and terms, not {term!r}")
+    if not terms:
+        raise WeightMapError(f"{function}() needs at least one parameter's name or term")
+    return terms
+
+
+def _positive(function: str, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise WeightMapError(f"{function}() needs a positive whole number {name}, not {number!r}")

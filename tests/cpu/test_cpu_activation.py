@@ -1,0 +1,296 @@
+"""Activations on the CPU kernels, against their definitions in FP64 and their gradients by autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parity import te
+from parity.cpu import activation
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
+    gate = torch.minimum(gate, torch.tensor(limit))
+    up = torch.maximum(torch.minimum(up, torch.tensor(limit)), torch.tensor(-limit))
+    return gate * sigmoid(alpha * gate) * (up + offset)
+
+
+def situglu(gate: Tensor, up: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
+    return beta1 * torch.tanh(gate / beta1) * sigmoid(gate) * beta2 * torch.tanh(up / beta2)
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "qgelu": lambda x: x * sigmoid(1.702 * x),
+    "relu": lambda x: x * (x > 0),
+    "srelu": lambda x: x**2 * (x > 0),
+    "silu": lambda x: x * sigmoid(x),
+}
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "glu": lambda gate, up: sigmoid(gate) * up,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "qgeglu": lambda gate, up: PLAIN["qgelu"](gate) * up,
+    "reglu": lambda gate, up: PLAIN["relu"](gate) * up,
+    "sreglu": lambda gate, up: PLAIN["srelu"](gate) * up,
+    "swiglu": lambda gate, up: PLAIN["silu"](gate) * up,
+    "clamped_swiglu": clamped_swiglu,
+    "situglu": situglu,
+}
+DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = PLAIN | {
+    name: lambda x, function=function: function(*x.chunk(2, -1)) for name, function in GATED.items()
+}
+GRADIENTS = {name: f"d{name}" for name in DEFINITIONS} | {"clamped_swiglu": "clamped_dswiglu"}
+
+problems = st.tuples(
+    st.sampled_from(DTYPES), st.integers(1, 4), st.sampled_from([2, 6, 64]), st.floats(0.1, 4), st.integers(0, 2**31)
+)
+
+
+def draw(problem: tuple, name: str) -> tuple[Tensor, Tensor]:
+    """An input without values on a kink, and the gradient of the result."""
+    dtype, rows, columns, spread, seed = problem
+    rng = torch.Generator().manual_seed(seed)
+    x = (torch.randn(rows, columns, generator=rng) * spread).to(dtype)
+    x = torch.where((x == 0) | (x.abs() == 7), torch.ones((), dtype=dtype), x)
+    return x, torch.randn(rows, columns // (2 if name in GATED else 1), generator=rng).to(dtype)
+
+
+def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_scale: Tensor) -> None:
+    """Half an ulp of the result's dtype, plus a few ulps of FP32 of what the arithmetic went through."""
+    info = torch.finfo(actual.dtype)
+    bound = info.eps / 2 * exact.abs() + 8 * EPS32 * fp32_scale + info.smallest_normal * info.eps
+    excess = ((actual.double() - exact).abs() / bound).max().item()
+    assert excess <= 1, f"{excess:.2f} times the bound"
+
+
+def fp32_scale(name: str, x: Tensor, gradient: Tensor | None = None) -> Tensor:
+    """What a relative error of exp's argument, of about |x| eps, can do to the function, for rows of ``x``."""
+    largest = x.double().abs().amax(-1, keepdim=True)
+    scale = (1 + largest) ** (3 if name in GATED or name.startswith("s") else 2)
+    return scale if gradient is None else scale * gradient.double().abs().amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@settings(max_examples=25, deadline=None)
+@given(problem=problems)
+def test_activation_is_its_definition_rounded_once(name: str, problem: tuple) -> None:
+    x, _ = draw(problem, name)
+    actual = getattr(activation, name)(x, None)
+    assert actual.dtype == x.dtype
+    assert actual.is_contiguous()
+    assert_rounded_once(actual, DEFINITIONS[name](x.double()), fp32_scale(name, x))
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@settings(max_examples=25, deadline=None)
+@given(problem=problems)
+def test_gradient_is_that_of_the_definition_rounded_once(name: str, problem: tuple) -> None:
+    x, gradient = draw(problem, name)
+    leaf = x.double().requires_grad_()
+    DEFINITIONS[name](leaf).backward(gradient.double())
+    actual = getattr(activation, GRADIENTS[name])(gradient, x, None)
+    assert actual.dtype == x.dtype
+    assert actual.shape == x.shape
+    assert leaf.grad is not None
+    assert_rounded_once(actual, leaf.grad, fp32_scale(name, x, gradient))
+
+
+def test_the_gate_is_the_first_half() -> None:
+    gate_one_up_zero = torch.tensor([[1.0, 0.0]])
+    assert activation.swiglu(gate_one_up_zero, None).item() == 0
+    assert activation.dswiglu(torch.ones(1, 1), gate_one_up_zero, None)[0, 0] == 0
+
+
+def test_gelu_is_the_tanh_approximation() -> None:
+    x = torch.linspace(-3, 3, 61)
+    assert torch.equal(activation.gelu(x, None), torch.nn.functional.gelu(x, approximate="tanh"))
+
+
+def test_relu_turns_nan_into_zero_as_cuda_does() -> None:
+    assert activation.relu(torch.tensor([float("nan"), -1.0, 2.0]), None).tolist() == [0, 0, 2]
+
+
+def test_clamped_swiglu_holds_the_gate_from_above_only_and_up_on_both_sides() -> None:
+    x = torch.tensor([[-3.0, 3.0, 1.0, 1.0], [0.5, 0.5, -3.0, 3.0]])
+    gradient = activation.clamped_dswiglu(torch.ones(2, 2), x, None, limit=2.0)
+    assert (gradient == 0).tolist() == [[False, True, False, False], [False, False, True, True]]
+
+
+def test_a_value_on_the_limit_is_not_held() -> None:
+    gradient = activation.clamped_dswiglu(torch.ones(1, 2), torch.tensor([[2.0, 1.0, 1.0, -2.0]]), None, limit=2.0)
+    assert (gradient != 0).all()
+
+
+@pytest.mark.parametrize("parameters", [(0.5, 1.0, 0.0), (2.0, 1.702, 1.0)])
+def test_clamped_swiglu_takes_limit_alpha_and_offset(parameters: tuple[float, float, float]) -> None:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 2
+    gate, up = x.double().chunk(2, -1)
+    exact = clamped_swiglu(gate, up, *parameters)
+    torch.testing.assert_close(activation.clamped_swiglu(x, None, *parameters).double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_situglu_takes_both_betas() -> None:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 3
+    gate, up = x.double().chunk(2, -1)
+    exact = situglu(gate, up, 1.5, 2.5)
+    torch.testing.assert_close(activation.situglu(x, None, 1.5, 2.5).double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_odd_columns_have_no_halves() -> None:
+    with pytest.raises(ValueError, match="7 columns do not hold pairs"):
+        activation.swiglu(torch.ones(2, 7), None)
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert activation.swiglu(torch.empty(0, 8), None).shape == (0, 4)
+    assert activation.dswiglu(torch.empty(0, 4), torch.empty(0, 8), None).shape == (0, 8)
+
+
+SCALED = {"scaled_swiglu": ("swiglu", "scaled_dswiglu"), "scaled_situglu": ("situglu", "scaled_dsituglu")}
+SCALED |= {
+    "scaled_clamped_swiglu": ("clamped_swiglu", "scaled_clamped_dswiglu"),
+    "scaled_srelu": ("srelu", "scaled_dsrelu"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_activation_multiplies_rows_before_it_rounds(name: str, dtype: torch.dtype) -> None:
+    plain, backward = SCALED[name]
+    rng = torch.Generator().manual_seed(0)
+    x, scales = torch.randn(3, 2, 64, generator=rng).to(dtype), torch.rand(3, 2, generator=rng)
+    gradient = torch.randn(3, 2, 64 if plain == "srelu" else 32, generator=rng).to(dtype)
+    x64, scales64 = x.double().requires_grad_(), scales.double().requires_grad_()
+    exact = DEFINITIONS[plain](x64) * scales64.unsqueeze(-1)
+    exact.backward(gradient.double())
+    actual = getattr(activation, name)(x, scales, None)
+    of_x, of_scales = getattr(activation, backward)(gradient, x, scales, None)
+    assert x64.grad is not None
+    assert scales64.grad is not None
+    assert_rounded_once(actual, exact.detach(), fp32_scale(plain, x))
+    assert_rounded_once(of_x, x64.grad, fp32_scale(plain, x, gradient))
+    assert of_scales.dtype == torch.float32
+    assert of_scales.shape == scales.shape
+    torch.testing.assert_close(of_scales.double(), scales64.grad, rtol=1e-5, atol=1e-5)
+    assert getattr(activation, backward)(gradient, x, scales, None, compute_scale_grad=False)[1] is None
+
+
+def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
+    rng = torch.Generator().manual_seed(0)
+    blocks, scales = torch.randn(5, 2, 2, 32, generator=rng), torch.rand(5, generator=rng)
+    interleaved, halves = blocks.flatten(1), blocks.transpose(1, 2).flatten(1)
+    gradient = torch.randn(5, 64, generator=rng)
+    assert torch.equal(
+        activation.scaled_swiglu(interleaved, scales, None, 32), activation.scaled_swiglu(halves, scales, None)
+    )
+    of_interleaved, _ = activation.scaled_dswiglu(gradient, interleaved, scales, None, 32)
+    of_halves, _ = activation.scaled_dswiglu(gradient, halves, scales, None)
+    assert torch.equal(of_interleaved.view(5, 2, 2, 32), of_halves.view(5, 2, 2, 32).transpose(1, 2))
+
+
+def test_scaled_activation_wants_one_scale_a_row() -> None:
+    with pytest.raises(ValueError, match="3 rows, 2 scales"):
+        activation.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
+
+
+@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
+def test_bias_gradient_is_the_sum_of_the_rounded_gradient(name: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(4, 8, 16, generator=rng).bfloat16() for _ in range(2))
+    of_bias, of_x = getattr(activation, f"dbias_d{name}")(gradient, x, None)
+    assert torch.equal(of_x, getattr(activation, f"d{name}")(gradient, x, None))
+    assert torch.equal(of_bias, of_x.double().sum((0, 1)).bfloat16())
+
+
+def test_delayed_scaling_casts_and_sums_the_fp32_gradient() -> None:
+    te.kernels("cpu")
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    from transformer_engine_torch import DType
+
+    rng = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(32, 16, generator=rng).bfloat16() for _ in range(2))
+    exact = activation.dgelu(gradient.float(), x.float(), None)
+    quantizer = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)
+    of_bias, of_x = activation.dbias_dgelu(gradient, x, quantizer)
+    assert torch.equal(of_x._data, quantizer(exact)._data)
+    assert torch.equal(of_bias, exact.double().sum(0).bfloat16())
+    assert not torch.equal(of_bias, exact.bfloat16().double().sum(0).bfloat16())
+
+
+OPERATIONS = {
+    "GELU": "gelu",
+    "GLU": "glu",
+    "GEGLU": "geglu",
+    "QGELU": "qgelu",
+    "QGEGLU": "qgeglu",
+    "ReLU": "relu",
+    "ReGLU": "reglu",
+    "SReLU": "srelu",
+    "SReGLU": "sreglu",
+    "SiLU": "silu",
+    "SwiGLU": "swiglu",
+    "SiTUGLU": "situglu",
+    "ClampedSwiGLU": "clamped_swiglu",
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_te_operations_agree_with_fp64(operation: str) -> None:
+    te.kernels("cpu")
+    import transformer_engine.pytorch.ops as ops
+
+    if not hasattr(ops, operation):
+        pytest.skip(f"TransformerEngine {te.version()} has no operation {operation}")
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 32, generator=rng, requires_grad=True)
+    y = getattr(ops, operation)()(x)
+    gradient = torch.randn(y.shape, generator=rng)
+    y.backward(gradient)
+    x64 = x.detach().double().requires_grad_()
+    exact = DEFINITIONS[OPERATIONS[operation]](x64)
+    exact.backward(gradient.double())
+    assert x.grad is not None
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-5, atol=1e-6)
+
+
+MLP_ACTIVATIONS = sorted(set(DEFINITIONS) - {"situglu"})
+
+
+@pytest.mark.parametrize("name", MLP_ACTIVATIONS)
+def test_te_layernorm_mlp_agrees_with_fp64_for_every_activation(name: str) -> None:
+    module = te.kernels("cpu").te.LayerNormMLP(16, 32, activation=name, device="cpu")
+    rng = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=rng) / math.sqrt(parameter.shape[-1]))
+    x, gradient = (torch.randn(8, 16, generator=rng) for _ in range(2))
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.backward(gradient)
+    p = {key: value.detach().double().requires_grad_() for key, value in module.named_parameters()}
+    x64 = x.double().requires_grad_()
+    hidden = torch.nn.functional.layer_norm(x64, (16,), p["layer_norm_weight"], p["layer_norm_bias"], 1e-5)
+    hidden = DEFINITIONS[name](hidden @ p["fc1_weight"].T + p["fc1_bias"])
+    exact = hidden @ p["fc2_weight"].T + p["fc2_bias"]
+    exact.backward(gradient.double())
+    pairs = [(y, exact), (leaf.grad, x64.grad), *((q.grad, p[key].grad) for key, q in module.named_parameters())]
+    for actual, expected in pairs:
+        # TE's FP32 products round their operands to TF32, by at most 2^-11 of each.
+        assert (actual.double() - expected).norm() <= 3 * 2.0**-11 * expected.norm()

@@ -1,0 +1,201 @@
+"""Rotary position embedding on the CPU kernels, against complex multiplication in FP64 and TE's unfused path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parity import te
+from parity.cpu import rope
+from parity.cpu.enums import NVTE_QKV_Format
+
+SBHD, BSHD, THD = (NVTE_QKV_Format[f"NVTE_{name}"] for name in ("SBHD", "BSHD", "THD"))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EPS32 = torch.finfo(torch.float32).eps
+
+problems = st.tuples(
+    st.integers(1, 6), st.integers(1, 3), st.sampled_from([(8, 8), (16, 8)]), st.booleans(), st.integers(0, 2**31)
+)
+
+
+def angles(positions: int, features: int, interleaved: bool) -> Tensor:
+    """The usual angles, ``[positions, 1, 1, features]``: both features of a pair turn alike."""
+    speed = 10000.0 ** (-torch.arange(0, features, 2) / features)
+    half = torch.arange(positions)[:, None] * speed
+    both = half.repeat_interleave(2, -1) if interleaved else torch.cat([half, half], -1)
+    return both.reshape(positions, 1, 1, features)
+
+
+def fp64_rotation(x: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
+    """Pairs as complex numbers times ``exp(i angle)``; ``x`` is ``[s, b, h, d]``, ``freqs`` one angle a token."""
+    rotary = freqs.shape[-1]
+    pairs, rest = x[..., :rotary].double(), x[..., rotary:].double()
+    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+    angle = freqs.double()[..., ::2] if interleaved else freqs.double()[..., : rotary // 2]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angle))
+    turned = turned if interleaved else turned.transpose(-1, -2)
+    return torch.cat([turned.flatten(-2), rest], -1)
+
+
+def rotate(x: Tensor, freqs: Tensor, interleaved: bool = False, start: Tensor | None = None) -> Tensor:
+    return rope.fused_rope_forward(x, freqs, start, SBHD, interleaved, None, 1, 0)
+
+
+def rotate_back(x: Tensor, freqs: Tensor, interleaved: bool = False, start: Tensor | None = None) -> Tensor:
+    return rope.fused_rope_backward(x, freqs, start, SBHD, interleaved, None, 1, 0)
+
+
+def draw(problem: tuple, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, bool]:
+    length, batch, (features, rotary), interleaved, seed = problem
+    x = torch.randn(length, batch, 2, features, generator=torch.Generator().manual_seed(seed))
+    return x.to(dtype), angles(length, rotary, interleaved), interleaved
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems, st.sampled_from(DTYPES))
+def test_rope_multiplies_pairs_by_a_unit_complex_number_and_rounds_once(problem: tuple, dtype: torch.dtype) -> None:
+    x, freqs, interleaved = draw(problem, dtype)
+    exact = fp64_rotation(x, freqs, interleaved)
+    actual = rotate(x, freqs, interleaved)
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    bound = torch.finfo(dtype).eps / 2 * exact.abs() + 4 * EPS32 * x.abs().max()
+    assert ((actual.double() - exact).abs() <= bound).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems)
+def test_rope_backward_is_the_inverse_rotation(problem: tuple) -> None:
+    x, freqs, interleaved = draw(problem)
+    torch.testing.assert_close(rotate_back(rotate(x, freqs, interleaved), freqs, interleaved), x, rtol=0, atol=2e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems)
+def test_rope_backward_is_the_transpose_even_if_the_angles_of_a_pair_differ(problem: tuple) -> None:
+    x, freqs, interleaved = draw(problem)
+    freqs = freqs + torch.linspace(0, 1, freqs.shape[-1])
+    y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    left = (rotate(x, freqs, interleaved) * y).double().sum()
+    right = (x * rotate_back(y, freqs, interleaved)).double().sum()
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.booleans())
+def test_attention_scores_depend_on_the_distance_of_two_tokens_only(
+    query: int, key: int, shift: int, interleaved: bool
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 16, generator=rng) for _ in range(2))
+    freqs = angles(41, 16, interleaved)
+
+    def score(query_at: int, key_at: int) -> Tensor:
+        at = [torch.tensor([position]) for position in (query_at, key_at)]
+        return (rotate(q, freqs, interleaved, at[0]) * rotate(k, freqs, interleaved, at[1])).sum()
+
+    torch.testing.assert_close(score(query, key), score(query + shift, key + shift), rtol=0, atol=2e-5)
+
+
+def test_features_past_the_angles_are_copied() -> None:
+    x = torch.randn(4, 1, 2, 16).bfloat16()
+    freqs = angles(4, 8, False)
+    assert torch.equal(rotate(x, freqs)[..., 8:], x[..., 8:])
+    assert torch.equal(rotate_back(x, freqs)[..., 8:], x[..., 8:])
+
+
+def test_start_positions_shift_each_sequence() -> None:
+    x, freqs = torch.randn(3, 2, 1, 8), angles(10, 8, False)
+    shifted = rotate(x, freqs, start=torch.tensor([0, 5], dtype=torch.int32))
+    assert torch.equal(shifted[:, :1], rotate(x[:, :1], freqs))
+    assert torch.equal(shifted[:, 1:], rotate(x[:, 1:], freqs[5:]))
+
+
+def test_packed_tokens_past_the_last_sequence_are_zero() -> None:
+    x, cu_seqlens = torch.ones(5, 1, 8), torch.tensor([0, 0, 3], dtype=torch.int32)
+    output = rope.fused_rope_forward(x, angles(3, 8, False), None, THD, False, cu_seqlens, 1, 0)
+    assert torch.equal(output[:3, None], rotate(x[:3, None], angles(3, 8, False)))
+    assert not output[3:].any()
+
+
+@pytest.mark.parametrize("heads_in_group", [1, 2])
+@pytest.mark.parametrize("layout", [SBHD, BSHD])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_joint_qkv_is_split_and_rotated_as_its_parts_are(layout: int, interleaved: bool, heads_in_group: int) -> None:
+    split = [8 * heads_in_group, 8, 8]
+    qkv = torch.randn(4, 3, 2, sum(split))
+    q_freqs, k_freqs = angles(4, 8, interleaved), angles(4, 4, interleaved) * 2
+    k_freqs = torch.cat([k_freqs, k_freqs], -1)
+    arguments = (q_freqs, k_freqs, None, split, layout, interleaved, 1, 0)
+    q, k, v = rope.fused_qkv_rope_forward(qkv, *arguments)
+    parts = [part.reshape(4, 3, -1, 8) for part in qkv.split(split, -1)]
+    assert torch.equal(q, rope.fused_rope_forward(parts[0], q_freqs, None, layout, interleaved, None, 1, 0))
+    assert torch.equal(k, rope.fused_rope_forward(parts[1], k_freqs, None, layout, interleaved, None, 1, 0))
+    assert torch.equal(v, parts[2])
+    gradient = rope.fused_qkv_rope_backward(q, k, v, q_freqs, k_freqs, split, layout, interleaved, 1, 0)
+    back = [rope.fused_rope_backward(q, q_freqs, None, layout, interleaved, None, 1, 0).reshape(4, 3, 2, -1)]
+    back += [rope.fused_rope_backward(k, k_freqs, None, layout, interleaved, None, 1, 0), v]
+    assert torch.equal(gradient, torch.cat(back, -1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "freqs", "message"),
+    [
+        (torch.ones(4, 1, 1, 8), angles(3, 8, False), "3 positions, but a token is at 3"),
+        (torch.ones(4, 1, 1, 8), angles(4, 16, False), "16 features, more than the 8"),
+        (torch.ones(4, 1, 1, 8), angles(4, 8, False).double(), "freqs must be FP32"),
+        (torch.ones(4, 1, 1, 8), torch.ones(4, 8), "freqs must be FP32"),
+    ],
+)
+def test_rope_says_what_does_not_fit(tokens: Tensor, freqs: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rotate(tokens, freqs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("with_start", [False, True])
+@pytest.mark.parametrize(("layout", "cp_size"), [("sbhd", 1), ("bshd", 1), ("thd", 1), ("sbhd", 3), ("thd", 3)])
+def test_te_fused_rope_agrees_with_its_unfused_path_forward_and_backward(
+    layout: str, cp_size: int, with_start: bool, interleaved: bool
+) -> None:
+    te.kernels("cpu")
+    from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+    rng = torch.Generator().manual_seed(0)
+    shape = {"sbhd": (8, 3, 2, 16), "bshd": (3, 8, 2, 16), "thd": (12, 2, 16)}[layout]
+    freqs = RotaryPositionEmbedding(16, interleaved=interleaved)(40)
+    options = {
+        "tensor_format": layout,
+        "start_positions": torch.tensor([0, 7, 2], dtype=torch.int32) if with_start else None,
+        "interleaved": interleaved,
+        "cu_seqlens": torch.tensor([0, 4, 6, 12], dtype=torch.int32) * cp_size if layout == "thd" else None,
+        "cp_size": cp_size,
+        "cp_rank": cp_size // 2,
+    }
+    x, dy = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
+    results = []
+    for fused in (True, False):
+        leaf = x.clone().requires_grad_()
+        y = apply_rotary_pos_emb(leaf, freqs, fused=fused, **options)
+        y.backward(dy)
+        results.append((y, leaf.grad))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-6)
+
+
+def test_te_fused_qkv_rope_has_the_gradient_of_its_parts() -> None:
+    te.kernels("cpu")
+    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+
+    freqs = angles(4, 8, False)
+    qkv = torch.randn(4, 3, 2, 32, requires_grad=True)
+    q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [16, 8, 8])
+    weights = [torch.randn(t.shape) for t in (q, k, v)]
+    (joint,) = torch.autograd.grad(sum((t * w).sum() for t, w in zip((q, k, v), weights, strict=True)), qkv)
+    parts = [part.reshape(4, 3, -1, 8) for part in qkv.split([16, 8, 8], -1)]
+    rotated = [apply_rotary_pos_emb(part, freqs) for part in parts[:2]] + parts[2:]
+    (apart,) = torch.autograd.grad(sum((t * w).sum() for t, w in zip(rotated, weights, strict=True)), qkv)
+    torch.testing.assert_close(joint, apart, rtol=0, atol=1e-6)

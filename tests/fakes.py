@@ -1,0 +1,116 @@
+"""Results that no kernel computed, and stand-ins for what computes them: the plugin and the report need no TE."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from parity.case import Case
+from parity.errors import Errors
+from parity.precision import Precision
+from parity.report.environment import Environment
+from parity.result import Finding, Kind, Result, TensorResult
+from parity.te import Kernels
+from parity.user_error import UserError
+from parity.validate import CheckedSize
+
+ENVIRONMENT = Environment(
+    date="2026-01-31T12:00Z",
+    backend="cpu",
+    device="CPU",
+    cpu="A Processor",
+    platform="Linux x86_64",
+    python="3.11.7",
+    torch="2.13.0",
+    transformer_engine="2.20.2",
+    cuda="",
+    cudnn="",
+    parity="0.1.0",
+    seeds=(0,),
+    items=1,
+)
+GATE_UP_SWAPPED = Finding("PAR101", "gate-up-swapped", "fc1_weight matches with its halves exchanged")
+
+
+def errors(relative_l2: float, **counts: Any) -> Errors:
+    """The errors of a tensor whose root mean square is 1."""
+    return Errors(
+        relative_l2=relative_l2,
+        max_abs=4 * relative_l2,
+        max_ulps=relative_l2 * 2**8,
+        cosine=1 - relative_l2**2 / 2,
+        sqnr_db=-20 * math.log10(relative_l2),
+        golden_rms=1.0,
+        **counts,
+    )
+
+
+def tensor(name: str = "output", kind: Kind = "output", margin: float = 0.43, **counts: Any) -> TensorResult:
+    """A tensor with an expected relative L2 error of 1e-3 and a tolerance three times that."""
+    tolerance = 3e-3
+    return TensorResult(
+        name=name,
+        kind=kind,
+        shape=(2, 64),
+        errors=errors(tolerance * (margin if math.isfinite(margin) else 1.0), **counts),
+        expected=errors(1e-3),
+        tolerance_relative_l2=tolerance,
+        tolerance_max_abs=4 * tolerance,
+        margin=margin,
+    )
+
+
+def result(case: str = "mlp", precision: str = "bf16", seed: int = 0, margin: float = 0.43, **fields: Any) -> Result:
+    """A result with an output and a weight gradient, which is the better of the two."""
+    complete = Result(
+        case=case,
+        precision=precision,
+        size={"batch": 2, "hidden": 64},
+        size_label="2x64",
+        seed=seed,
+        backend="cpu",
+        status="passed" if margin <= 1 else "failed",
+        tensors=(tensor(margin=margin), tensor("fc1.weight", "weight gradient", margin / 2)),
+        findings=() if margin <= 1 else (GATE_UP_SWAPPED,),
+        path="my_pairs.py",
+    )
+    return replace(complete, **fields)
+
+
+def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels) -> Result:
+    """The case's name says what comes out; FP8 is not available here."""
+    chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path))
+    if precision.recipe is not None:
+        return replace(chosen, status="skipped", reason="no FP8 on this machine", tensors=())
+    if case.name == "raises":
+        return replace(chosen, status="error", reason="the candidate raised ValueError: no", tensors=())
+    if case.name == "kills_its_worker":
+        os._exit(3)
+    if case.name.startswith("fails") and seed != 1:
+        return replace(chosen, status="failed", tensors=(tensor(margin=100.0 + seed),), findings=(GATE_UP_SWAPPED,))
+    return chosen
+
+
+def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
+    """Every size fits, but for one case."""
+    if case.name == "misfits":
+        raise UserError("pair 'misfits': fc1.weight is 128x64, but fc1_weight is 64x128")
+    return [CheckedSize(size, "x".join(map(str, size.values()))) for size in case.sizes]
+
+
+def kernels(backend: str = "auto") -> Kernels:
+    """As many as the fakes above need."""
+    return Kernels("cpu", torch.device("cpu"), ModuleType("transformer_engine.pytorch"))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-ins in the place of what they stand for."""
+    monkeypatch.setattr("parity.comparison.compare_at", compare_at)
+    monkeypatch.setattr("parity.validate.check_case", check_case)
+    monkeypatch.setattr("parity.te.kernels", kernels)

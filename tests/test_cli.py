@@ -1,0 +1,226 @@
+"""The command line: what it prints and the codes it exits with; the last two compare real modules."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import fakes
+import pytest
+from fakes import ENVIRONMENT, result
+
+from parity import registry, runner, suite
+from parity.report import record
+from parity.user_error import UserError
+
+FITS = """
+    import parity
+    from torch import nn
+
+    @parity.pair("my_linear", sizes=[dict(batch=2, hidden=16)], precisions=["fp32", "bf16"])
+    def my_linear(te, hidden, **_):
+        return parity.Pair(
+            reference=nn.Linear(hidden, 32),
+            candidate=te.Linear(hidden, 32),
+            weights={"weight": "weight", "bias": "bias"},
+            inputs=lambda rng, batch, hidden: rng.normal(batch, hidden),
+        )
+"""
+MISFITS = FITS.replace("candidate=te.Linear(hidden, 32)", "candidate=te.Linear(hidden, 48)")
+
+
+def parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in a process of its own."""
+    root = Path(runner.__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "parity.cli", *arguments],
+        cwd=folder,
+        env={key: value for key, value in environment.items() if not key.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def write(folder: Path, text: str, name: str = "my_pairs.py") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+class Here:
+    """Runs pairs in this process, on stand-ins for the comparison; each test has a file name of its own."""
+
+    def __init__(self, folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.file, self._capsys = folder, file, capsys
+
+    def write(self, text: str) -> None:
+        write(self.folder, text, self.file)
+
+    def run(self, *arguments: str) -> int:
+        code = runner.run([self.file], ["-p", "no:hypothesispytest", *arguments])
+        self.stdout, self.stderr = self._capsys.readouterr()
+        return code
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Here]:
+    fakes.install(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    declared = registry.cases()
+    yield Here(tmp_path, f"pairs_of_{request.node.name}.py", capsys)
+    registry.restore(declared)
+
+
+def assert_mistake(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
+    code = (
+        "import sys, parity.cli\ntry: parity.cli.app(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformer_engine', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert all(command in done.stdout for command in ("run", "list", "report", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fly",), ("fly",)),
+        (("run", "--speed", "9"), ("--speed",)),
+        (("run", "missing.py"), ("there is no file or folder missing.py",)),
+        (("run", "-n", "many", "my_pairs.py"), ("'many'", "a number of processes or auto")),
+        (("report", "missing.jsonl"), ("cannot read missing.jsonl",)),
+    ],
+)
+def test_bad_arguments_end_in_a_sentence_and_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    write(tmp_path, FITS)
+    assert_mistake(parity(tmp_path, *arguments), *words)
+
+
+def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) -> None:
+    here.write(FITS)
+    assert here.run("--parity-seeds=none") == 2
+    assert "'none', but must be a count" in here.stderr
+
+
+def test_a_file_that_cannot_be_imported_ends_in_a_sentence_and_code_2(here: Here) -> None:
+    here.write("import parity\nimport no_such_module")
+    assert here.run() == 2
+    assert here.stderr == f"parity: {here.file}: ModuleNotFoundError: No module named 'no_such_module'\n"
+    assert "Traceback" not in here.stdout
+
+
+def test_workers_report_a_broken_file_once(here: Here) -> None:
+    here.write("import parity\nimport no_such_module")
+    assert here.run("-n", "2") == 2
+    assert here.stderr.count("No module named 'no_such_module'") == 1
+
+
+def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
+    here.write("import parity")
+    assert here.run() == 2
+    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches\n"
+
+
+def test_failed_parity_is_code_1(here: Here) -> None:
+    here.write(FITS.replace("my_linear", "fails"))
+    assert here.run() == 1
+    assert here.stderr == ""
+
+
+def test_report_draws_a_record_again(tmp_path: Path) -> None:
+    path = tmp_path / "night.jsonl"
+    record.start(path, record.environment_line(ENVIRONMENT))
+    record.append(path, record.result_line(result()))
+    done = parity(tmp_path, "report", "night.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 of 1 item passed" in done.stdout
+    assert (tmp_path / "night.md").read_text().startswith("# Parity report: night\n")
+
+
+def test_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
+    record.start(tmp_path / "a.jsonl", record.environment_line(ENVIRONMENT))
+    assert_mistake(parity(tmp_path, "report", "a.jsonl", "-o", "no/such/folder.md"), "cannot write")
+
+
+def test_list_shows_cases_without_te(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        FITS + "\n    import sys, atexit\n    atexit.register(lambda: print('transformer_engine' in sys.modules))",
+    )
+    done = parity(tmp_path, "list", "my_pairs.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    row = next(line for line in done.stdout.splitlines() if line.startswith("my_linear"))
+    assert row.split() == ["my_linear", "batch=2", "hidden=16", "fp32,", "bf16", "my_pairs.py:5"]
+    assert done.stdout.endswith("False\n")
+
+
+def test_a_folder_stands_for_those_of_its_files_that_import_parity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pairs/b.py", "pairs/deep/a.py", "pairs/.hidden/c.py"):
+        write(tmp_path, FITS, name)
+    write(tmp_path, "print('no pairs here')", "pairs/setup.py")
+    assert suite.files(["pairs", "pairs/b.py::my_linear[fp32-2x16]"]) == [
+        "pairs/b.py", "pairs/deep/a.py", "pairs/b.py::my_linear[fp32-2x16]"
+    ]  # fmt: skip
+
+
+def test_a_folder_without_pairs_is_a_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no Python file in .* imports parity"):
+        suite.files([str(tmp_path)])
+
+
+def test_without_paths_the_default_suite_is_compared() -> None:
+    assert {Path(name).name for name in suite.files(None)} >= {"linear.py", "norm.py", "mlp.py", "attention.py"}
+
+
+def test_installed_packages_add_to_the_default_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "", "their_pairs/__init__.py")
+    theirs = write(tmp_path, FITS, "their_pairs/linear.py")
+    metadata = tmp_path / "theirs-1.0.dist-info"
+    write(tmp_path, "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n", f"{metadata.name}/METADATA")
+    write(tmp_path, "[parity.pairs]\ntheirs = their_pairs\n", f"{metadata.name}/entry_points.txt")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(theirs) in suite.files(None)
+
+
+def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    done = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--seeds", "2", "--report", "out", "--name", "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"report: {tmp_path / 'out' / 'mine.md'}" in done.stdout
+    results = record.read(tmp_path / "out" / "mine.jsonl").results
+    assert [(each.item, each.seed, each.status, each.path) for each in results] == [
+        (f"my_linear[{precision}-2x16]", seed, "passed", "my_pairs.py")
+        for precision in ("fp32", "bf16")
+        for seed in (0, 1)
+    ]
+    assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
+
+
+def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
+    write(tmp_path, MISFITS)
+    assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")

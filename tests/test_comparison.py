@@ -1,0 +1,183 @@
+"""One case at one precision: verdicts that hold for right ports, and fail for wrong ones."""
+
+import dataclasses
+import math
+
+import parity
+import pytest
+import torch
+from parity import reference
+from parity.precision import PRECISIONS
+from torch import nn
+
+SIZE = dict(batch=2, seq=64, hidden=128, ffn=256)
+
+
+def swiglu_pair(te, hidden, ffn, gate="gate_proj.weight", up="up_proj.weight", **_):
+    return parity.Pair(
+        reference=reference.SwiGLUMLP(hidden, ffn),
+        candidate=te.LayerNormMLP(hidden, ffn, normalization="RMSNorm", activation="swiglu", bias=False),
+        weights={
+            "norm.weight": "layer_norm_weight",
+            parity.stack(gate, up): "fc1_weight",
+            "down_proj.weight": "fc2_weight",
+        },
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+def as_case(factory, **size):
+    return parity.Case("case", factory, sizes=(size or SIZE,))
+
+
+def linear_case(inputs=None, bias=True, **fields):
+    def factory(te, **_):
+        layer = nn.Linear(32, 16)
+        candidate = te.Linear(32, 16, bias=bias)
+        weights = {"weight": "weight", "bias": "bias"}
+        draw = inputs or (lambda rng: rng.normal(8, 32))
+        return parity.Pair(layer, candidate, draw, weights, **fields)
+
+    return parity.Case("linear", factory, sizes=({},))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_right_port_passes(precision):
+    (result,) = parity.compare(as_case(swiglu_pair), [precision])
+    assert result.passed, result
+    assert 0 < result.margin < 1
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_swapped_gate_and_up_fail(precision):
+    def swapped(te, **size):
+        return swiglu_pair(te, gate="up_proj.weight", up="gate_proj.weight", **size)
+
+    (result,) = parity.compare(as_case(swapped), [precision])
+    assert result.status == "failed"
+    assert result.margin > 2
+
+
+def test_outputs_input_gradients_and_every_parameters_gradient_are_compared():
+    (result,) = parity.compare(as_case(swiglu_pair), ["bf16"])
+    assert [tensor.label for tensor in result.tensors] == [
+        "output",
+        "d input",
+        "d norm.weight",
+        "d gate_proj.weight",
+        "d up_proj.weight",
+        "d down_proj.weight",
+    ]
+
+
+def test_the_same_seed_gives_the_same_result_and_another_seed_another():
+    case = as_case(swiglu_pair)
+    first, again, other = (parity.compare(case, ["bf16"], seeds=[seed])[0] for seed in (0, 0, 1))
+    assert first.tensors == again.tensors
+    assert first.tensors != other.tensors
+
+
+def test_a_norm_weight_that_is_never_copied_shows():
+    def forgotten(te, hidden, **_):
+        return parity.Pair(
+            reference=nn.RMSNorm(hidden, eps=1e-5),
+            candidate=Keeping(te.RMSNorm(hidden), nn.Parameter(torch.ones(hidden))),
+            weights={"weight": "copied"},
+            inputs=lambda rng, batch: rng.normal(batch, hidden),
+        )
+
+    class Keeping(nn.Module):
+        """Takes the copied weight and does not use it."""
+
+        def __init__(self, norm, copied):
+            super().__init__()
+            norm.weight.requires_grad_(False)
+            self.norm = [norm]
+            self.copied = copied
+
+        def forward(self, x):
+            return self.norm[0](x)
+
+    (result,) = parity.compare(as_case(forgotten, batch=32, hidden=64), ["fp32"])
+    assert not result.passed
+    assert "PAR004" in [finding.code for finding in result.findings]
+
+
+def test_a_nan_in_the_candidate_fails_and_is_located():
+    def spoil(module, x):
+        y = module(x)
+        return torch.where(torch.arange(y.numel()).view_as(y) == 17, math.nan, y)
+
+    (result,) = parity.compare(linear_case(call_candidate=spoil), ["bf16"])
+    assert not result.passed
+    assert result.margin == math.inf
+    finding = result.findings[0]
+    assert finding.code == "PAR001"
+    assert "[1, 1]" in finding.message
+
+
+def test_a_nan_in_the_inputs_is_the_references_own_and_still_no_pass():
+    def inputs(rng):
+        x = rng.normal(8, 32)
+        x[3, 5] = math.nan
+        return x
+
+    (result,) = parity.compare(linear_case(inputs=inputs), ["fp32"])
+    assert not result.passed
+    assert {finding.code for finding in result.findings} == {"PAR002"}
+
+
+def test_an_overflow_that_any_fp16_computation_has_is_named_so():
+    (result,) = parity.compare(linear_case(inputs=lambda rng: rng.uniform(8, 32, low=5e4, high=6e4)), ["fp16"])
+    assert not result.passed
+    assert "PAR003" in [finding.code for finding in result.findings]
+
+
+def test_a_candidate_that_raises_is_an_error_with_its_reason():
+    def explode(module, x):
+        raise RuntimeError("kernel not to be had")
+
+    (result,) = parity.compare(linear_case(call_candidate=explode), ["fp32"])
+    assert result.status == "error"
+    assert not result.passed
+    assert "the candidate raised RuntimeError: kernel not to be had" in result.reason
+
+
+def test_outputs_of_other_shapes_are_an_error_that_names_both():
+    (result,) = parity.compare(linear_case(call_candidate=lambda module, x: module(x).flatten()), ["fp32"])
+    assert result.status == "error"
+    assert "(128,)" in result.reason
+    assert "(8, 16)" in result.reason
+
+
+def test_an_unknown_precision_is_a_user_error_that_lists_the_known():
+    with pytest.raises(parity.UserError, match=r"fp7.*fp32, bf16"):
+        parity.compare(linear_case(), ["fp7"])
+
+
+def test_a_case_runs_only_at_its_own_precisions():
+    case = dataclasses.replace(linear_case(), precisions=("bf16",))
+    assert [result.precision for result in parity.compare(case)] == ["bf16"]
+
+
+def test_modules_that_already_hold_their_weights_are_compared_as_they_are():
+    te = parity.te.kernels().te
+    layer, candidate = nn.Linear(32, 16), te.Linear(32, 16)
+    pair = parity.Pair(layer, candidate, lambda rng: rng.normal(8, 32), {"weight": "weight", "bias": "bias"})
+    before = layer.weight.detach().clone()
+    assert all(result.passed for result in parity.compare(pair, ["fp32", "bf16"]))
+    assert layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_zero_centered_gamma_is_compared_on_the_numbers_that_te_stores():
+    def factory(te, hidden, **_):
+        return parity.Pair(
+            reference=nn.RMSNorm(hidden, eps=1e-5),
+            candidate=te.RMSNorm(hidden, zero_centered_gamma=True),
+            weights={parity.shift("weight", -1.0): "weight"},
+            inputs=lambda rng, batch: rng.normal(batch, hidden),
+        )
+
+    (result,) = parity.compare(as_case(factory, batch=64, hidden=256), ["bf16"])
+    assert result.passed, result

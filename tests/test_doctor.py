@@ -1,0 +1,57 @@
+"""What ``parity doctor`` finds out about a machine."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from parity import doctor, te
+from parity.cpu.versions import NEWEST, OLDEST
+from parity.precision import PRECISIONS
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("1.13.0", f"1.13.0, too old: the CPU kernels serve {OLDEST} to {NEWEST}"),
+        (f"{NEWEST}.9", f"{NEWEST}.9 (the CPU kernels serve"),
+        ("99.0", "99.0, newer than was tried"),
+        (None, "not installed: pip install transformer-engine"),
+    ],
+)
+def test_the_version_of_te_is_held_against_what_the_cpu_kernels_serve(version: str | None, words: str) -> None:
+    assert doctor.te_range(version).startswith(words)
+
+
+def test_a_precision_is_available_or_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = te.Kernels("cpu", torch.device("cpu"), ModuleType("te"))
+    monkeypatch.setattr("parity.te.kernels", lambda backend: kernels)
+    monkeypatch.setattr(
+        "parity.precision.why_unavailable", lambda precision, _: "it needs Hopper" if precision.recipe else None
+    )
+    answers = doctor.availability("cpu")
+    assert (answers["bf16"], answers["fp8_current"]) == ("yes", "no: it needs Hopper")
+
+
+def test_kernels_that_cannot_be_loaded_are_a_reason_for_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_(backend: str) -> None:
+        raise te.BackendUnavailable("already loaded")
+
+    monkeypatch.setattr("parity.te.kernels", raise_)
+    assert doctor.availability("cpu") == dict.fromkeys(PRECISIONS, "no: already loaded")
+
+
+def test_a_machine_without_a_gpu_runs_every_precision_on_the_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.te.why_no_gpu", lambda: "PyTorch sees no CUDA device")
+    diagnosis = doctor.diagnose()
+    assert diagnosis.real == dict.fromkeys(PRECISIONS, "no: PyTorch sees no CUDA device")
+    assert diagnosis.emulated == dict.fromkeys(PRECISIONS, "yes")
+
+
+def test_the_table_has_a_row_for_each_precision() -> None:
+    yes, no = dict.fromkeys(PRECISIONS, "yes"), dict.fromkeys(PRECISIONS, "no: there is no GPU")
+    lines = str(doctor.Diagnosis((("PyTorch", torch.__version__),), real=no, emulated=yes)).splitlines()
+    assert lines[0].split() == ["PyTorch", torch.__version__]
+    assert [line.split()[0] for line in lines[4:]] == list(PRECISIONS)

@@ -1,0 +1,279 @@
+"""The pytest plugin, on stand-ins for the comparison; ``test_cli`` runs the real one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import fakes
+import pytest
+
+from parity import registry, scheduling
+from parity.precision import PRECISIONS
+from parity.report import record
+
+pytest_plugins = ["pytester"]
+
+PAIRS = """
+    import parity
+
+    @parity.pair("mlp", sizes=[dict(batch=2, hidden=64), dict(batch=4, hidden=128)], marks=["slow_one"])
+    def mlp(te, batch, hidden): ...
+
+    @parity.pair("fails", sizes=[dict(batch=2, hidden=64)], precisions=["bf16", "fp32"])
+    def fails(te, batch, hidden): ...
+"""
+ITEMS_OF_FAILS = ["fails[fp32-2x64]", "fails[bf16-2x64]"]
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fakes.install(monkeypatch)
+    declared = registry.cases()
+    yield
+    registry.restore(declared)
+
+
+def write(pytester: pytest.Pytester, text: str, name: str = "my_pairs") -> Path:
+    return pytester.makepyfile(**{name: textwrap.dedent(text)})
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_inprocess(*plugin_arguments(), *arguments)
+
+
+def run_with_workers(pytester: pytest.Pytester, workers: int, *arguments: str) -> pytest.RunResult:
+    """Workers are processes of their own, where a conftest puts the stand-ins in place; this one is the controller."""
+    tests = str(Path(fakes.__file__).parent)
+    pytester.makeconftest(
+        f"import sys\nsys.path.insert(0, {tests!r})\nimport fakes, pytest\nfakes.install(pytest.MonkeyPatch())"
+    )
+    return run(pytester, "-n", str(workers), *arguments)
+
+
+def plugin_arguments() -> list[str]:
+    from parity import runner
+
+    return ["-p", runner.plugin(), "-p", "no:hypothesispytest"]
+
+
+def names(pytester: pytest.Pytester, *arguments: str) -> list[str]:
+    """The ids that pytest selects."""
+    listed = run(pytester, "--collect-only", "-q", *arguments).outlines
+    return [line.split("::", 1)[1] for line in listed if "::" in line]
+
+
+def recorded(pytester: pytest.Pytester, name: str = "parity") -> record.Record:
+    return record.read(pytester.path / "reports" / f"{name}.jsonl")
+
+
+def test_loading_the_plugin_imports_neither_torch_nor_te() -> None:
+    code = "import parity.plugin, sys; print([name for name in ('torch', 'transformer_engine') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_case_becomes_an_item_for_each_size_and_precision(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    mlp = [f"mlp[{precision}-{size}]" for size in ("2x64", "4x128") for precision in PRECISIONS]
+    assert names(pytester, "my_pairs.py") == [*mlp, *ITEMS_OF_FAILS]
+
+
+def test_an_id_selects_its_item(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    assert names(pytester, "my_pairs.py::mlp[bf16-2x64]") == ["mlp[bf16-2x64]"]
+
+
+def test_keywords_and_marks_select_items(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    assert names(pytester, "my_pairs.py", "-k", "mlp and bf16 and 4x128") == ["mlp[bf16-4x128]"]
+    assert names(pytester, "my_pairs.py", "-m", "fp32 and not slow_one") == ["fails[fp32-2x64]"]
+
+
+def test_marks_are_registered(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py", "--strict-markers", "-W", "error", "-k", "mlp")
+    result.assert_outcomes(passed=6, skipped=4, deselected=2)
+
+
+def test_a_case_is_collected_only_where_it_is_declared_and_once(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    write(
+        pytester,
+        "from my_pairs import fails\nimport parity\nalias = fails\nmine = parity.pair('mine')(lambda te: 0)\n"
+        "again = mine",
+        "others",
+    )
+    assert names(pytester, "others.py", "--parity-precisions=fp32") == ["mine[fp32-]"]
+
+
+def test_the_options_choose_precisions_and_seeds(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    run(pytester, "my_pairs.py", "-k", "mlp and 2x64", "--parity-precisions=bf16,fp16", "--parity-seeds=3,7")
+    assert [(result.precision, result.seed) for result in recorded(pytester).results] == [
+        ("bf16", 3), ("bf16", 7), ("fp16", 3), ("fp16", 7)
+    ]  # fmt: skip
+
+
+def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    pytester.makeini("[pytest]\nparity_seeds = 2\nparity_precisions = fp32\nparity_report = out\nparity_name = night")
+    run(pytester, "my_pairs.py", "-k", "fails")
+    assert [result.seed for result in record.read(pytester.path / "out" / "night.jsonl").results] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--parity-precisions=fp33", "*unknown precision 'fp33'*fp32, bf16, fp16, fp8_delayed, fp8_current*"),
+        ("--parity-backend=tpu", "*'tpu', but must be one of auto, gpu, cpu*"),
+        ("--parity-seeds=0", "*'0', but must be a count of at least 1*"),
+        ("--parity-seeds=1,x", "*'1,x', but must be a count*"),
+        ("--parity-name=a/b", "*'a/b', but must be a file name*"),
+    ],
+)
+def test_a_bad_option_is_a_usage_error_that_lists_what_is_valid(
+    pytester: pytest.Pytester, option: str, message: str
+) -> None:
+    result = run(pytester, option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_a_gpu_that_is_not_there_is_a_usage_error(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.te.why_no_gpu", lambda: "PyTorch sees no CUDA device")
+    result = run(pytester, "--parity-backend=gpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*PyTorch sees no CUDA device*"])
+
+
+def test_a_pair_that_does_not_fit_is_reported_at_collection_without_a_traceback(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS + "\n    @parity.pair('misfits')\n    def misfits(te): ...\n")
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(
+        ["*ERROR collecting my_pairs.py*", "pair 'misfits': fc1.weight is 128x64, but *", "ERROR my_pairs.py::misfits*"]
+    )
+    assert "parity/" not in result.stdout.str().split("short test summary")[0].split("ERRORS")[1]
+
+
+def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS + "\n    @parity.pair('mlp')\n    def mlp_again(te): ...\n")
+    result = run(pytester, "my_pairs.py")
+    result.stdout.fnmatch_lines(["*ERROR collecting my_pairs.py*", "*'mlp' is declared already*"])
+    assert "raise UserError" not in result.stdout.str()
+
+
+def test_an_unknown_precision_of_a_pair_is_reported_at_collection(pytester: pytest.Pytester) -> None:
+    write(pytester, "import parity\n@parity.pair('mlp', precisions=['fp33'])\ndef mlp(te): ...")
+    run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*fp33*"])
+
+
+def test_a_precision_that_is_not_available_is_skipped_with_its_reason(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::mlp[fp8_current-2x64]", "--parity-seeds=5", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED *my_pairs.py:3: no FP8 on this machine"])
+    assert [(result.status, result.seed) for result in recorded(pytester).results] == [("skipped", 0)]
+
+
+def test_a_failure_shows_margin_worst_tensor_findings_and_how_to_reproduce_it(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::fails[bf16-2x64]", "--parity-seeds=3")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "margin 102 at output (2 of 3 seeds: 0, 2; worst 2)",
+            "worst tensor: output (output, 2x64)",
+            "*relative L2*0.31*0.003*0.001",
+            "PAR101 gate-up-swapped: *",
+            "reproduce: pytest 'my_pairs.py::fails[[]bf16-2x64[]]' --parity-seeds=2, --parity-backend=cpu *-n 0",
+        ]
+    )
+    result.stdout.fnmatch_lines(["FAILED my_pairs.py::fails* - margin 102 at output*"])
+    assert "Traceback" not in result.stdout.str()
+    assert "item.py" not in result.stdout.str()
+
+
+def test_the_reproducing_command_runs_the_failing_seed_alone(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::fails[bf16-2x64]", "--parity-seeds=3")
+    command = next(line for line in result.outlines if line.startswith("reproduce: pytest "))
+    run(pytester, *command.removeprefix("reproduce: pytest ").replace("'", "").split())
+    assert [result.seed for result in recorded(pytester, "reproduce").results] == [2]
+    assert len(recorded(pytester).results) == 3
+
+
+def test_a_candidate_that_raises_fails_with_the_reason(pytester: pytest.Pytester) -> None:
+    write(pytester, "import parity\n@parity.pair('raises', sizes=[dict(n=2)])\ndef raises(te, n): ...")
+    result = run(pytester, "my_pairs.py::raises[bf16-2]")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["the candidate raised ValueError: no (seed 0)"])
+
+
+def test_last_failed_runs_what_failed(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    run(pytester, "my_pairs.py")
+    run(pytester, "my_pairs.py", "--lf").assert_outcomes(failed=2)
+
+
+def test_the_summary_says_the_verdict_and_where_the_report_is(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    report = pytester.path / "reports" / "parity.md"
+    result = run(pytester, "my_pairs.py")
+    result.stdout.fnmatch_lines(["*= parity =*", "*2 of 8 items failed*4 skipped*", f"report: {report}"])
+    assert "my_pairs.py::fails[bf16-2x64]" in report.read_text()
+
+
+def test_the_record_starts_with_the_environment(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    run(pytester, "my_pairs.py", "-k", "mlp", "--parity-seeds=2")
+    first = (pytester.path / "reports" / "parity.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["environment"]["seeds"] == [0, 1]
+    assert json.loads(first)["environment"]["items"] == 10
+
+
+def test_a_run_without_parity_items_writes_nothing(pytester: pytest.Pytester) -> None:
+    write(pytester, "def test_other(): pass", "test_other")
+    result = run(pytester)
+    result.assert_outcomes(passed=1)
+    assert "parity" not in result.stdout.str().split("collected")[1]
+    assert not (pytester.path / "reports").exists()
+
+
+def test_workers_results_are_merged_into_one_report(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    write(pytester, "def test_other(): pass", "test_other")
+    result = run_with_workers(pytester, 2, "my_pairs.py", "test_other.py", "--parity-seeds=2")
+    result.assert_outcomes(passed=7, failed=2, skipped=4)
+    merged = recorded(pytester)
+    assert len(merged.results) == 2 * 8 + 4
+    assert merged.environment.items == 12
+    result.stdout.fnmatch_lines(["*2 of 8 items failed*"])
+
+
+def test_a_worker_that_crashes_loses_only_its_own_item(pytester: pytest.Pytester) -> None:
+    crash = "\n    @parity.pair('kills_its_worker', sizes=[dict(n=8)], precisions=['fp32'])\n    def k(te, n): ...\n"
+    write(pytester, PAIRS + crash)
+    result = run_with_workers(
+        pytester, monkeypatch, 1, "my_pairs.py", "--parity-precisions=fp32,bf16", "-k", "not fails"
+    )
+    assert {result.case for result in recorded(pytester).results} == {"mlp"}
+    assert len(recorded(pytester).results) == 4
+    result.stdout.fnmatch_lines(["*crashed while running*kills_its_worker*", "*1 item without a result*"])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_items_of_one_case_and_size_form_a_group(precision: str) -> None:
+    assert (
+        scheduling.group_of(f"cases/mlp.py::swiglu-2.1[{precision}-2x64-ffn_8]")
+        == "cases/mlp.py::swiglu-2.1[2x64-ffn_8]"
+    )
+
+
+@pytest.mark.parametrize("node_id", ["tests/test_x.py::test_y", "tests/test_x.py::test_y[a-b]", "t.py::A::test_y[1-2]"])
+def test_any_other_test_is_a_group_of_its_own(node_id: str) -> None:
+    assert scheduling.group_of(node_id) == node_id

@@ -1,0 +1,257 @@
+"""Declaring pairs, telling mistakes in a declaration by file and line, and finding pairs in files and packages."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from parity import registry
+from parity.case import Case
+from parity.user_error import UserError
+
+DECLARATION = """
+import parity
+
+@parity.pair("{name}")
+def factory(te):
+    raise NotImplementedError
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_trace() -> Iterator[None]:
+    declared, modules, path = registry.cases(), dict(sys.modules), list(sys.path)
+    registry.restore([])
+    yield
+    registry.restore(declared)
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules.keys():
+        if not name.startswith(("parity", "torch")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def factory(te, hidden, ffn=4):
+    raise NotImplementedError
+
+
+# Declaring
+
+
+def test_a_declaration_becomes_a_case_with_its_place():
+    line = inspect.currentframe().f_lineno + 1
+    case = registry.pair("mlp.a-1", sizes=[{"hidden": 8}], precisions=["fp32"], marks=["slow"])(factory)
+    assert isinstance(case, Case)
+    assert (case.name, case.precisions, case.marks) == ("mlp.a-1", ("fp32",), ("slow",))
+    assert (case.path, case.line) == (Path(__file__).resolve(), line)
+    assert registry.cases() == [case]
+
+
+def test_sizes_may_come_from_a_generator():
+    case = registry.pair("mlp", sizes=({"hidden": n} for n in (8, 16)))(factory)
+    assert list(case.sizes) == [{"hidden": 8}, {"hidden": 16}]
+
+
+def test_two_places_with_one_name_are_both_named():
+    first = registry.pair("mlp", sizes=[{"hidden": 8}])(factory)
+    with pytest.raises(UserError) as caught:
+        registry.pair("mlp", sizes=[{"hidden": 8}])(factory)
+    assert f"{first.path}:{first.line}" in str(caught.value)
+    assert f"{first.path}:{first.line + 2}: pair 'mlp' is declared already" in str(caught.value)
+    assert registry.cases() == [first]
+
+
+def test_the_same_lines_imported_again_replace_the_case():
+    first, second = (registry.pair("mlp", sizes=[{"hidden": 8}])(factory) for _ in range(2))
+    assert first is not second
+    assert registry.cases() == [second]
+
+
+def test_a_function_typed_again_in_a_notebook_replaces_the_case():
+    def run_cell(cell: str) -> None:
+        code = 'import parity\n@parity.pair("typed")\ndef f(te): ...'
+        exec(compile(code, f"/no/such/folder/{cell}.py", "exec"), {"__name__": "__main__"})
+
+    run_cell("cell1")
+    run_cell("cell2")
+    assert [case.path.stem for case in registry.cases()] == ["cell2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "complaint"),
+    [
+        ("a b", {}, "a name consists of"),
+        ("a[1]", {}, "a name consists of"),
+        ("", {}, "a name consists of"),
+        ("mlp", {"sizes": []}, "sizes is empty"),
+        ("mlp", {"sizes": {"hidden": 8}}, "sizes is a list of dicts"),
+        ("mlp", {"sizes": [8]}, "size 8 is no dict"),
+        ("mlp", {"sizes": [{"hidden": 8}, {"hidden": 8}]}, "is there twice"),
+        ("mlp", {"sizes": [{"ffn": 8}]}, "lacks hidden, which the factory requires"),
+        ("mlp", {"sizes": [{"hidden": 8, "seq": 2}]}, "has seq, which the factory does not take"),
+        ("mlp", {"sizes": [{"hidden": 8, "te": 2}]}, "has te, which the factory does not take"),
+        ("mlp", {"precisions": ["bf61"]}, "did you mean 'bf16'?"),
+        ("mlp", {"precisions": "bf16"}, "precisions is a list of names"),
+        ("mlp", {"precisions": []}, "precisions is empty"),
+        ("mlp", {"marks": "slow"}, "marks is a list of names"),
+        ("mlp", {"marks": ["very slow"]}, "no valid name of a pytest mark"),
+    ],
+)
+def test_a_bad_argument_is_told_with_its_place(name, arguments, complaint):
+    line = inspect.currentframe().f_lineno + 2
+    with pytest.raises(UserError) as caught:
+        registry.pair(name, **{"sizes": [{"hidden": 8}], **arguments})(factory)
+    assert complaint in str(caught.value)
+    assert f"{Path(__file__).resolve()}:{line}: pair {name!r}: " in str(caught.value)
+    assert registry.cases() == []
+
+
+@pytest.mark.parametrize(
+    "not_a_factory",
+    [lambda: None, lambda hidden, te: None, lambda *, te: None, lambda *te: None],
+    ids=["nothing", "second", "keyword-only", "variadic"],
+)
+def test_a_factory_takes_te_first(not_a_factory):
+    with pytest.raises(UserError, match="first parameter must be te"):
+        registry.pair("mlp", sizes=[{}])(not_a_factory)
+
+
+def test_a_factory_with_variadic_keywords_takes_any_size():
+    registry.pair("mlp", sizes=[{"hidden": 8, "seq": 2}])(lambda te, hidden, **_: None)
+    assert len(registry.cases()) == 1
+
+
+# Files
+
+
+def test_load_file_returns_the_cases_of_that_file(write):
+    path = write("mine.py", DECLARATION.format(name="mine"))
+    (case,) = registry.load_file(path)
+    assert (case.name, case.path, case.line) == ("mine", path.resolve(), 4)
+    assert case.factory.__module__ == "mine"
+
+
+def test_a_file_finds_the_modules_beside_it_while_it_is_imported(write):
+    write("helper_beside.py", "NAME = 'from_helper'\n")
+    path = write("mine.py", "from helper_beside import NAME\n" + DECLARATION.format(name="x").replace('"x"', "NAME"))
+    before = list(sys.path)
+    assert [case.name for case in registry.load_file(path)] == ["from_helper"]
+    assert sys.path == before
+
+
+def test_load_file_returns_no_cases_of_files_that_it_imports(write):
+    write("other_pairs.py", DECLARATION.format(name="other"))
+    path = write("mine.py", "import other_pairs\n" + DECLARATION.format(name="mine"))
+    assert [case.name for case in registry.load_file(path)] == ["mine"]
+
+
+def test_load_file_returns_cases_that_a_helper_elsewhere_declares_for_the_file(write):
+    write("declare_helper.py", "import parity\ndef declare(f):\n    return parity.pair(f.__name__)(f)\n")
+    path = write("mine.py", "from declare_helper import declare\n@declare\ndef mine(te): ...\n")
+    assert [case.name for case in registry.load_file(path)] == ["mine"]
+
+
+def test_a_file_that_is_loaded_twice_is_imported_once(write):
+    path = write("mine.py", DECLARATION.format(name="mine"))
+    assert registry.load_file(path) == registry.load_file(path)
+
+
+def test_files_of_one_name_in_two_folders_are_both_loaded(write):
+    for folder in ("a", "b"):
+        write(f"{folder}/mlp_pairs.py", DECLARATION.format(name=folder))
+    paths = [write(f"{folder}/mlp_pairs.py", DECLARATION.format(name=folder)) for folder in ("a", "b")]
+    assert [case.name for path in paths for case in registry.load_file(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "complaint"),
+    [
+        ("import parity\ndef f(:\n", 2, "SyntaxError"),
+        ("\nimport no_such_module_at_all\n", 2, "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError: division by zero"),
+        ("import sys\n\nsys.exit(3)\n", 3, "SystemExit: 3"),
+        (DECLARATION.format(name="not valid"), 4, "a name consists of"),
+    ],
+    ids=["syntax", "import", "exception", "exit", "declaration"],
+)
+def test_a_file_that_cannot_be_imported_is_told_with_its_line(write, text, line, complaint):
+    path = write("broken.py", text)
+    with pytest.raises(UserError) as caught:
+        registry.load_file(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert complaint in str(caught.value)
+
+
+def test_a_file_that_fails_half_way_declares_nothing(write):
+    path = write("broken.py", DECLARATION.format(name="early") + "\nraise ValueError\n")
+    with pytest.raises(UserError, match="ValueError"):
+        registry.load_file(path)
+    assert registry.cases() == []
+    assert "broken" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("missing.py", "there is no such file"), ("pairs.txt", "is a Python file"), ("empty.py", "declares no pair")],
+)
+def test_a_path_without_pairs_is_told(write, tmp_path, name, complaint):
+    write("pairs.txt", "")
+    write("empty.py", "import parity\n")
+    with pytest.raises(UserError, match=complaint):
+        registry.load_file(tmp_path / name)
+
+
+# Packages
+
+
+@pytest.fixture
+def announce(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], tmp_path: Path) -> Callable[[str], None]:
+    """Installs a distribution ``my-ports`` whose entry point in ``parity.pairs`` names a module."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = metadata.entry_points
+
+    def only_ours(*, group: str) -> metadata.EntryPoints:
+        return metadata.EntryPoints(entry for entry in own(group=group) if entry.dist.name == "my-ports")
+
+    monkeypatch.setattr(metadata, "entry_points", only_ours)
+
+    def announce(module: str) -> None:
+        write("my_ports-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: my-ports\nVersion: 1.0\n")
+        write("my_ports-1.0.dist-info/entry_points.txt", f"[parity.pairs]\nports = {module}\n")
+
+    return announce
+
+
+def test_entry_points_bring_the_cases_of_their_module_and_its_submodules(announce, write):
+    write("my_ports/__init__.py", "from my_ports import llama\n")
+    write("my_ports/llama.py", DECLARATION.format(name="llama"))
+    announce("my_ports")
+    assert [case.name for case in registry.load_entry_points()] == ["llama"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("import no_such_module_at_all\n", "importing it raised ModuleNotFoundError"), ("", "which declares none")],
+)
+def test_a_broken_entry_point_is_told_with_its_package_and_module(announce, write, text, complaint):
+    write("my_broken_ports.py", text)
+    announce("my_broken_ports")
+    with pytest.raises(UserError, match=complaint) as caught:
+        registry.load_entry_points()
+    assert "the package my-ports announces pairs in the module my_broken_ports" in str(caught.value)

@@ -1,0 +1,257 @@
+"""The record of a run and the markdown that is drawn from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import ENVIRONMENT, result, tensor
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity import tolerance
+from parity.report import environment, failure, items, markdown, matrix, numbers, record
+from parity.report.record import Record
+from parity.result import Result
+from parity.user_error import UserError
+
+
+def written(path: Path, *results: Result) -> Path:
+    record.start(path, record.environment_line(ENVIRONMENT))
+    for each in results:
+        record.append(path, record.result_line(each))
+    return path
+
+
+def run_of(*results: Result, planned: int | None = None) -> Record:
+    found = len(items.gather(results))
+    return Record(replace(ENVIRONMENT, items=found if planned is None else planned), results)
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.4321, "0.43"),
+        (1.0, "1"),
+        (99.6, "100"),
+        (140.2, "140"),
+        (0.000287, "0.00029"),
+        (2.87e-6, "2.9e-6"),
+        (1.2e9, "1.2e9"),
+        (-31.24, "-31"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+        (math.nan, "–"),
+    ],
+)
+def test_a_number_has_two_significant_digits(value: float, text: str) -> None:
+    assert numbers.short(value) == text
+
+
+@given(st.floats(min_value=1e-30, max_value=1e30))
+def test_a_short_number_is_within_five_percent(value: float) -> None:
+    assert float(numbers.short(value)) == pytest.approx(value, rel=0.0501)
+
+
+def test_a_cosine_near_one_shows_its_distance_from_one() -> None:
+    assert numbers.cosine(1 - 4.2e-8) == "1 - 4.2e-8"
+    assert numbers.cosine(1.0) == "1"
+    assert numbers.cosine(0.5) == "0.5"
+
+
+def test_seeds_that_follow_each_other_are_a_range() -> None:
+    assert numbers.seeds(tuple(range(20))) == "0 to 19"
+    assert numbers.seeds((0, 3, 7)) == "0, 3, 7"
+    assert numbers.seeds((4,)) == "4"
+
+
+def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    results = (result(), result(margin=math.inf, seed=3), result(status="skipped", tensors=(), reason="no FP8"))
+    assert record.read(written(tmp_path / "new" / "run.jsonl", *results)) == Record(ENVIRONMENT, results)
+
+
+def test_starting_a_record_drops_an_earlier_run(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.jsonl", result())
+    assert record.read(written(path)).results == ()
+
+
+def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.jsonl", result(), result(seed=1))
+    path.write_text(path.read_text()[:-40])
+    assert [found.seed for found in record.read(path).results] == [0]
+
+
+def test_a_broken_line_before_the_last_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.jsonl", result(), result(seed=1))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:-40], lines[2]]))
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        record.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "[1]\n", "{}\n", '{"environment": {"date": ""}}\n', "\x00\n"])
+def test_what_is_not_a_record_is_a_users_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"run\.jsonl is not a record"):
+        record.read(path)
+
+
+def test_a_record_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read .*No such file"):
+        record.read(tmp_path / "missing.jsonl")
+
+
+def test_the_environment_names_versions_but_no_folder() -> None:
+    measured = environment.measure("cpu", (0, 1), 7)
+    assert measured.torch and measured.python and measured.transformer_engine and measured.cpu
+    assert measured.kernels.startswith("emulated")
+    assert not [
+        text for text in vars(measured).values() if str(Path.home()) in str(text) or str(Path.cwd()) in str(text)
+    ]
+
+
+def test_an_item_is_as_bad_as_its_worst_seed() -> None:
+    [item] = items.gather([result(seed=2, margin=3.0), result(seed=0), result(seed=1, margin=5.0)])
+    assert (item.status, item.worst.seed, [bad.seed for bad in item.bad]) == ("failed", 1, [1, 2])
+
+
+def test_an_error_is_worse_than_a_failure() -> None:
+    [item] = items.gather([result(margin=9.0), result(seed=1, status="error", tensors=(), reason="no")])
+    assert item.status == "error"
+
+
+@given(st.permutations([("mlp", "fp32"), ("mlp", "fp8_current"), ("mlp", "bf16"), ("linear", "fp16")]))
+def test_the_order_of_items_does_not_depend_on_that_of_arrival(arrival: list[tuple[str, str]]) -> None:
+    gathered = items.gather([result(case, precision) for case, precision in arrival])
+    assert [(item.case, item.precision) for item in gathered] == [
+        ("linear", "fp16"), ("mlp", "fp32"), ("mlp", "bf16"), ("mlp", "fp8_current")
+    ]  # fmt: skip
+
+
+def test_sizes_are_ordered_by_their_numbers() -> None:
+    gathered = items.gather([result(size_label=label) for label in ("128x64", "16x64", "2x64")])
+    assert [item.size_label for item in gathered] == ["2x64", "16x64", "128x64"]
+
+
+def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
+    text = matrix.draw(
+        items.gather(
+            [
+                result(margin=0.2),
+                result(seed=1, margin=0.43),
+                result(size_label="4x128", margin=0.3),
+                result(precision="fp32", margin=0.3),
+                result(precision="fp32", size_label="4x128", margin=140.0),
+                result(precision="fp16", status="skipped", tensors=()),
+                result(precision="fp8_current", status="error", tensors=()),
+                result(case="norm"),
+            ]
+        )
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert rows[0] == ["case", "fp32", "bf16", "fp16", "fp8_current"]
+    assert rows[2] == ["`mlp`", "❌ 140", "✅ 0.43", "–", "💥 error"]
+    assert rows[3] == ["`norm`", "", "✅ 0.43", "", ""]
+
+
+def test_the_verdict_counts_items_that_ran() -> None:
+    skipped = result("norm", status="skipped", tensors=(), reason="no FP8")
+    assert markdown.verdict(run_of(result(), skipped)) == (
+        "✅ 1 of 1 item passed, worst margin 0.43 at `mlp[bf16-2x64]`; 1 skipped; emulated kernels"
+    )
+    assert markdown.verdict(run_of(result(), result("norm", margin=140.0))) == (
+        "❌ 1 of 2 items failed, worst margin 140 at `norm[bf16-2x64]`; emulated kernels"
+    )
+
+
+def test_skips_alone_are_no_success() -> None:
+    skipped = result(status="skipped", tensors=(), reason="no FP8")
+    assert markdown.verdict(run_of(skipped)).startswith("⚠️ nothing was compared")
+
+
+def test_items_without_a_result_show_in_the_verdict() -> None:
+    verdict = markdown.verdict(run_of(result(), planned=3))
+    assert verdict.startswith("⚠️ 1 of 1 item passed")
+    assert "2 items without a result: the run was cut short or a worker crashed" in verdict
+
+
+def test_the_report_says_prominently_whether_kernels_were_emulated() -> None:
+    assert "**emulated: " in markdown.draw(run_of(result()), "run")
+    real = Record(replace(ENVIRONMENT, backend="gpu", device="NVIDIA H100", cuda="13.0"), (result(),))
+    text = markdown.draw(real, "run")
+    assert "**real: " in text
+    assert "NVIDIA H100" in text
+
+
+def test_the_report_explains_how_tolerances_are_set() -> None:
+    assert tolerance.describe() in markdown.draw(run_of(result()), "run")
+
+
+def test_the_report_shows_the_expected_fp32_error_as_that_of_tf32() -> None:
+    text = markdown.draw(run_of(result(precision="fp32")), "run")
+    assert "Expected FP32 (TF32) error of `output` at 2x64: relative L2 0.001, max abs 0.004." in text
+    assert "TF32" not in markdown.draw(run_of(result(precision="bf16")), "run")
+
+
+def test_failures_come_with_findings_and_a_command() -> None:
+    text = section(markdown.draw(run_of(result(margin=140.0, seed=3)), "run"), "Failed")
+    assert "### ❌ 140 `mlp[bf16-2x64]`" in text
+    assert "- **PAR101 gate-up-swapped**: fc1_weight matches with its halves exchanged" in text
+    assert "pytest 'my_pairs.py::mlp[bf16-2x64]' --parity-seeds=3, --parity-backend=cpu" in text
+
+
+def test_a_run_without_failures_has_no_section_for_them() -> None:
+    text = markdown.draw(run_of(result()), "run")
+    assert "## Failed" not in text
+    assert "## Skipped" not in text
+
+
+def test_skipped_items_are_listed_by_reason() -> None:
+    skips = [result(case, status="skipped", tensors=(), reason="no FP8") for case in ("mlp", "norm")]
+    assert "- no FP8: `mlp[bf16-2x64]`, `norm[bf16-2x64]`" in markdown.draw(run_of(*skips), "run")
+
+
+def test_a_tensors_row_is_that_of_its_own_worst_seed() -> None:
+    results = [
+        result(seed=0, tensors=(tensor(margin=0.9), tensor("x", "input gradient", 0.2))),
+        result(seed=1, tensors=(tensor(margin=0.3), tensor("x", "input gradient", 0.7))),
+    ]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in markdown.draw(run_of(*results), "run").splitlines()
+        if line.startswith("| bf16")
+    ]
+    assert [(row[2], row[-2], row[-1]) for row in rows] == [
+        ("`output`", "✅ 0.9", "0 of 2"),
+        ("`d x`", "✅ 0.7", "1 of 2"),
+    ]
+
+
+def test_a_nan_is_counted_and_located() -> None:
+    bad = tensor(margin=math.inf, nans=3, first_non_finite=(0, 7))
+    text = markdown.draw(run_of(result(margin=math.inf, tensors=(bad,))), "run")
+    assert "3 NaN, first at [0, 7]" in section(text, "Every tensor")
+    assert "❌ ∞" in text
+
+
+def test_details_are_folded_and_closed() -> None:
+    text = markdown.draw(run_of(result(), result("norm")), "run")
+    assert text.count("<details>") == text.count("</details>") == 2
+
+
+def test_the_message_of_a_failure_repeats_no_finding() -> None:
+    [item] = items.gather([result(seed=seed, margin=9.0) for seed in range(3)])
+    assert failure.message(item).count("PAR101") == 1
+
+
+def test_a_failure_says_at_how_many_seeds() -> None:
+    [item] = items.gather([result(seed=0), result(seed=4, margin=9.0), result(seed=5, margin=7.0)])
+    assert failure.headline(item) == "margin 9 at output (2 of 3 seeds: 4, 5; worst 4)"

@@ -1,0 +1,112 @@
+"""The rounding model, operation by operation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from parity.rounding import E4M3, E5M2, TF32, Rounding, rounded
+from torch import nn
+
+BF16 = Rounding(torch.bfloat16)
+FP32 = Rounding(torch.float32, TF32, TF32)
+FP8 = Rounding(torch.bfloat16, E4M3, E5M2)
+
+
+def bf16(x):
+    return x.bfloat16().float()
+
+
+def tf32_by_integers(x):
+    """Round the FP32 pattern to 10 mantissa bits, ties to even."""
+    bits = x.view(torch.int32).long()
+    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@given(st.lists(st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100), min_size=1, max_size=50))
+def test_tf32_keeps_ten_mantissa_bits(values):
+    x = torch.tensor(values, dtype=torch.float32)
+    x = x[(x == 0) | (x.abs() > 1e-30)]
+    assert (TF32(x) - x).abs().le(x.abs() * 2.0**-11).all()
+    ties = x.view(torch.int32) & 0x1FFF == 0x1000
+    assert torch.equal(TF32(x)[~ties], tf32_by_integers(x)[~ties])
+
+
+@pytest.mark.parametrize(("fp8", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_an_fp8_format_maps_the_largest_magnitude_to_the_largest_code(fp8, dtype):
+    x = torch.tensor([0.3, -1.7, 0.0])
+    assert fp8(x)[1].item() == pytest.approx(-1.7, rel=1e-6)
+    codes = fp8(x) * torch.finfo(dtype).max / 1.7
+    assert torch.allclose(codes.to(dtype).float(), codes)
+
+
+def test_an_fp8_format_takes_zeros_and_empty_tensors():
+    assert torch.equal(E4M3(torch.zeros(3)), torch.zeros(3))
+    assert E4M3(torch.zeros(0)).shape == (0,)
+
+
+def test_a_linear_layer_rounds_operands_and_result():
+    x, weight = torch.randn(4, 64), torch.randn(8, 64)
+    with rounded(BF16):
+        y = F.linear(x, weight)
+    assert torch.equal(y, bf16(bf16(x) @ bf16(weight).t()))
+
+
+def test_a_bias_is_added_before_the_one_rounding_of_the_result():
+    x, weight, bias = torch.randn(4, 64), torch.randn(8, 64), torch.randn(8)
+    with rounded(BF16):
+        y = F.linear(x, weight, bias)
+    assert torch.equal(y, bf16(torch.addmm(bias, bf16(x), bf16(weight).t())))
+
+
+def test_attention_is_spared_tf32_and_fp8():
+    a, b = torch.randn(3, 4, 64), torch.randn(3, 64, 8)
+    with rounded(FP32):
+        assert torch.equal(a @ b, torch.bmm(a, b))
+    with rounded(FP8):
+        assert torch.equal(a @ b, bf16(torch.bmm(bf16(a), bf16(b))))
+
+
+def test_gradients_are_rounded_to_their_own_format_in_the_backward_pass():
+    x, weight, dy = (torch.randn(*shape) for shape in ((16, 64), (8, 64), (16, 8)))
+    x.requires_grad_()
+    weight.requires_grad_()
+    with rounded(FP8) as phase:
+        y = F.linear(x, weight)
+        phase.begin_backward()
+        y.backward(dy)
+    assert torch.equal(x.grad, bf16(E5M2(bf16(dy)) @ E4M3(bf16(weight.detach()))))
+    assert torch.equal(weight.grad, bf16(E5M2(bf16(dy)).t() @ E4M3(bf16(x.detach()))))
+
+
+def test_a_residual_sum_is_stored_and_a_broadcast_sum_is_not():
+    x, y, row = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    with rounded(BF16):
+        assert torch.equal(x + y, bf16(torch.add(x.double(), y.double()).float()))
+        assert not torch.equal(x + row, bf16(x + row))
+
+
+def test_pointwise_code_between_gemms_stays_in_fp32():
+    x = torch.randn(4, 64)
+    exact = F.silu(F.rms_norm(x, (64,)))
+    with rounded(BF16):
+        assert torch.equal(F.silu(F.rms_norm(x, (64,))), exact)
+
+
+def test_scaled_dot_product_attention_is_taken_apart():
+    query, key, value = (torch.randn(1, 2, 16, 32) for _ in range(3))
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    with rounded(BF16):
+        rough = F.scaled_dot_product_attention(query, key, value)
+    assert 1e-4 < ((rough - exact).norm() / exact.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize(("rounding", "low", "high"), [(FP32, 1e-4, 1e-3), (BF16, 1e-3, 1e-2), (FP8, 1e-2, 1e-1)])
+def test_the_expected_error_of_an_mlp_is_of_the_formats_size(rounding, low, high):
+    mlp = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128))
+    x = torch.randn(64, 128)
+    with rounded(rounding):
+        y = mlp(x)
+    exact = mlp.double()(x.double())
+    assert low < ((y - exact).norm() / exact.norm()).item() < high

@@ -1,0 +1,131 @@
+"""TE on the CPU: it loads, and nothing of it leaks."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from parity import te
+from parity.te import BackendUnavailable
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes machines without a GPU")
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return te.kernels().te.Linear(32, 16)
+
+
+def assert_nothing_leaked():
+    assert not torch.cuda.is_available()
+    assert not torch.zeros(1).is_cuda
+    assert type(torch.Tensor.is_cuda).__name__ == "getset_descriptor"
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA|cuda"):
+        torch.zeros(1, device="cuda")
+
+
+def test_without_a_gpu_the_backend_is_the_cpu():
+    kernels = te.kernels()
+    assert kernels.backend == "cpu"
+    assert kernels.device == torch.device("cpu")
+
+
+def test_asking_for_a_gpu_that_is_not_there_says_what_is_missing():
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
+        te.kernels("gpu")
+
+
+def test_cuda_is_as_absent_after_a_forward_and_backward_pass_as_before(linear):
+    linear(torch.randn(8, 32)).sum().backward()
+    assert_nothing_leaked()
+
+
+def test_cuda_is_as_absent_after_an_exception_inside_te(linear):
+    with pytest.raises(Exception):  # noqa: B017, PT011 - any: TE's choice
+        linear(torch.randn(8, 31))
+    assert_nothing_leaked()
+
+
+def test_te_computes_in_threads_while_other_threads_see_no_cuda(linear):
+    seen, done = set(), threading.Event()
+
+    def watch():
+        while not done.is_set():
+            seen.add(torch.cuda.is_available())
+
+    def compute():
+        for _ in range(5):
+            linear(torch.randn(8, 32)).sum().backward()
+
+    watcher = threading.Thread(target=watch)
+    workers = [threading.Thread(target=compute) for _ in range(2)]
+    watcher.start()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    done.set()
+    watcher.join()
+    assert seen == {False}
+    assert_nothing_leaked()
+
+
+def test_importing_te_warns_of_nothing():
+    ran = run_python("import warnings; warnings.simplefilter('error'); from parity import te; te.kernels()")
+    assert ran.returncode == 0, ran.stderr
+    assert "arn" not in ran.stderr
+
+
+def test_importing_te_leaves_the_environment_as_it_was():
+    ran = run_python(
+        "import os; before = dict(os.environ); from parity import te; te.kernels(); assert os.environ == before"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_importing_te_writes_no_bytecode_that_a_real_te_would_read():
+    ran = run_python(
+        "import sys; from parity import te; te.kernels()\n"
+        "import transformer_engine.pytorch.module.linear as m\n"
+        "from pathlib import Path; from importlib.util import cache_from_source\n"
+        "import marshal\n"
+        "path = Path(cache_from_source(m.__file__))\n"
+        "assert not path.exists() or b'__parity_cuda__' not in path.read_bytes()"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_te_that_was_imported_before_is_not_taken_over():
+    ran = run_python(
+        "import sys, types; sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
+        "from parity import te\n"
+        "try: te.kernels()\n"
+        "except te.BackendUnavailable as error: print(error)"
+    )
+    assert "already imported transformer_engine" in ran.stdout
+
+
+def test_a_failed_import_of_te_leaves_nothing_behind():
+    ran = run_python(
+        "import sys; from parity import te\n"
+        "import parity.cpu.extension as extension\n"
+        "del extension.enums.DType\n"
+        "try: te.kernels()\n"
+        "except Exception: pass\n"
+        "assert not [name for name in sys.modules if name.startswith('transformer_engine')]\n"
+        "assert not [finder for finder in sys.meta_path if type(finder).__name__ == 'CpuFinder']"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_missing_kernel_names_itself_the_version_and_who_asked():
+    te.kernels()
+    import transformer_engine_torch as tex
+
+    with pytest.raises(NotImplementedError, match=rf"ep_dispatch.*{__name__}.*TransformerEngine {te.version()}"):
+        tex.ep_dispatch()
