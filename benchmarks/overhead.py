@@ -2,9 +2,10 @@
 
     python benchmarks/overhead.py [FILE...]
 
-A comparison needs, for each dtype, the reference in FP64, and for each precision the reference in FP32 (for the expected error)
-and the TE module as often as its recipe asks. This prints the time of whole comparisons over the time of those passes alone,
-on built modules and ready inputs, both measured in this process. One seed, all precisions, all cases by default.
+A comparison needs, for each dtype, the reference in FP64, and for each precision the reference in FP32 (for the
+expected error) and the TE module as often as its recipe asks. This prints the time of whole comparisons over the time of those
+passes alone, on built modules and ready inputs, both measured in this process. One seed, all precisions, all cases by
+default.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from parity import registry, suite, te
+from tabulate import tabulate
+
+from parity import registry, te
+from parity.cli import suite
 from parity.comparison import compare_at
 from parity.execute import run
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import build, cast, prepare
 from parity.validate import check_case
-from tabulate import tabulate
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -45,16 +48,16 @@ def bare_passes(case, checked, kernels, precisions: list[Precision]) -> float:
             dtypes_seen.add(precision.dtype)
             module = prepared.reference.double()
             inputs = cast(prepared.inputs, torch.float64)
-            total += seconds(lambda m=module, x=inputs, p=prepared, c=cotangents: run(m, p.call, x, c))
+            total += seconds(lambda m=module, x=inputs, p=prepared, c=cotangents: run(m, p.call, x, p.input_names, c))
         module = prepared.reference.float()
         inputs = cast(prepared.inputs, torch.float32)
-        total += seconds(lambda m=module, x=inputs, p=prepared, c=cotangents: run(m, p.call, x, c))
+        total += seconds(lambda m=module, x=inputs, p=prepared, c=cotangents: run(m, p.call, x, p.input_names, c))
         pair = build(case, checked, 0, kernels)
         candidate = pair.candidate.to(precision.dtype)
         for _ in range(1 + precision.warmup_passes):
             total += seconds(
                 lambda p=prepared, c=cotangents, pair=pair, m=candidate, precision=precision: run(
-                    m, pair.call_candidate, p.inputs, c, precision.autocast(kernels)
+                    m, pair.call_candidate, p.inputs, p.input_names, c, precision.autocast(kernels)
                 )
             )
     return total

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-import parity
 import torch
+
+import parity
 from parity import reference
 
 HEADS = {"mha": dict(heads=8, groups=8), "gqa": dict(heads=8, groups=2), "mqa": dict(heads=8, groups=1)}
@@ -35,9 +36,7 @@ def _case(mask, heads_name, build):
 
 
 def _causal(te, heads, groups, head_dim, **_):
-    return core_attention(
-        te, reference.CoreAttention(causal=True), heads, groups, head_dim, attn_mask_type="causal"
-    )
+    return core_attention(te, reference.CoreAttention(causal=True), heads, groups, head_dim, attn_mask_type="causal")
 
 
 def _full(te, heads, groups, head_dim, **_):
@@ -72,9 +71,7 @@ def _padding(te, heads, groups, head_dim, **_):
         return context.masked_fill(is_padding[..., None], 0.0)
 
     pair = core_attention(te, reference.CoreAttention(), heads, groups, head_dim, attn_mask_type="padding")
-    return dataclasses.replace(
-        pair, inputs=inputs, call_reference=call_reference, call_candidate=call_candidate
-    )
+    return dataclasses.replace(pair, inputs=inputs, call_reference=call_reference, call_candidate=call_candidate)
 
 
 causal_mha, causal_gqa, causal_mqa = (_case("causal", name, _causal) for name in HEADS)

@@ -1,8 +1,9 @@
 """``nn.Linear`` and a norm followed by it."""
 
+from torch import nn
+
 import parity
 from parity import reference
-from torch import nn
 
 SIZES = [dict(batch=2, seq=256, in_features=512, out_features=768)]
 

@@ -26,8 +26,8 @@ def gated_mlp(te, activation, hidden, ffn):
 def issue_407(te, hidden, ffn, **_):
     """TransformerEngine issue 407: the sizes, the weights' scale and the inputs of the report."""
     pair = gated_mlp(te, "swiglu", hidden, ffn)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(pair.reference, name).weight.data.normal_(std=0.023)
+    for projection in (pair.reference.gate_proj, pair.reference.up_proj, pair.reference.down_proj):
+        projection.weight.data.normal_(std=0.023)
     return dataclasses.replace(pair, inputs=lambda rng, batch, seq: rng.uniform(batch, seq, hidden))
 
 

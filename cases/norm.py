@@ -1,7 +1,8 @@
 """Norms by themselves."""
 
-import parity
 from torch import nn
+
+import parity
 
 SIZES = [dict(batch=2, seq=256, hidden=1024)]
 

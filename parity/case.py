@@ -26,7 +26,8 @@ class Pair:
         reference: the PyTorch module, as its author wrote it; it must run in FP64.
         candidate: the TE module, built in FP32 (parity casts it to each precision's dtype).
         inputs: called as ``inputs(rng, **sizes)`` with those sizes that it names; returns a tensor, a tuple (passed by
-            position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get gradients.
+            position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get
+            gradients.
         weights: which reference parameters hold which TE parameters, see ``parity.weights``.
         call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
         call_candidate: ditto for the candidate, e.g. to pass TE its mask arguments.
@@ -50,8 +51,8 @@ class Case:
         sizes: keyword arguments of the factory, one mapping for each size.
         precisions: names from ``parity.precision``; None means each that the run asks for.
         marks: pytest marks, besides the precision's own.
-        vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so that
-            one that was never copied shows.
+        vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
+            that one that was never copied shows.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
     """

@@ -104,7 +104,7 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
 
 
 def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
-    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE would return them."""
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
     store = precision.rounding.store
     with rounded(precision.rounding) as phase:
@@ -112,6 +112,7 @@ def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
             prepared.reference,
             prepared.call,
             cast(prepared.inputs, torch.float32),
+            prepared.input_names,
             lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
         )
@@ -133,13 +134,18 @@ def _run_candidate(
             candidate,
             pair.call_candidate,
             prepared.inputs,
+            prepared.input_names,
             lambda outputs: _fitting(prepared.cotangents, outputs),
             forward_context=precision.autocast(kernels),
         )
-    gradients = {name: gradient.double() for name, gradient in ran.weight_gradients.items()}
+    gradients = {
+        name: ran.weight_gradients.get(name, torch.zeros_like(parameter)).double()
+        for name, parameter in parameters.items()
+    }
+    frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
     shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
     in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
-    return _tensors(dataclasses.replace(ran, weight_gradients=in_reference_layout)), ran.unreached
+    return _tensors(dataclasses.replace(ran, weight_gradients=in_reference_layout)), ran.unreached + frozen
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,9 +8,7 @@ from parity.precision import Precision
 from parity.result import Finding, TensorResult
 
 
-def findings(
-    tensors: Sequence[TensorResult], unreached: Sequence[str], precision: Precision
-) -> tuple[Finding, ...]:
+def findings(tensors: Sequence[TensorResult], unreached: Sequence[str], precision: Precision) -> tuple[Finding, ...]:
     """Every known cause that the tensors show; none for a comparison that passed.
 
     Args:

@@ -1,7 +1,7 @@
 """Error measures: each a pure function of a computed tensor and its golden value.
 
-All of them compute in FP64 and take tensors of one shape. Elements where the golden value itself is not finite cannot be
-measured; ``measure`` counts them and leaves them out.
+All of them compute in FP64 and take tensors of one shape. Elements where the golden value itself is not finite cannot
+be measured; ``measure`` counts them and leaves them out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Errors:
     Attributes:
         relative_l2: ``|x - golden| / |golden|`` in the Euclidean norm; infinite if only the golden value is all zero.
         max_abs: the largest ``|x - golden|``, in the tensor's own units.
-        max_ulps: the largest distance in units in the last place of the compared dtype, at the golden value's magnitude.
+        max_ulps: the largest distance in units in the last place of the compared dtype, at golden's magnitude.
         cosine: the cosine of the angle between the two, as flat vectors; 1 if both are all zero.
         sqnr_db: signal to quantization noise ratio, ``-20 log10(relative_l2)``; infinite if there is no error.
         golden_rms: root mean square of the golden value, which gives ``max_abs`` a scale.

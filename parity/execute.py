@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,10 +41,27 @@ def as_arguments(inputs: Any) -> Arguments:
     return (inputs,), {}
 
 
+def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:
+    """What the called function names its positional inputs; ``input`` where there is one, ``input[i]`` past its names.
+
+    Args:
+        module: whose ``forward`` is called where ``call`` is None.
+        call: as in ``parity.Pair``; its first parameter is the module.
+        inputs: as a pair's ``inputs`` returns them.
+    """
+    args, _ = as_arguments(inputs)
+    if len(args) == 1:
+        return ("input",)
+    parameters = list(inspect.signature(call or module.forward).parameters.values())[1 if call else 0 :]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(named[i] if i < len(named) else f"input[{i}]" for i in range(len(args)))
+
+
 def run(
     module: nn.Module,
     call: Callable[..., Any] | None,
     inputs: Any,
+    names: Sequence[str],
     cotangents: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     forward_context: AbstractContextManager[Any] | None = None,
     before_backward: Callable[[], None] = lambda: None,
@@ -54,13 +72,14 @@ def run(
         module: its parameters' gradients are cleared first.
         call: how to call it, as in ``parity.Pair``; None calls the module itself.
         inputs: as a pair's ``inputs`` returns them, in the module's dtype and on its device.
+        names: of the positional inputs, see ``positional_names``.
         cotangents: the gradient with respect to each output, from the outputs.
         forward_context: entered around the forward pass alone.
         before_backward: called between the two passes.
     """
     module.zero_grad(set_to_none=True)
     leaves: dict[str, Tensor] = {}
-    args, kwargs = _differentiable(as_arguments(inputs), leaves)
+    args, kwargs = _differentiable(as_arguments(inputs), names, leaves)
     with forward_context or nullcontext():
         returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
     outputs = _named_outputs(returned)
@@ -81,7 +100,7 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
 
 
-def _differentiable(arguments: Arguments, leaves: dict[str, Tensor]) -> Arguments:
+def _differentiable(arguments: Arguments, names: Sequence[str], leaves: dict[str, Tensor]) -> Arguments:
     """The arguments with fresh leaves for floating-point tensors, which are entered in ``leaves`` by name."""
     args, kwargs = arguments
 
@@ -93,7 +112,7 @@ def _differentiable(arguments: Arguments, leaves: dict[str, Tensor]) -> Argument
             return type(value)(leaf(f"{name}[{i}]", entry) for i, entry in enumerate(value))
         return value
 
-    positional = tuple(leaf("input" if len(args) == 1 else f"input[{i}]", value) for i, value in enumerate(args))
+    positional = tuple(leaf(name, value) for name, value in zip(names, args, strict=True))
     return positional, {name: leaf(name, value) for name, value in kwargs.items()}
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity import weights
 from parity.case import Case, Pair, draw_inputs
-from parity.execute import Pass, run
+from parity.execute import Pass, positional_names, run
 from parity.inputs import Rng
 from parity.te import Kernels
 from parity.validate import CheckedSize
@@ -30,6 +30,7 @@ class Prepared:
         reference: the plain module, holding the rounded weights in FP64 or FP32 (exact in both).
         call: how to call the reference, or None.
         inputs: as the pair returns them, rounded, in the dtype and on the device.
+        input_names: of the positional inputs, as the reference names them.
         candidate_weights: the candidate's parameters by name, in the dtype.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
@@ -38,6 +39,7 @@ class Prepared:
     reference: nn.Module
     call: Callable[..., Any] | None
     inputs: Any
+    input_names: tuple[str, ...]
     candidate_weights: dict[str, Tensor]
     cotangents: dict[str, Tensor]
     golden: Pass
@@ -75,8 +77,9 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
             cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
         return cotangents
 
-    golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), draw_cotangents)
-    return Prepared(pair.reference, pair.call_reference, inputs, candidate_weights, cotangents, golden)
+    names = positional_names(pair.reference, pair.call_reference, inputs)
+    golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), names, draw_cotangents)
+    return Prepared(pair.reference, pair.call_reference, inputs, names, candidate_weights, cotangents, golden)
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:

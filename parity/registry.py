@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from parity import te
 from parity.case import Case, Pair, Size
 from parity.declaration import checked_marks, checked_name, checked_precisions, checked_sizes
 from parity.user_error import UserError
@@ -95,6 +96,7 @@ def load_file(path: str | Path) -> list[Case]:
         raise UserError(f"{path}: a file of pairs is a Python file, its name ends in .py")
     module = _imported_from(path)
     if module is None:
+        te.serve_imports()  # the file, or a model that it imports, may import TransformerEngine
         with _undone_on_failure(), _on_sys_path(path.parent):
             module = _import_file(path)
     found = _cases_of(module)

@@ -136,7 +136,7 @@ _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
 
 
 def _is_linear_layer(left: Tensor, right: Tensor) -> bool:
-    """Attention multiplies matrices in batches; a linear layer has one weight, also where einsum makes it a batch of 1."""
+    """Attention multiplies in batches; a linear layer has one weight, also where einsum makes it a batch of 1."""
     return left.dim() == 2 or left.shape[0] == 1
 
 

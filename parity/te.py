@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 import torch
+
+from parity.cpu import loader, versions
 
 Backend = Literal["gpu", "cpu"]
 _lock = threading.Lock()
@@ -48,8 +53,6 @@ def _ships_extension() -> bool:
     """Whether the extension lies inside the package ``transformer_engine``, as in a build from source."""
     spec = util.find_spec("transformer_engine")
     roots = spec.submodule_search_locations if spec else None
-    from pathlib import Path
-
     return any(any(Path(root).glob("**/transformer_engine_torch*.so")) for root in roots or ())
 
 
@@ -64,41 +67,57 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
     reason = why_no_gpu()
     if backend == "gpu" and reason is not None:
         raise BackendUnavailable(f"no real TransformerEngine kernels here: {reason}")
-    chosen: Backend = "cpu" if backend == "cpu" or reason is not None else "gpu"
-    with _lock:
-        te = _load_on_cpu() if chosen == "cpu" else _load_on_gpu()
-    device = torch.device("cpu") if chosen == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    return Kernels(chosen, device, te)
-
-
-def _load_on_gpu() -> ModuleType:
-    from parity.cpu import loader
-
+    if backend == "cpu" or reason is not None:
+        with on_cpu():
+            return Kernels("cpu", torch.device("cpu"), _import())
     if loader.is_loaded():
         raise BackendUnavailable("this process has already loaded TransformerEngine on the CPU kernels")
-    return importlib.import_module("transformer_engine.pytorch")
+    return Kernels("gpu", torch.device("cuda", torch.cuda.current_device()), _import())
 
 
-def _load_on_cpu() -> ModuleType:
-    from parity.cpu import extension, loader, versions
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within the context, ``import transformer_engine.pytorch`` imports TE on the CPU kernels, GPU or not.
 
+    What was imported stays so: TE's modules compute on the CPU afterwards as well.
+
+    Raises:
+        BackendUnavailable: if this process has imported TransformerEngine on its real kernels already.
+        UnsupportedTEVersion: if TransformerEngine is not installed, or too old.
+    """
     if loader.is_loaded():
-        return sys.modules["transformer_engine.pytorch"]
+        yield
+        return
     if "transformer_engine" in sys.modules:
         raise BackendUnavailable(
             "this process has already imported transformer_engine itself; ask parity for it before that"
         )
-
-    finder = loader.CpuFinder()
-    sys.modules[extension.NAME] = extension.build(versions.installed_version())
+    versions.installed_version()
+    finder = loader.CpuFinder(lambda: True)
     sys.meta_path.insert(0, finder)
     try:
-        return importlib.import_module("transformer_engine.pytorch")
-    except BaseException:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] in ("transformer_engine", extension.NAME)]:
-            del sys.modules[name]
-        raise
+        yield
+    finally:
+        if not loader.is_loaded():  # else TE's modules still import some of their own when they are first used
+            sys.meta_path.remove(finder)
+
+
+def serve_imports() -> None:
+    """From now on ``import transformer_engine.pytorch`` works without a GPU too, on the CPU kernels.
+
+    Where TE's real kernels can run, nothing changes.
+    """
+    if not any(isinstance(finder, loader.CpuFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, loader.CpuFinder(lambda: why_no_gpu() is not None))
+
+
+def _import() -> ModuleType:
+    with _lock:
+        try:
+            return importlib.import_module("transformer_engine.pytorch")
+        except BaseException:
+            loader.unload()
+            raise
 
 
 def version() -> str:

@@ -13,7 +13,8 @@ import fakes
 import pytest
 from fakes import ENVIRONMENT, result
 
-from parity import registry, runner, suite
+from parity import registry
+from parity.cli import runner, suite
 from parity.report import record
 from parity.user_error import UserError
 
@@ -39,7 +40,7 @@ def parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
     return subprocess.run(
-        [sys.executable, "-m", "parity.cli", *arguments],
+        [sys.executable, "-m", "parity", *arguments],
         cwd=folder,
         env={key: value for key, value in environment.items() if not key.startswith("PYTEST_")},
         capture_output=True,
@@ -189,7 +190,7 @@ def test_a_folder_stands_for_those_of_its_files_that_import_parity(
 
 
 def test_a_folder_without_pairs_is_a_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no Python file in .* imports parity"):
+    with pytest.raises(UserError, match=r"no Python file in .* imports parity"):
         suite.files([str(tmp_path)])
 
 

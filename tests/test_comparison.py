@@ -3,12 +3,13 @@
 import dataclasses
 import math
 
-import parity
 import pytest
 import torch
+from torch import nn
+
+import parity
 from parity import reference
 from parity.precision import PRECISIONS
-from torch import nn
 
 SIZE = dict(batch=2, seq=64, hidden=128, ffn=256)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from parity import errors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

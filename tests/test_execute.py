@@ -1,12 +1,18 @@
 """One forward and backward pass, as named tensors."""
 
 import torch
-from parity.execute import run
 from torch import nn
+
+from parity.execute import positional_names
+from parity.execute import run as run_with_names
 
 
 def ones_like_outputs(outputs):
     return {name: torch.ones_like(output) for name, output in outputs.items()}
+
+
+def run(module, call, inputs, cotangents):
+    return run_with_names(module, call, inputs, positional_names(module, call, inputs), cotangents)
 
 
 class TwoInputs(nn.Module):
@@ -41,14 +47,14 @@ def test_gradients_of_an_earlier_pass_are_cleared():
     assert torch.equal(first.weight_gradients["weight"], second.weight_gradients["weight"])
 
 
-def test_the_caller_says_how_the_module_is_called():
+def test_the_caller_says_how_the_module_is_called_and_names_the_inputs():
     ran = run(
         nn.Linear(3, 2, bias=False),
         lambda module, x, scale: module(x) * scale,
         (torch.ones(1, 3), torch.tensor(2.0)),
         ones_like_outputs,
     )
-    assert list(ran.input_gradients) == ["input[0]", "input[1]"]
+    assert list(ran.input_gradients) == ["x", "scale"]
 
 
 def test_the_users_tensors_are_left_alone():
@@ -56,3 +62,9 @@ def test_the_users_tensors_are_left_alone():
     run(nn.Linear(3, 2), None, x, ones_like_outputs)
     assert x.grad is None
     assert not x.requires_grad
+
+
+def test_a_single_input_is_called_input_and_unnamed_ones_are_counted():
+    layer = nn.Linear(3, 2)
+    assert positional_names(layer, None, torch.ones(3)) == ("input",)
+    assert positional_names(layer, lambda module, *rest: rest, (1, 2)) == ("input[0]", "input[1]")

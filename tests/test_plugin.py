@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,8 @@ from pathlib import Path
 import fakes
 import pytest
 
-from parity import registry, scheduling
+from parity import registry
+from parity.plugin import scheduling
 from parity.precision import PRECISIONS
 from parity.report import record
 
@@ -56,9 +58,7 @@ def run_with_workers(pytester: pytest.Pytester, workers: int, *arguments: str) -
 
 
 def plugin_arguments() -> list[str]:
-    from parity import runner
-
-    return ["-p", runner.plugin(), "-p", "no:hypothesispytest"]
+    return ["-p", "parity.plugin", "-p", "no:hypothesispytest"]
 
 
 def names(pytester: pytest.Pytester, *arguments: str) -> list[str]:
@@ -108,6 +108,31 @@ def test_a_case_is_collected_only_where_it_is_declared_and_once(pytester: pytest
         "others",
     )
     assert names(pytester, "others.py", "--parity-precisions=fp32") == ["mine[fp32-]"]
+
+
+def test_cases_that_are_declared_in_a_loop_are_all_collected(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        import parity
+
+        for activation in ("gelu", "relu"):
+            @parity.pair(f"mlp_{activation}", sizes=[dict(n=2)])
+            def test_case(te, n): ...
+        """,
+    )
+    found = names(pytester, "my_pairs.py", "--parity-precisions=fp32", "-W", "error")
+    assert found == ["mlp_gelu[fp32-2]", "mlp_relu[fp32-2]"]
+
+
+def test_what_parity_did_not_expect_is_a_collection_error_too(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parity.validate.check_case", lambda case, te: 1 / 0)
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["E *ZeroDivisionError: division by zero"])
 
 
 def test_the_options_choose_precisions_and_seeds(pytester: pytest.Pytester) -> None:
@@ -255,12 +280,18 @@ def test_workers_results_are_merged_into_one_report(pytester: pytest.Pytester) -
     result.stdout.fnmatch_lines(["*2 of 8 items failed*"])
 
 
+def test_one_worker_runs_all_precisions_of_a_case_and_size(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run_with_workers(pytester, 2, "my_pairs.py", "-v", "-k", "mlp")
+    ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[\w+-(\w+)\]", result.stdout.str())
+    assert len(ran) == 10
+    assert len(set(ran)) == 2
+
+
 def test_a_worker_that_crashes_loses_only_its_own_item(pytester: pytest.Pytester) -> None:
     crash = "\n    @parity.pair('kills_its_worker', sizes=[dict(n=8)], precisions=['fp32'])\n    def k(te, n): ...\n"
     write(pytester, PAIRS + crash)
-    result = run_with_workers(
-        pytester, monkeypatch, 1, "my_pairs.py", "--parity-precisions=fp32,bf16", "-k", "not fails"
-    )
+    result = run_with_workers(pytester, 1, "my_pairs.py", "--parity-precisions=fp32,bf16", "-k", "not fails")
     assert {result.case for result in recorded(pytester).results} == {"mlp"}
     assert len(recorded(pytester).results) == 4
     result.stdout.fnmatch_lines(["*crashed while running*kills_its_worker*", "*1 item without a result*"])

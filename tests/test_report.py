@@ -44,6 +44,8 @@ def section(text: str, title: str) -> str:
         (140.2, "140"),
         (0.000287, "0.00029"),
         (2.87e-6, "2.9e-6"),
+        (999.4, "999"),
+        (33078.0, "3.3e4"),
         (1.2e9, "1.2e9"),
         (-31.24, "-31"),
         (math.inf, "∞"),
@@ -105,13 +107,13 @@ def test_what_is_not_a_record_is_a_users_error(tmp_path: Path, text: str) -> Non
 
 
 def test_a_record_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read .*No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*No such file"):
         record.read(tmp_path / "missing.jsonl")
 
 
 def test_the_environment_names_versions_but_no_folder() -> None:
     measured = environment.measure("cpu", (0, 1), 7)
-    assert measured.torch and measured.python and measured.transformer_engine and measured.cpu
+    assert "" not in (measured.torch, measured.python, measured.transformer_engine, measured.cpu, measured.date)
     assert measured.kernels.startswith("emulated")
     assert not [
         text for text in vars(measured).values() if str(Path.home()) in str(text) or str(Path.cwd()) in str(text)

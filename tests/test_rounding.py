@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from parity.rounding import E4M3, E5M2, TF32, Rounding, rounded
 from torch import nn
+
+from parity.rounding import E4M3, E5M2, TF32, Rounding, rounded
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, TF32, TF32)

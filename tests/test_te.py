@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+
 from parity import te
 from parity.te import BackendUnavailable
 
@@ -25,7 +26,7 @@ def assert_nothing_leaked():
     assert not torch.cuda.is_available()
     assert not torch.zeros(1).is_cuda
     assert type(torch.Tensor.is_cuda).__name__ == "getset_descriptor"
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|cuda"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|cuda"):
         torch.zeros(1, device="cuda")
 
 
@@ -119,6 +120,35 @@ def test_a_failed_import_of_te_leaves_nothing_behind():
         "except Exception: pass\n"
         "assert not [name for name in sys.modules if name.startswith('transformer_engine')]\n"
         "assert not [finder for finder in sys.meta_path if type(finder).__name__ == 'CpuFinder']"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_on_cpu_te_is_imported_as_ever_and_trains():
+    ran = run_python(
+        "import torch, parity\n"
+        "with parity.te.on_cpu():\n"
+        "    import transformer_engine.pytorch as te\n"
+        "model = torch.nn.Sequential(te.LayerNormLinear(32, 64), te.Linear(64, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "x, y = torch.randn(64, 32), torch.randn(64, 1)\n"
+        "losses = []\n"
+        "for _ in range(5):\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = (model(x) - y).square().mean()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    losses.append(loss.item())\n"
+        "assert losses[-1] < losses[0], losses"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_imports_are_served_where_te_could_not_be_imported_before():
+    ran = run_python(
+        "from parity import te; te.serve_imports(); te.serve_imports()\n"
+        "import transformer_engine.pytorch\n"
+        "assert te.kernels().te is transformer_engine.pytorch"
     )
     assert ran.returncode == 0, ran.stderr
 

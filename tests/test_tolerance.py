@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from parity.errors import Errors, measure
 from parity.tolerance import FACTOR_L2, FACTOR_MAX, margin, tolerance
 

@@ -7,6 +7,8 @@ from the real ``torch.cuda``, where they fail as they always do without a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,7 +30,34 @@ class DeviceProperties:
     total_memory: int
 
 
+ADA = DeviceProperties("emulated Ada", 8, 9, 142, 48 << 30)
 HOPPER = DeviceProperties("emulated Hopper", 9, 0, 132, 80 << 30)
+BLACKWELL = DeviceProperties("emulated Blackwell", 10, 0, 148, 192 << 30)
+GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
+GPU_VARIABLE = "PARITY_EMULATED_GPU"
+
+
+@functools.cache
+def emulated_gpu() -> DeviceProperties:
+    """The GPU that the environment variable ``PARITY_EMULATED_GPU`` names; a Hopper if it is not set.
+
+    It is read once: what TE says is available follows from it, and TE remembers what it has said.
+
+    Raises:
+        ValueError: for a name that is not in ``GPUS``.
+    """
+    name = os.environ.get(GPU_VARIABLE, "hopper").lower()
+    if name not in GPUS:
+        raise ValueError(
+            f"{GPU_VARIABLE}={name!r} names no GPU that can be emulated; set it to one of {', '.join(GPUS)}"
+        )
+    return GPUS[name]
+
+
+def has_gemm_without_transposes() -> bool:
+    """Whether FP8 GEMMs read their operands in any order (``nvte_is_non_tn_fp8_gemm_supported`` of TE 2.20.2)."""
+    capability = get_device_capability()
+    return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
 
 
 class Stream:
@@ -83,15 +112,15 @@ def current_device() -> torch.device:
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
-    return HOPPER
+    return emulated_gpu()
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return HOPPER.major, HOPPER.minor
+    return emulated_gpu().major, emulated_gpu().minor
 
 
 def get_device_name(device: Any = None) -> str:
-    return HOPPER.name
+    return emulated_gpu().name
 
 
 def current_stream(device: Any = None) -> Stream:

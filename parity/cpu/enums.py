@@ -35,54 +35,68 @@ TORCH_DTYPE: dict[int, torch.dtype] = {
 }
 
 
-def _counted(name: str, members: str) -> type[enum.IntEnum]:
-    """An ``IntEnum`` that counts its members from 0."""
-    return enum.IntEnum(name, members.split(), start=0, module=__name__)  # type: ignore[return-value]
-
-
-FP8FwdTensors = _counted(
+FP8FwdTensors = enum.IntEnum(
     "FP8FwdTensors",
     "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    start=0,
+    module=__name__,
 )
-FP8BwdTensors = _counted(
-    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+FP8BwdTensors = enum.IntEnum(
+    "FP8BwdTensors",
+    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
+    start=0,
+    module=__name__,
 )
-NVTE_Bias_Type = _counted("NVTE_Bias_Type", "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI")
-NVTE_Mask_Type = _counted(
+NVTE_Bias_Type = enum.IntEnum(
+    "NVTE_Bias_Type", "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI", start=0, module=__name__
+)
+NVTE_Mask_Type = enum.IntEnum(
     "NVTE_Mask_Type",
     "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK NVTE_CAUSAL_BOTTOM_RIGHT_MASK "
     "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
+    start=0,
+    module=__name__,
 )
-NVTE_Softmax_Type = _counted(
-    "NVTE_Softmax_Type", "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX"
+NVTE_Softmax_Type = enum.IntEnum(
+    "NVTE_Softmax_Type", "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX", start=0, module=__name__
 )
-NVTE_QKV_Format = _counted(
+NVTE_QKV_Format = enum.IntEnum(
     "NVTE_QKV_Format",
     "NVTE_SBHD NVTE_BSHD NVTE_THD NVTE_BSHD_2SBHD NVTE_SBHD_2BSHD NVTE_THD_2BSHD NVTE_THD_2SBHD NVTE_BHSD "
     "NVTE_QKV_Format_NOT_SET",
+    start=0,
+    module=__name__,
 )
-NVTE_QKV_Layout = _counted(
+NVTE_QKV_Layout = enum.IntEnum(
     "NVTE_QKV_Layout",
     "NVTE_SB3HD NVTE_SBH3D NVTE_SBHD_SB2HD NVTE_SBHD_SBH2D NVTE_SBHD_SBHD_SBHD NVTE_BS3HD NVTE_BSH3D NVTE_BSHD_BS2HD "
     "NVTE_BSHD_BSH2D NVTE_BSHD_BSHD_BSHD NVTE_T3HD NVTE_TH3D NVTE_THD_T2HD NVTE_THD_TH2D NVTE_THD_THD_THD "
     "NVTE_SBHD_BSHD_BSHD NVTE_BSHD_SBHD_SBHD NVTE_THD_BSHD_BSHD NVTE_THD_SBHD_SBHD NVTE_Paged_KV_BSHD_BSHD_BSHD "
     "NVTE_Paged_KV_BSHD_SBHD_SBHD NVTE_Paged_KV_SBHD_BSHD_BSHD NVTE_Paged_KV_SBHD_SBHD_SBHD "
     "NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD NVTE_QKV_Layout_NOT_SET",
+    start=0,
+    module=__name__,
 )
 NVTE_Fused_Attn_Backend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}, module=__name__
 )
-NVTEScalingMode = _counted(
+NVTEScalingMode = enum.IntEnum(
     "NVTEScalingMode",
     "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D NVTE_BLOCK_SCALING_2D "
     "NVTE_NVFP4_1D_SCALING NVTE_INVALID_SCALING",
+    start=0,
+    module=__name__,
 )
-NVTERoutingMapFormat = _counted("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
-NVTEQBHistogramMode = _counted("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
-Float8BlockScaleTensorFormat = _counted("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID")
-CommOverlapType = _counted("CommOverlapType", "RS AG")
-CommOverlapAlgo = _counted(
+NVTERoutingMapFormat = enum.IntEnum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8", start=0, module=__name__)
+NVTEQBHistogramMode = enum.IntEnum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC", start=0, module=__name__)
+Float8BlockScaleTensorFormat = enum.IntEnum(
+    "Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID", start=0, module=__name__
+)
+CommOverlapType = enum.IntEnum("CommOverlapType", "RS AG", start=0, module=__name__)
+CommOverlapAlgo = enum.IntEnum(
     "CommOverlapAlgo",
     "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P "
     "ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG",
+    start=0,
+    module=__name__,
 )

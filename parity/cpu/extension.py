@@ -9,10 +9,24 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import activation, attention, enums, gemm, info, norm, quantize, recipe, rope, softmax, versions
+from parity.cpu import (
+    activation,
+    attention,
+    cuda,
+    enums,
+    fused_attention,
+    gemm,
+    info,
+    norm,
+    quantize,
+    recipe,
+    rope,
+    softmax,
+    versions,
+)
 
 NAME = "transformer_engine_torch"
-KERNEL_FAMILIES = (activation, attention, gemm, info, norm, quantize, recipe, rope, softmax)
+KERNEL_FAMILIES = (activation, attention, fused_attention, gemm, info, norm, quantize, recipe, rope, softmax)
 
 
 class _Extension(ModuleType):
@@ -43,6 +57,7 @@ def build(version: Version) -> ModuleType:
     Each kernel is a function of one of ``KERNEL_FAMILIES`` that stands in its ``__all__``, under the name and with the
     parameters that TE's ``csrc/extensions/pybind.cpp`` gives it.
     """
+    cuda.emulated_gpu()  # so that a name that is none is refused when TE is loaded, not in the middle of a model
     extension = _Extension(NAME)
     extension.version = version
     for family in KERNEL_FAMILIES:

@@ -1,7 +1,8 @@
 """Per-tensor FP8: how numbers become codes, and TransformerEngine's tensors that hold them.
 
-The emulated GPU is a Hopper, whose FP8 GEMMs read both operands along the inner dimension: what TE calls columnwise
-data is there a transposed copy, shaped ``[last, *leading]`` (``csrc/quantizer.cpp`` of TE 2.20.2).
+FP8 GEMMs of an Ada or a Hopper read both operands along the inner dimension: what TE calls columnwise data is there a
+transposed copy, shaped ``[last, *leading]``. A Blackwell reads one copy either way, so it always has the codes and never
+a transpose (``csrc/quantizer.cpp`` of TE 2.20.2).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.cpu import cuda
 from parity.cpu.enums import TORCH_DTYPE
 
 _CANONICAL_NAN = 0x7F
+_LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,7 @@ def amax_of(values: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
-    """Cast ``values * scale`` to FP8: product in FP32, nearest even, saturating (infinities too), NaN as 0x7F.
-
-    The conversion is CUDA's ``__nv_cvt_float_to_fp8(..., __NV_SATFINITE, ...)``, which TE's ``cast_transpose`` and
-    ``unary_kernel`` (``common/util/vectorized_pointwise.h``, 2.20.2) use; so is the reciprocal of the scale.
+    """Cast ``values * scale`` to FP8; the product is FP32, and scale_inv the reciprocal of the scale.
 
     Args:
         values: FP32, FP16 or BF16, any shape.
@@ -67,12 +67,43 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
     """
     scale = scale.detach().reshape(1)
-    scaled = torch.mul(values, scale).view(values.shape)
+    return Codes(cast(torch.mul(values, scale).view(values.shape), dtype), scale.reciprocal())
+
+
+def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """The uint8 codes of FP32 values, which are overwritten: nearest even, saturating (infinities too), NaN as 0x7F.
+
+    The conversion is CUDA's ``__nv_cvt_float_to_fp8(..., __NV_SATFINITE, ...)``, which TE's ``cast_transpose`` and
+    ``unary_kernel`` (``common/util/vectorized_pointwise.h``, 2.20.2) use.
+    """
     limit = torch.finfo(dtype).max
     data = scaled.clamp_(-limit, limit).to(dtype).view(torch.uint8)
     if data.numel() and scaled.sum().isnan():
         data.masked_fill_(scaled.isnan(), _CANONICAL_NAN)
-    return Codes(data, scale.reciprocal())
+    return data
+
+
+def scale_from_amax(
+    amax: Tensor, limit: float, epsilon: float = 0.0, power_of_two: bool = False, largest: float = _LARGEST_FP32
+) -> Tensor:
+    """The scale that takes ``amax`` to ``limit`` (``compute_scale_from_amax`` in ``recipe_common.cuh``, TE 2.20.2).
+
+    Args:
+        amax: FP32, any shape.
+        limit: the largest finite value of the FP8 type.
+        epsilon: smaller amaxes count as this.
+        power_of_two: round the scale down to a power of two.
+        largest: what stands for a scale that exceeds FP32.
+
+    Returns:
+        FP32 in the shape of ``amax``: ``limit / amax``; 1 where amax is 0, infinite or NaN.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    scale = torch.full_like(amax, limit).div(amax)
+    scale = torch.where(scale.isinf(), largest, scale)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(amax.isfinite() & (amax != 0), scale, 1.0)
 
 
 def decode(codes: Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> Tensor:
@@ -96,14 +127,14 @@ def transpose(codes: Tensor) -> Tensor:
 def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """A TE tensor with the buffers that the quantizer's usages ask for; its scale_inv is 1."""
     shape = torch.Size(shape)
-    data = torch.empty(shape, dtype=torch.uint8) if quantizer.rowwise_usage else None
-    columnwise = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8) if quantizer.columnwise_usage else None
+    data = torch.empty(shape, dtype=torch.uint8) if needs_codes(quantizer) else None
+    columnwise = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8) if _needs_transpose(quantizer) else None
     return _te_tensor(quantizer, shape, dtype, data, columnwise, torch.ones(1))
 
 
 def new(quantizer: Any, dtype: torch.dtype, codes: Codes) -> Any:
     """A TE tensor that holds ``codes``, and their transpose if the quantizer asks for it."""
-    columnwise = transpose(codes.data) if quantizer.columnwise_usage else None
+    columnwise = transpose(codes.data) if _needs_transpose(quantizer) else None
     return _te_tensor(quantizer, codes.data.shape, dtype, codes.data, columnwise, codes.scale_inv)
 
 
@@ -125,6 +156,15 @@ def _te_tensor(
     return Float8Tensor(shape=shape, dtype=dtype, device=inv.device, **buffers)
 
 
+def needs_codes(quantizer: Any) -> bool:
+    """Whether a tensor of this quantizer holds codes in the order of its values."""
+    return quantizer.rowwise_usage or cuda.has_gemm_without_transposes()
+
+
+def _needs_transpose(quantizer: Any) -> bool:
+    return quantizer.columnwise_usage and not cuda.has_gemm_without_transposes()
+
+
 def prepare(quantizer: Any, output: Any) -> None:
     """Give a TE tensor the buffers that the quantizer's usages ask for, and no others.
 
@@ -136,15 +176,15 @@ def prepare(quantizer: Any, output: Any) -> None:
     if not is_float8_tensor(output):
         raise TypeError(f"{type(quantizer).__name__} writes into a Float8Tensor, but was given {type(output).__name__}")
     shape = rowwise_shape(output)
-    if not quantizer.rowwise_usage:
+    if not needs_codes(quantizer):
         output._data = None
     elif output._data is None:
         output._data = torch.empty(shape, dtype=torch.uint8)
-    if not quantizer.columnwise_usage:
+    if not _needs_transpose(quantizer):
         output._transpose = None
     elif output._transpose is None:
         output._transpose = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8)
-    output._transpose_invalid = not quantizer.columnwise_usage
+    output._transpose_invalid = not _needs_transpose(quantizer)
     output._fp8_dtype = quantizer.dtype
 
 
@@ -165,12 +205,14 @@ def rowwise_shape(tensor: Any) -> torch.Size:
 
 
 def operand(tensor: Any, columnwise: bool, name: str) -> Tensor:
-    """The codes that a Hopper GEMM reads: a matrix ``[outer, inner]``.
+    """The codes that a GEMM reads: a matrix ``[outer, inner]``.
 
     Raises:
         RuntimeError: if the tensor does not hold that direction (``CanonicalizeGemmInput`` in TE's
             ``common/gemm/cublaslt_gemm.cu``).
     """
+    if columnwise and tensor._data is not None and cuda.has_gemm_without_transposes():
+        return tensor._data.flatten(0, -2).t()
     codes = tensor._transpose if columnwise else tensor._data
     if codes is None or (columnwise and tensor._transpose_invalid):
         direction = "columnwise" if columnwise else "rowwise"

@@ -17,7 +17,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
-    """Run ``function`` in FP32 and round its results to the dtypes that it has eagerly; called as ``torch.compile`` is."""
+    """Run ``function`` in FP32 and round its results to the dtypes that it has eagerly; call it as `torch.compile`."""
     if function is None:
         return fuse
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_forward
 
-from parity.cpu import float8, quantize, versions
+from parity.cpu import float8, formats, quantize, versions
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = ["generic_gemm"]
@@ -29,14 +29,15 @@ class _Operand:
     """One factor, ready to multiply.
 
     Attributes:
-        matrix: ``[outer, inner]``; the values of FP8 codes are unscaled, in BF16, which holds them exactly.
-        scale_inv: what FP8 values are to be multiplied by; 1 for others.
-        is_fp8: whether the values came from FP8 codes.
+        matrix: ``[outer, inner]``; the values of FP8 and FP4 codes times the scales of their blocks, if there are any,
+            in BF16 if it holds them exactly, else in FP32.
+        scale_inv: what the product is to be multiplied by, for codes with a scale a tensor; 1 for others.
+        is_quantized: whether the values came from codes.
     """
 
     matrix: Tensor
     scale_inv: float
-    is_fp8: bool
+    is_quantized: bool
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,17 @@ def generic_gemm(
 ) -> list[Any]:
     """``D = epilogue(alpha * op(B) op(A) + beta * D)``, leading dimensions flattened.
 
-    If A, B and D are all FP32, A and B are rounded to TF32. FP8 values are multiplied unscaled, and the sums scaled.
+    If A, B and D are all FP32, A and B are rounded to TF32. Values with one FP8 scale a tensor are multiplied unscaled,
+    and the sums scaled; block scales multiply the values.
 
     Args:
-        A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or TE's ``Float8Tensor(Storage)``.
+        A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or a TE quantized tensor.
         B: ``[n, k]``, or ``[k, n]`` if ``transB``; dtypes as A.
         D: where the result goes, ``[n, m]``. Default: a new tensor.
-        quantizer: casts the result to FP8: straight from FP32 if the operands are FP8 and scaling is delayed, else
-            after it was rounded to the output dtype.
+        quantizer: casts the result: straight from FP32 if A is a ``Float8Tensor`` and scaling is delayed, else after it was rounded to the output dtype.
         output_dtype: default: D's dtype or A's.
         bias: ``[m]``, added before GELU. If ``grad``: only asks for the bias gradient.
-        bias_type: dtype of the pre-GELU output if the operands are FP8; else that is the output dtype.
+        bias_type: dtype of the pre-GELU output if the operands are quantized; else that is the output dtype.
         gelu: apply GELU; if ``grad``, multiply by the derivative of GELU at ``gelu_in`` instead.
         accumulate: add to D; ``beta`` (default 1) is the factor of the old D.
 
@@ -104,7 +105,7 @@ def generic_gemm(
 
     Raises:
         ValueError: for shapes, dtypes or flags that do not fit each other.
-        RuntimeError: for an FP8 operand that lacks the direction it is read in, or is not padded to 16.
+        RuntimeError: for a quantized operand that lacks the direction it is read in, or is not padded to 16.
         NotImplementedError: for other formats, communication overlap, and what TE never asks for.
     """
     if comm_overlap is not None or (grad and gelu and bias is not None):
@@ -122,11 +123,11 @@ def generic_gemm(
         gelu=gelu and not grad,
         dgelu_of=gelu_in.reshape(rows) if gelu and grad and gelu_in is not None else None,
     )
-    fused_cast = quantize.is_delayed(quantizer) and left.is_fp8
+    fused_cast = quantize.is_delayed(quantizer) and float8.is_float8_tensor(A)
     result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype)
     bias_grad = _bias_grad(right, dtype) if bias is not None and grad else None
     if pre_gelu is not None:
-        pre_gelu = pre_gelu.to(TORCH_DTYPE[int(bias_type)] if left.is_fp8 else dtype).view(shape)
+        pre_gelu = pre_gelu.to(TORCH_DTYPE[int(bias_type)] if left.is_quantized else dtype).view(shape)
     delivered = quantize.store(result.view(shape), quantizer, dtype, D, kernel="generic_gemm")
     return [delivered, bias_grad, pre_gelu, extra_output]
 
@@ -143,36 +144,52 @@ def _check_flags(transA: bool, transB: bool, D: Any, accumulate: bool, beta: flo
 
 def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
     """The operand as ``[outer, inner]``: it lies so in memory unless it is read ``columnwise``."""
+    entry = formats.of_tensor(value)
+    if entry is not None:
+        values, factor = formats.operand(entry, value, columnwise, name)
+        _check_inner(values, name)
+        return _Operand(values, factor, True)
     if float8.is_float8_tensor(value):
         codes = float8.operand(value, columnwise, name)
-        if codes.numel() and codes.shape[1] % 16:
-            raise RuntimeError(
-                f"operand {name} of an FP8 GEMM has an inner dimension of {codes.shape[1]}: "
-                "cuBLAS needs a multiple of 16, so pad it"
-            )
+        _check_inner(codes, name)
         values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
         return _Operand(values, value._scale_inv.item(), True)
     if not isinstance(value, Tensor) or hasattr(value, "_quantizer"):
         raise NotImplementedError(
-            f"the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and Float8Tensor, and no {type(value).__name__}, "
+            f"the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and TE's FP8 and FP4 tensors, and no "
+            f"{type(value).__name__}, "
             f"which TransformerEngine {versions.installed_version()} asked for"
         )
     matrix = value.detach().flatten(0, -2)
     return _Operand(matrix.t() if columnwise else matrix, 1.0, False)
 
 
+def _check_inner(matrix: Tensor, name: str) -> None:
+    if matrix.numel() and matrix.shape[1] % 16:
+        raise RuntimeError(
+            f"operand {name} of a quantized GEMM has an inner dimension of {matrix.shape[1]}: "
+            "cuBLAS needs a multiple of 16, so pad it"
+        )
+
+
 def _shape(tensor: Any) -> torch.Size:
+    entry = formats.of_tensor(tensor)
+    if entry is not None:
+        return entry.kernels.logical_shape(tensor)
     return float8.rowwise_shape(tensor) if float8.is_float8_tensor(tensor) else tensor.shape
 
 
-def _dtype(tensor: Any) -> torch.dtype:
-    return float8.fp8_dtype(tensor) if float8.is_float8_tensor(tensor) else tensor.dtype
+def _kind(tensor: Any) -> str:
+    if formats.of_tensor(tensor) is not None:
+        return type(tensor).__name__
+    return str(float8.fp8_dtype(tensor) if float8.is_float8_tensor(tensor) else tensor.dtype)
 
 
 def _output_shape(A: Any, B: Any, D: Any, transB: bool, left: _Operand, right: _Operand) -> torch.Size:
     """D keeps B's leading dimensions, unless B is transposed."""
-    if left.matrix.dtype != right.matrix.dtype or left.is_fp8 != right.is_fp8:
-        raise ValueError(f"generic_gemm: operands differ in dtype: A {_dtype(A)}, B {_dtype(B)}")
+    both_quantized = left.is_quantized and right.is_quantized
+    if left.is_quantized != right.is_quantized or (left.matrix.dtype != right.matrix.dtype and not both_quantized):
+        raise ValueError(f"generic_gemm: operands differ in dtype: A {_kind(A)}, B {_kind(B)}")
     if left.matrix.shape[1] != right.matrix.shape[1]:
         sizes = f"op(A) {tuple(left.matrix.t().shape)}, op(B) {tuple(right.matrix.shape)}"
         raise ValueError(f"generic_gemm: inner dimensions differ: {sizes}")
@@ -191,8 +208,8 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
         return dtype
     if isinstance(D, Tensor):
         return D.dtype
-    if left.is_fp8:
-        raise ValueError("generic_gemm: FP8 operands leave the output dtype open; pass output_dtype or D")
+    if left.is_quantized:
+        raise ValueError("generic_gemm: quantized operands leave the output dtype open; pass output_dtype or D")
     return left.matrix.dtype
 
 
@@ -231,7 +248,7 @@ def _without_product(
 def _product(left: _Operand, right: _Operand, dtype: torch.dtype) -> Tensor:
     """``B A^T`` in FP32."""
     a, b = left.matrix, right.matrix
-    if a.dtype == b.dtype == dtype == torch.float32:
+    if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized:
         a, b = round_to_tf32(a), round_to_tf32(b)
     return b.float() @ a.float().t()
 

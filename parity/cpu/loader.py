@@ -14,7 +14,10 @@ TE writes                              is read as                             be
 ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
 ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
 ``tensor.cuda()``                      ``tensor.cpu()``                       ditto
+``triton``                             ``parity.cpu.triton_stand_in``         it has no CPU target
 =====================================  =====================================  =======================================
+
+Functions of TE that launch Triton kernels are replaced once their module is loaded (``parity.cpu.triton_kernels``).
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import fusion
+from parity.cpu import extension, fusion, triton_kernels, versions
 
 _ROOT = "transformer_engine"
 _CUDA_MODULE = "parity.cpu.cuda"
+_TRITON_MODULE = "parity.cpu.triton_stand_in"
 # What TE's modules find under names of ours; their values are set before a module is executed.
 _CUDA_NAME = "__parity_cuda__"
 _COMPILE_NAME = "__parity_compile__"
@@ -62,28 +66,38 @@ class _CudaMeansCpu(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name("torch"), attr="device"), args=[ast.Constant("cpu"), _]
-            ):
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="device"), args=[ast.Constant("cpu"), _]):
                 node.args = node.args[:1]
             case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
                 method.attr = "cpu"
         return node
 
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        for alias in node.names:
+            if _is_triton(alias.name):
+                alias.name, alias.asname = _TRITON_MODULE, alias.asname or "triton"
+        return node
+
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if node.module == "torch.cuda":
             node.module = _CUDA_MODULE
+        elif node.level == 0 and node.module is not None and _is_triton(node.module):
+            node.module = _TRITON_MODULE
         return node
 
 
+def _is_triton(module: str) -> bool:
+    return module.partition(".")[0] == "triton"
+
+
 class _CpuLoader(importlib.machinery.SourceFileLoader):
-    """A source loader whose modules mean the CPU where they say ``cuda``; it neither reads nor writes ``.pyc`` files."""
+    """Loads modules that mean the CPU where they say ``cuda``; it neither reads nor writes ``.pyc`` files."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = _CudaMeansCpu().visit(ast.parse(data, path))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
@@ -91,21 +105,40 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         vars(module).update({_CUDA_NAME: importlib.import_module(_CUDA_MODULE), _COMPILE_NAME: fusion.fuse})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
+        vars(module).update(triton_kernels.replacements(module.__name__))
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
 
 
-class CpuFinder(importlib.abc.MetaPathFinder):
-    """Finds ``transformer_engine`` and its submodules, and hands them to the CPU loader.
+class _ExtensionLoader(importlib.abc.Loader):
+    """Loads what TE imports as its compiled extension."""
 
-    TE's compiled extension must stand in ``sys.modules`` already: TE's own search for it is left out.
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return extension.build(versions.installed_version())
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Its kernels are in place once it is built."""
+
+
+class CpuFinder(importlib.abc.MetaPathFinder):
+    """Finds ``transformer_engine``, its submodules and its extension, and hands them to the CPU's loaders.
+
+    Args:
+        wanted: asked when ``transformer_engine`` itself is imported; if it says no, this finder finds nothing of it.
     """
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self._wanted = wanted
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
+        if fullname.partition(".")[0] not in (_ROOT, extension.NAME):
             return None
+        if not (self._wanted() if fullname == _ROOT else is_loaded()):
+            return None
+        if fullname == extension.NAME:
+            return importlib.machinery.ModuleSpec(fullname, _ExtensionLoader())
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _CpuLoader(fullname, spec.loader.path)
@@ -131,3 +164,9 @@ def is_loaded() -> bool:
     """Whether the ``transformer_engine`` in ``sys.modules`` is the one that computes on the CPU."""
     module = sys.modules.get(_ROOT)
     return module is not None and isinstance(getattr(module.__spec__, "loader", None), _CpuLoader)
+
+
+def unload() -> None:
+    """Forget a TE that could not be imported to its end, so that the next import starts afresh."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in (_ROOT, extension.NAME)]:
+        del sys.modules[name]

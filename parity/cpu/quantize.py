@@ -1,4 +1,4 @@
-"""Casts to and from FP8 with one scale a tensor: delayed and current scaling.
+"""Casts to and from FP8 and FP4: one scale a tensor here (delayed and current scaling), blocks in ``formats.py``.
 
 Follows TransformerEngine 2.20.2: ``csrc/extensions/cast.cpp``, ``csrc/quantizer.cpp``, ``csrc/extensions/bias.cpp``,
 ``csrc/extensions/transpose.cpp`` and ``common/recipe/recipe_common.cuh``.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float8, versions
+from parity.cpu import float4, float8, formats, versions
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -21,12 +21,12 @@ __all__ = [
     "create_empty_quantized_tensor",
     "dequantize",
     "fp8_transpose",
+    "nvfp4_2d_scale_transpose",
+    "nvfp4_data_transpose",
     "quantize",
     "split_quantize",
     "swap_first_dims",
 ]
-
-_LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 def is_delayed(quantizer: Any) -> bool:
@@ -41,10 +41,11 @@ def is_current(quantizer: Any) -> bool:
 
 def check_quantizer(quantizer: Any, kernel: str) -> None:
     """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve."""
-    if not is_delayed(quantizer) and not is_current(quantizer):
+    if not is_delayed(quantizer) and not is_current(quantizer) and formats.of_quantizer(quantizer) is None:
+        served = ", ".join(entry.quantizer for entry in formats.FORMATS)
         raise NotImplementedError(
-            f"the CPU kernel {kernel} serves FP8 with delayed and current scaling, and no {type(quantizer).__name__}, "
-            f"which TransformerEngine {versions.installed_version()} asked for"
+            f"the CPU kernel {kernel} serves FP8 with delayed and current scaling, {served}, and no "
+            f"{type(quantizer).__name__}, which TransformerEngine {versions.installed_version()} asked for"
         )
 
 
@@ -64,6 +65,7 @@ def store(
     no quantizer              rounded once, to ``dtype``
     delayed scaling           amax and FP8 codes straight from the FP32 values (a fused kernel)
     current scaling           rounded to ``dtype``, the rounded values cast to FP8 with a scale from their amax
+    block-scaled formats      rounded to ``dtype``, the rounded values cast with scales from the amaxes of their blocks
     ========================  ======================================================================================
 
     As in ``csrc/extensions/activation.cpp`` and ``normalization.cpp`` of TE 2.20.2.
@@ -73,15 +75,15 @@ def store(
         quantizer: TE's, or None.
         dtype: FP32, FP16 or BF16: what the result is, or seems to be if it is quantized.
         output: where the result goes: a tensor, or a TE quantized tensor if there is a quantizer. Default: a new one.
-        amax_before_rounding: with current scaling, take the amax of the FP32 values, as TE's activation kernels do
-            (``unary_kernel`` in ``common/util/vectorized_pointwise.h``); its norms take that of the rounded ones.
+        amax_before_rounding: with current scaling and NVFP4, take the amax of the FP32 values, as TE's activation kernels
+            do (``unary_kernel`` in ``common/util/vectorized_pointwise.h``); its norms take that of the rounded ones.
         kernel: who calls, for the error.
 
     Returns:
         ``output``, or a new tensor of ``dtype``, or a new TE quantized tensor.
 
     Raises:
-        NotImplementedError: for quantizers other than delayed and current scaling.
+        NotImplementedError: for quantizers that are not TE's own.
     """
     if quantizer is None:
         return values.to(dtype) if output is None else output.copy_(values)
@@ -94,32 +96,39 @@ def store(
 
 @torch.no_grad()
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """Cast a tensor to FP8 (``csrc/extensions/cast.cpp``, TE 2.20.2).
+    """Cast a tensor to FP8 or FP4 (``csrc/extensions/cast.cpp``, TE 2.20.2).
 
     Args:
         tensor: FP32, FP16 or BF16, any shape.
-        quantizer: delayed or current scaling; its usages say which buffers the result has.
-        output: a TE FP8 tensor to fill. Default: a new one.
+        quantizer: TE's; its usages say which buffers the result has.
+        output: a TE quantized tensor to fill. Default: a new one.
         noop: FP32 flag of one element; 1 leaves ``output``, its scale and the amax as they are.
 
     Raises:
-        NotImplementedError: for other quantizers, and for columnwise data alone, which TE's kernels lack too.
+        NotImplementedError: for quantizers that are not TE's own, and for columnwise data alone with one scale a
+            tensor, which TE's kernels lack too.
+        RuntimeError: for shapes that a block-scaled format does not have.
     """
     check_quantizer(quantizer, "quantize")
     tensor = tensor.detach()
     if noop is not None and noop.item() == 1:
-        output = float8.empty(quantizer, tensor.shape, tensor.dtype) if output is None else output
-        float8.prepare(quantizer, output)
+        if output is None:
+            return _empty(quantizer, tensor.shape, tensor.dtype)
+        if formats.of_quantizer(quantizer) is None:
+            float8.prepare(quantizer, output)
         return output
     return _quantize(tensor, quantizer, tensor.dtype, output)
 
 
 def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amax: Tensor | None = None) -> Any:
+    entry = formats.of_quantizer(quantizer)
+    if entry is not None:
+        return formats.quantize(entry, values, quantizer, dtype, output, amax)
     if output is not None:
         float8.prepare(quantizer, output)
     if values.numel() == 0:
         return float8.empty(quantizer, values.shape, dtype) if output is None else output
-    if not quantizer.rowwise_usage:
+    if not float8.needs_codes(quantizer):
         raise NotImplementedError(
             f"{type(quantizer).__name__} with columnwise usage only: TransformerEngine's cast needs the rowwise buffer"
         )
@@ -128,6 +137,13 @@ def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, a
         return float8.new(quantizer, dtype, codes)
     float8.write(output, codes)
     return output
+
+
+def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    entry = formats.of_quantizer(quantizer)
+    if entry is not None:
+        return formats.empty(entry, quantizer, shape, dtype)
+    return float8.empty(quantizer, shape, dtype)
 
 
 def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
@@ -139,34 +155,18 @@ def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
     if quantizer.with_amax_reduction:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
     limit = torch.finfo(float8.fp8_dtype(quantizer)).max
-    return current_scale(amax, limit, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
-
-
-def current_scale(amax: Tensor, limit: float, epsilon: float = 0.0, power_of_two: bool = False) -> Tensor:
-    """The scale that takes ``amax`` to ``limit`` (``compute_scale_from_amax`` in ``recipe_common.cuh``, TE 2.20.2).
-
-    Args:
-        amax: FP32, any shape.
-        limit: the largest finite value of the FP8 type.
-        epsilon: smaller amaxes count as this.
-        power_of_two: round the scale down to a power of two.
-
-    Returns:
-        FP32 in the shape of ``amax``: ``limit / amax``, at most the largest FP32; 1 where amax is 0, infinite or NaN.
-    """
-    amax = torch.where(amax < epsilon, epsilon, amax)
-    scale = torch.full_like(amax, limit).div(amax).clamp(max=_LARGEST_FP32)
-    if power_of_two:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(amax.isfinite() & (amax != 0), scale, 1.0)
+    return float8.scale_from_amax(amax, limit, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
 
 
 @torch.no_grad()
 def dequantize(input: Any, otype: int) -> Tensor:
-    """FP8 values times scale_inv, in FP32, rounded once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
+    """Codes times their scales, in FP32, rounded once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
+    entry = formats.of_tensor(input)
+    if entry is not None:
+        return entry.kernels.decode(input).to(TORCH_DTYPE[int(otype)])
     if not float8.is_float8_tensor(input):
         raise NotImplementedError(
-            f"the CPU kernel dequantize reads Float8Tensor, and no {type(input).__name__}, "
+            f"the CPU kernel dequantize reads TE's FP8 and FP4 tensors, and no {type(input).__name__}, "
             f"which TransformerEngine {versions.installed_version()} asked for"
         )
     return float8.decode(input._data, float8.fp8_dtype(input)).mul_(input._scale_inv).to(TORCH_DTYPE[int(otype)])
@@ -174,11 +174,11 @@ def dequantize(input: Any, otype: int) -> Tensor:
 
 @torch.no_grad()
 def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """The bias gradient of an output gradient, and that gradient cast to FP8 (``csrc/extensions/bias.cpp``).
+    """The bias gradient of an output gradient, and that gradient quantized (``csrc/extensions/bias.cpp``).
 
     Args:
         input: the output gradient ``[*leading, features]``.
-        quantizer: delayed or current scaling, or None to leave the gradient as it is.
+        quantizer: TE's, or None to leave the gradient as it is.
 
     Returns:
         The sum over the leading dimensions of the gradient before the cast, summed in FP32 and rounded to the input's
@@ -215,9 +215,9 @@ def create_empty_quantized_tensor(
     device: torch.device | str = "cpu",
     pin_memory: bool = False,
 ) -> Any:
-    """A TE FP8 tensor whose buffers hold nothing yet, with the buffers that the quantizer's usages ask for."""
+    """A TE quantized tensor whose buffers hold nothing yet, with those that the quantizer's usages ask for."""
     check_quantizer(quantizer, "create_empty_quantized_tensor")
-    return float8.empty(quantizer, shape, dtype)
+    return _empty(quantizer, shape, dtype)
 
 
 @torch.no_grad()
@@ -233,6 +233,26 @@ def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Te
         return float8.transpose(input)
     out.view(input.movedim(-1, 0).shape).copy_(input.movedim(-1, 0))
     return out
+
+
+@torch.no_grad()
+def nvfp4_data_transpose(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Packed FP4 ``[m, k / 2]`` as ``[k, m / 2]``, in ``out`` if it is given (``transpose.cpp``, TE 2.20.2)."""
+    transposed = float4.transpose(input)
+    return transposed if out is None else out.copy_(transposed)
+
+
+@torch.no_grad()
+def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tiles: int) -> None:
+    """Rowwise scales of 16 x 16 blocks, each repeated 16 times down, as columnwise ones, in ``output``.
+
+    Args:
+        input: E4M3 bytes, ``[m up to 128, k / 16 up to 4]``.
+        output: E4M3 bytes, ``[k up to 128, m / 16 up to 4]``.
+        M_tiles, K_tiles: blocks down and across.
+    """
+    one_each = input[: 16 * M_tiles : 16, :K_tiles]
+    output[: 16 * K_tiles, :M_tiles] = one_each.t().repeat_interleave(16, 0)
 
 
 @torch.no_grad()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import warnings
+from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 from packaging.version import Version
 
@@ -49,3 +51,29 @@ def adapt_extension(extension: ModuleType, version: Version) -> None:
         extension.NVTE_Fused_Attn_Backend = enum.IntEnum(  # type: ignore[attr-defined]
             "NVTE_Fused_Attn_Backend", backends | {"NVTE_F16_max512_seqlen": 0}, module=__name__
         )
+    if version < Version("2.15"):
+        extension.fused_attn_fwd = _with_formats_of_forward(extension)  # type: ignore[attr-defined]
+        extension.fused_attn_bwd = _with_formats_of_backward(extension)  # type: ignore[attr-defined]
+
+
+def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
+    """``fused_attn_fwd`` as it was before 2.15: the output's format is the query's."""
+    kernel, format_unset = extension.fused_attn_fwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+
+    def call(*arguments: Any) -> Any:
+        return kernel(*arguments[:7], format_unset, format_unset, *arguments[7:])
+
+    return call
+
+
+def _with_formats_of_backward(extension: ModuleType) -> Callable[..., Any]:
+    """``fused_attn_bwd`` as it was before 2.15: formats are the inputs', and the dtype of gradients was an argument."""
+    kernel, format_unset = extension.fused_attn_bwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    layout_unset = extension.NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
+    unset = (format_unset, format_unset, layout_unset, format_unset, format_unset)
+    gradient_dtype = 20
+
+    def call(*arguments: Any) -> Any:
+        return kernel(*arguments[:6], *unset, *arguments[6:gradient_dtype], *arguments[gradient_dtype + 1 :])
+
+    return call

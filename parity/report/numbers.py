@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: two significant digits, and no more digits than there are units."""
+"""Numbers as a person reads them: with two significant digits, three from 100 on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def short(value: float) -> str:
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
-    if 99.5 <= abs(value) < 1e5:
+    if 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
     text = f"{value:.2g}"
     if "e" not in text:

@@ -1,6 +1,7 @@
 """The stand-in for compiled pointwise fusions."""
 
 import torch
+
 from parity.cpu.fusion import fuse
 
 

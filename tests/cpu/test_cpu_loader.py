@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+
 from parity.cpu.loader import _CudaMeansCpu
 
 
@@ -28,6 +29,8 @@ def test_cuda_is_read_as_the_cpu(written, read):
     assert rewritten(written) == read
 
 
-@pytest.mark.parametrize("source", ["x = 'cuda graphs'", "cuda = 1", "module.cuda", "x.cuda(device)", "torch.cudagraph"])
+@pytest.mark.parametrize(
+    "source", ["x = 'cuda graphs'", "cuda = 1", "module.cuda", "x.cuda(device)", "torch.cudagraph"]
+)
 def test_other_words_stay(source):
     assert rewritten(source) == source

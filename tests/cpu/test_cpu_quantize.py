@@ -114,13 +114,13 @@ def test_current_scaling_takes_the_amax_to_the_largest_code(te_module: ModuleTyp
 @given(amax=st.floats(2.0**-126, FP32_MAX, width=32), limit=st.sampled_from([448.0, 57344.0]))
 def test_the_current_scale_is_the_fp32_quotient_or_the_largest_fp32(amax: float, limit: float) -> None:
     quotient = (torch.tensor(limit) / torch.tensor(amax)).item()
-    assert quantize.current_scale(torch.tensor(amax), limit).item() == min(quotient, FP32_MAX)
+    assert float8.scale_from_amax(torch.tensor(amax), limit).item() == min(quotient, FP32_MAX)
 
 
 @given(amax=st.floats(2.0**-126, 2.0**127, width=32))
 def test_a_power_of_two_scale_is_the_largest_that_does_not_exceed_the_scale(amax: float) -> None:
-    exact = quantize.current_scale(torch.tensor(amax), 448.0).item()
-    scale = quantize.current_scale(torch.tensor(amax), 448.0, power_of_two=True).item()
+    exact = float8.scale_from_amax(torch.tensor(amax), 448.0).item()
+    scale = float8.scale_from_amax(torch.tensor(amax), 448.0, power_of_two=True).item()
     assert torch.frexp(torch.tensor(scale)).mantissa.item() == 0.5
     assert scale <= exact < 2 * scale
 
@@ -128,13 +128,13 @@ def test_a_power_of_two_scale_is_the_largest_that_does_not_exceed_the_scale(amax
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_an_amax_that_gives_no_scale_counts_as_scale_one(amax: float, power_of_two: bool) -> None:
-    assert quantize.current_scale(torch.tensor(amax), 448.0, power_of_two=power_of_two).item() == 1.0
+    assert float8.scale_from_amax(torch.tensor(amax), 448.0, power_of_two=power_of_two).item() == 1.0
 
 
 def test_epsilon_is_the_least_amax() -> None:
-    assert quantize.current_scale(torch.tensor(0.25), 448.0, epsilon=0.5).item() == 896.0
-    assert quantize.current_scale(torch.tensor(0.0), 448.0, epsilon=0.5).item() == 896.0
-    assert quantize.current_scale(torch.tensor(2.0), 448.0, epsilon=0.5).item() == 224.0
+    assert float8.scale_from_amax(torch.tensor(0.25), 448.0, epsilon=0.5).item() == 896.0
+    assert float8.scale_from_amax(torch.tensor(0.0), 448.0, epsilon=0.5).item() == 896.0
+    assert float8.scale_from_amax(torch.tensor(2.0), 448.0, epsilon=0.5).item() == 224.0
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0,)])
@@ -202,5 +202,5 @@ def test_store_with_current_scaling_can_take_the_amax_before_rounding(
 ) -> None:
     values = torch.tensor([[1 + 2**-9]])
     stored = quantize.store(values, current(te_module), torch.bfloat16, amax_before_rounding=before_rounding)
-    scale = quantize.current_scale(torch.tensor(amax), 448.0)
+    scale = float8.scale_from_amax(torch.tensor(amax), 448.0)
     assert stored._scale_inv.item() == scale.reciprocal().item()

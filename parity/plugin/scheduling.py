@@ -66,7 +66,8 @@ class SchedulingByContent:
             scheduling.add_node(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
-        return [scheduling.remove_node(node) for scheduling in self._schedulings][0]
+        crashed = [scheduling.remove_node(node) for scheduling in self._schedulings]
+        return crashed[0]
 
     def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
         if len(self._schedulings) > 1:

@@ -38,7 +38,7 @@ def run(
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
-    from parity import runner, suite
+    from parity.cli import runner, suite
 
     if workers != "auto" and not workers.isdecimal():
         raise UserError(f"-n is {workers!r}, but must be a number of processes or auto")
@@ -57,7 +57,7 @@ def run(
 @app.command(name="list")
 def list_cases(paths: Paths = None) -> None:
     """Show the cases, without loading TransformerEngine."""
-    from parity import suite
+    from parity.cli import suite
 
     print(suite.table(suite.cases(paths)))
 
@@ -83,9 +83,9 @@ def report(
 @app.command()
 def doctor() -> None:
     """Show what this machine can run, and why not the rest."""
-    from parity import doctor as doctors
+    from parity.cli import machine
 
-    print(doctors.diagnose())
+    print(machine.diagnose())
 
 
 def main() -> None:
@@ -97,7 +97,3 @@ def main() -> None:
         sys.exit(MISTAKE)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    main()

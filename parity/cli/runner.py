@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 import pytest
 
 PASSED, FAILED, MISTAKE = 0, 1, 2
+# pytest would rewrite its plugins' asserts; parity is imported before, and has none.
+_NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 
 
 class _CollectionErrors:
@@ -36,7 +37,7 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         0 if everything passed, 1 if something failed, 2 if nothing could be run; then a sentence on stderr says why.
     """
     errors = _CollectionErrors()
-    code = pytest.main([*files, "-p", plugin(), *arguments], plugins=[errors])
+    code = pytest.main([*files, "-p", "parity.plugin", "-W", _NOT_REWRITTEN, *arguments], plugins=[errors])
     if errors.messages:
         for node_id, message in errors.messages.items():
             told = message if node_id.split("::")[0] in message else f"{node_id}: {message}"
@@ -47,11 +48,6 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
     return MISTAKE
-
-
-def plugin() -> str:
-    """The plugin as pytest knows it, which refuses the same module under two names."""
-    return "parity" if metadata.entry_points(group="pytest11", name="parity") else "parity.plugin"
 
 
 def _without_traceback(text: str) -> str:

@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from parity import doctor, te
+from parity import te
+from parity.cli import machine
 from parity.cpu.versions import NEWEST, OLDEST
 from parity.precision import PRECISIONS
 
@@ -22,7 +23,7 @@ from parity.precision import PRECISIONS
     ],
 )
 def test_the_version_of_te_is_held_against_what_the_cpu_kernels_serve(version: str | None, words: str) -> None:
-    assert doctor.te_range(version).startswith(words)
+    assert machine.te_range(version).startswith(words)
 
 
 def test_a_precision_is_available_or_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +32,7 @@ def test_a_precision_is_available_or_has_a_reason(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         "parity.precision.why_unavailable", lambda precision, _: "it needs Hopper" if precision.recipe else None
     )
-    answers = doctor.availability("cpu")
+    answers = machine.availability("cpu")
     assert (answers["bf16"], answers["fp8_current"]) == ("yes", "no: it needs Hopper")
 
 
@@ -40,18 +41,18 @@ def test_kernels_that_cannot_be_loaded_are_a_reason_for_each_precision(monkeypat
         raise te.BackendUnavailable("already loaded")
 
     monkeypatch.setattr("parity.te.kernels", raise_)
-    assert doctor.availability("cpu") == dict.fromkeys(PRECISIONS, "no: already loaded")
+    assert machine.availability("cpu") == dict.fromkeys(PRECISIONS, "no: already loaded")
 
 
 def test_a_machine_without_a_gpu_runs_every_precision_on_the_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.te.why_no_gpu", lambda: "PyTorch sees no CUDA device")
-    diagnosis = doctor.diagnose()
+    diagnosis = machine.diagnose()
     assert diagnosis.real == dict.fromkeys(PRECISIONS, "no: PyTorch sees no CUDA device")
     assert diagnosis.emulated == dict.fromkeys(PRECISIONS, "yes")
 
 
 def test_the_table_has_a_row_for_each_precision() -> None:
     yes, no = dict.fromkeys(PRECISIONS, "yes"), dict.fromkeys(PRECISIONS, "no: there is no GPU")
-    lines = str(doctor.Diagnosis((("PyTorch", torch.__version__),), real=no, emulated=yes)).splitlines()
+    lines = str(machine.Diagnosis((("PyTorch", torch.__version__),), real=no, emulated=yes)).splitlines()
     assert lines[0].split() == ["PyTorch", torch.__version__]
     assert [line.split()[0] for line in lines[4:]] == list(PRECISIONS)

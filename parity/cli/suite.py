@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata, util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from parity.case import Case, Size
 from parity.user_error import UserError
+
+if TYPE_CHECKING:  # which files to compare is known without torch, in the process that only starts workers
+    from parity.case import Case, Size
+from parity.source import imports_parity
 
 GROUP = "parity.pairs"
 
@@ -64,15 +68,10 @@ def _expand(path: str) -> Iterator[str]:
     if not file.is_dir():
         yield path
         return
-    pairs = [child for child in sorted(file.rglob("*.py")) if _imports_parity(child) and not _is_hidden(child, file)]
+    pairs = [child for child in sorted(file.rglob("*.py")) if imports_parity(child) and not _is_hidden(child, file)]
     if not pairs:
         raise UserError(f"no Python file in {file} imports parity")
     yield from map(str, pairs)
-
-
-def _imports_parity(file: Path) -> bool:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    return any(line.strip().startswith(("import parity", "from parity ", "from parity.")) for line in text.splitlines())
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -81,9 +80,9 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 def _default_files() -> Iterator[str]:
     found = [file for entry_point in metadata.entry_points(group=GROUP) for file in _module_files(entry_point)]
-    checkout = Path(__file__).resolve().parents[1]
+    checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
-        found += [file for file in sorted((checkout / "cases").rglob("*.py")) if _imports_parity(file)]
+        found += [file for file in sorted((checkout / "cases").rglob("*.py")) if imports_parity(file)]
     yield from dict.fromkeys(_from_here(file.resolve()) for file in found)
 
 
@@ -100,7 +99,7 @@ def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
     folders = spec.submodule_search_locations or ()
     if not folders:
         return [Path(spec.origin)]
-    return [file for folder in folders for file in sorted(Path(folder).rglob("*.py")) if _imports_parity(file)]
+    return [file for folder in folders for file in sorted(Path(folder).rglob("*.py")) if imports_parity(file)]
 
 
 def _from_here(file: Path) -> str:

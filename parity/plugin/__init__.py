@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity import options
-from parity.item import BrokenCase, ParityItem
-from parity.options import Options
-from parity.recorder import Recorder
+from parity.plugin import options
+from parity.plugin.item import BrokenCase, ParityItem
+from parity.plugin.options import Options
+from parity.plugin.recorder import Recorder
+from parity.source import imports_parity
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -48,20 +49,50 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(
-    collector: pytest.Module | pytest.Class, name: str, obj: object
-) -> list[pytest.Item | pytest.Collector] | None:
-    """One item for each size and precision of a case that this module declares; imported ones belong elsewhere."""
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """A file of pairs may import TransformerEngine itself, or a model that does; without a GPU that needs the CPU's."""
+    if imports_parity(module_path):
+        from parity import te
+
+        te.serve_imports()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
+    """A case is not what pytest takes a name like ``test_mlp`` for; its items are made below."""
     case_module = sys.modules.get("parity.case")
-    if case_module is None or not isinstance(obj, case_module.Case) or not isinstance(collector, pytest.Module):
-        return None
-    first_name = next(key for key, value in vars(collector.obj).items() if value is obj)
-    if name != first_name or Path(obj.path).resolve() != collector.path.resolve():
-        return []
-    try:
-        return list(_items(obj, collector))
-    except UserError as error:
-        return [BrokenCase.from_parent(collector, name=obj.name, error=error)]
+    return [] if case_module is not None and isinstance(obj, case_module.Case) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Adds the items of the cases that a module declares, be they bound to a name in it or not.
+
+    A mistake in a user's file is told by its message; its traceback would lead into parity, not to the mistake.
+    """
+    report = yield
+    if isinstance(collector, pytest.Module) and report.passed and "parity.registry" in sys.modules:
+        report.result.extend(_nodes(collector))
+    call = getattr(report, "call", None)
+    if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
+        report.longrepr = str(call.excinfo.value)
+    return report
+
+
+def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
+    """One item for each size and precision of the cases declared in this file; imported ones belong elsewhere."""
+    from parity import registry
+
+    file = module.path.resolve()
+    for case in registry.cases():
+        if case.path != file:
+            continue
+        try:
+            yield from list(_items(case, module))
+        except Exception as error:
+            yield BrokenCase.from_parent(module, name=case.name, error=error)
 
 
 def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
@@ -74,9 +105,6 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     from parity.validate import check_case
 
     config = module.config
-    unknown = [name for name in case.precisions or () if name not in PRECISIONS]
-    if unknown:
-        raise UserError(f"{case}: unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
     asked = config.stash[_OPTIONS].precisions or tuple(PRECISIONS)
     chosen = [PRECISIONS[name] for name in asked if case.precisions is None or name in case.precisions]
     kernels = _kernels(config)
@@ -124,18 +152,6 @@ def _share_cores() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A mistake in a user's file is told by its message; its traceback would lead into parity, not to the mistake."""
-    report = yield
-    call = getattr(report, "call", None)
-    if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
-        report.longrepr = str(call.excinfo.value)
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -173,6 +189,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Only for the distribution that ``-n`` chooses by itself; one that the user names stays."""
     if config.getvalue("dist") != "load":
         return None
-    from parity.scheduling import SchedulingByContent
+    from parity.plugin.scheduling import SchedulingByContent
 
     return SchedulingByContent(config, log)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.options import Options
-from parity.user_error import UserError
+from parity.plugin.options import Options
 
 if TYPE_CHECKING:
     from parity.case import Case
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from parity.validate import CheckedSize
 
 
-class ParityFailure(Exception):
+class ParityError(Exception):
     """An item has a result that did not pass; the text says all that there is to say."""
 
 
@@ -62,11 +61,11 @@ class ParityItem(pytest.Item):
                 pytest.skip(result.reason)
         item = Item(tuple(self.results))
         if item.bad:
-            raise ParityFailure(failure.message(item))
+            raise ParityError(failure.message(item))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The message alone for a failed comparison; a traceback only for what parity itself did not expect."""
-        if isinstance(excinfo.value, ParityFailure):
+        if isinstance(excinfo.value, ParityError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
@@ -84,7 +83,7 @@ class ParityItem(pytest.Item):
 class BrokenCase(pytest.Collector):
     """Stands for a case that cannot be compared, so that pytest reports it by its name beside the others."""
 
-    def __init__(self, *, error: UserError, **kwargs: Any) -> None:
+    def __init__(self, *, error: Exception, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._error = error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parity.options import Options
+from parity.plugin.options import Options
 
 
 class Recorder:

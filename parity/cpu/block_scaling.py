@@ -1,0 +1,128 @@
+"""FP8 with one FP32 scale a block of 128: the formats of ``Float8BlockScaling``.
+
+Follows TransformerEngine 2.20.2: ``Float8BlockQuantizer`` in ``csrc/quantizer.cpp`` for layouts,
+``common/recipe/recipe_common.cuh`` and ``common/cast/fp8_blockwise/group_quantize_fp8_blockwise.cuh`` for arithmetic.
+For values ``[*leading, k]``, m of them in a column:
+
+==================  ===============  ===========  ==============================  ======================================
+``block_scaling_dim``  direction     a block      codes                           scale_inv, FP32, padded with zeros
+==================  ===============  ===========  ==============================  ======================================
+1                   rowwise          1 x 128      ``[*leading, k]``               ``[ceil(k/128), m up to 4]``
+1                   columnwise       128 x 1      ``[k, *leading]``               ``[ceil(m/128), k up to 4]``
+2                   rowwise          128 x 128    ``[*leading, k]``               ``[ceil(m/128), ceil(k/128) up to 4]``
+2                   columnwise       128 x 128    ``[k, *leading]``               ``[ceil(k/128), ceil(m/128) up to 4]``
+==================  ===============  ===========  ==============================  ======================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu import blocks, float8
+
+_LENGTH = 128
+_VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
+
+
+def settings(quantizer: Any) -> dict[str, Any]:
+    """What a ``Float8BlockwiseQTensor`` is constructed with, beside its buffers."""
+    return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
+
+
+def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+    """Codes and scale_inv in the directions that the quantizer asks for.
+
+    Args:
+        values: FP32, FP16 or BF16, ``[*leading, k]``.
+        quantizer: TE's ``Float8BlockQuantizer``.
+        amax: of no use to blocks, which have their own.
+    """
+    flat = blocks.matrix(values)
+    both = _cast(flat, (_LENGTH, _LENGTH), quantizer) if quantizer.block_scaling_dim == 2 else None
+    buffers = {}
+    for name in blocks.directions(quantizer):
+        codes, scale_inv = both or _cast(flat, _VECTOR[name], quantizer)
+        codes = codes.view(values.shape)
+        buffers[f"{name}_data"] = codes if name == "rowwise" else float8.transpose(codes)
+        buffers[f"{name}_scale_inv"] = _stored(scale_inv, quantizer.block_scaling_dim, name == "columnwise")
+    return buffers
+
+
+def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each buffer of a tensor of this shape."""
+    rows, columns = blocks.rows_and_columns(shape)
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if quantizer.rowwise_usage:
+        buffers["rowwise_data"] = tuple(shape), torch.uint8
+        buffers["rowwise_scale_inv"] = _scale_shape(rows, columns, quantizer.block_scaling_dim, False), torch.float32
+    if quantizer.columnwise_usage:
+        buffers["columnwise_data"] = (*shape[-1:], *shape[:-1]), torch.uint8
+        buffers["columnwise_scale_inv"] = _scale_shape(rows, columns, quantizer.block_scaling_dim, True), torch.float32
+    return buffers
+
+
+def decode(tensor: Any) -> Tensor:
+    """The values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
+    columnwise = tensor._rowwise_data is None
+    matrix = operand(tensor, columnwise)[0].float()
+    return (matrix.t() if columnwise else matrix).reshape(logical_shape(tensor))
+
+
+def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
+    """What a GEMM multiplies, ``[outer, inner]``, and 1, the factor that is left to it.
+
+    The values are BF16, which holds them exactly, if all scales are powers of two, and FP32 else.
+    """
+    codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
+    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    codes = codes.flatten(1) if columnwise and codes.dim() else blocks.matrix(codes)
+    if tensor._is_2D_scaled:
+        block, scale_inv = (_LENGTH, _LENGTH), stored[:, : -(-codes.shape[1] // _LENGTH)]
+    else:
+        block, scale_inv = (1, _LENGTH), stored[:, : codes.shape[0]].t()
+    exact = not (scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any()
+    dtype = torch.bfloat16 if exact else torch.float32
+    values = float8.decode(codes, float8.fp8_dtype(tensor), dtype)
+    return blocks.multiply(values, scale_inv.to(dtype), block), 1.0
+
+
+def logical_shape(tensor: Any) -> torch.Size:
+    """The shape of the values that a TE tensor holds."""
+    if tensor._rowwise_data is not None:
+        return tensor._rowwise_data.shape
+    columnwise = tensor._columnwise_data.shape
+    return torch.Size((*columnwise[1:], *columnwise[:1]))
+
+
+def scale_of(amax: Tensor, quantizer: Any, dtype: torch.dtype) -> Tensor:
+    """The scale that takes each amax to the FP8 type's largest value, FP32.
+
+    Where that exceeds FP32, it is the largest number of ``dtype``, the dtype of the values.
+    """
+    limit = torch.finfo(float8.fp8_dtype(quantizer)).max
+    return float8.scale_from_amax(
+        amax, limit, quantizer.amax_epsilon, quantizer.force_pow_2_scales, torch.finfo(dtype).max
+    )
+
+
+def _cast(flat: Tensor, block: blocks.Block, quantizer: Any) -> tuple[Tensor, Tensor]:
+    """Codes in the order of the values, and scale_inv, one number a block."""
+    scale = scale_of(blocks.amax(flat, block), quantizer, flat.dtype)
+    codes = float8.cast(blocks.multiply(flat, scale, block), float8.fp8_dtype(quantizer))
+    return codes, scale.reciprocal()
+
+
+def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> tuple[int, int]:
+    down, across = (-(-size // _LENGTH) for size in (rows, columns))
+    if dimensions == 2:
+        return (across, blocks.round_up(down, 4)) if columnwise else (down, blocks.round_up(across, 4))
+    return (down, blocks.round_up(columns, 4)) if columnwise else (across, blocks.round_up(rows, 4))
+
+
+def _stored(scale_inv: Tensor, dimensions: int, columnwise: bool) -> Tensor:
+    """One number a block, as it lies in TE's buffer: a 1 x 128 block's down a column, for cuBLAS."""
+    transposed = scale_inv.t() if columnwise == (dimensions == 2) else scale_inv
+    return blocks.fill_up(transposed, (transposed.shape[0], blocks.round_up(transposed.shape[1], 4)))

@@ -1,0 +1,90 @@
+"""E2M1, the four-bit float of NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte.
+
+Bits as in the OCP Microscaling Formats specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and
+``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+LIMIT = 6.0
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGN_BIT = 8
+
+
+def encode(values: Tensor) -> Tensor:
+    """Codes 0 to 15, uint8, of FP32 values: nearest, ties to the even code, saturating; NaN becomes 6, as in PTX.
+
+    Zeros keep their sign.
+    """
+    codes = torch.bucketize(values.abs(), _midpoints(), out_int32=True, right=True).to(torch.uint8)
+    return codes.add_(_is_negative(values), alpha=_SIGN_BIT)
+
+
+def encode_stochastically(values: Tensor) -> Tensor:
+    """Codes whose expectation is the value: up or down with a probability that is linear in between; saturating.
+
+    The random numbers are PyTorch's, of its default generator: like the GPU's (Philox, seeded by PyTorch) in
+    distribution, not in bits.
+    """
+    magnitudes = torch.tensor(_MAGNITUDES)
+    absolute = values.abs().nan_to_num_(nan=LIMIT).clamp_(max=LIMIT)
+    below = torch.bucketize(absolute, magnitudes[1:-1], out_int32=True, right=True)
+    low, high = magnitudes[below], magnitudes[below + 1]
+    codes = below.add_(torch.rand_like(absolute) < (absolute - low) / (high - low)).to(torch.uint8)
+    return codes.add_(_is_negative(values), alpha=_SIGN_BIT)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes ``[..., n]`` as bytes ``[..., n / 2]``, the first of a pair in the low bits."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Bytes ``[..., n / 2]`` as codes ``[..., n]``."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def decode(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values ``[..., n]`` of bytes ``[..., n / 2]``, exact in FP32 and in BF16."""
+    pairs = _pairs(dtype).index_select(0, packed.reshape(-1).int())
+    return pairs.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def transpose(packed: Tensor) -> Tensor:
+    """Bytes of a matrix ``[m, n]`` as those of its transpose."""
+    return pack(unpack(packed).t().contiguous())
+
+
+def _is_negative(values: Tensor) -> Tensor:
+    """Which values have a sign to keep: all but NaNs, which lose theirs."""
+    negative = values.signbit()
+    return negative & ~values.isnan() if values.numel() and values.sum().isnan() else negative
+
+
+@functools.cache
+def _midpoints() -> Tensor:
+    """Where each code but the first begins: a tie belongs to the even of its two codes."""
+    middle = [(low + high) / 2 for low, high in itertools.pairwise(_MAGNITUDES)]
+    upper = torch.tensor(math.inf)
+    return torch.stack(
+        [torch.tensor(point) if code % 2 else torch.nextafter(torch.tensor(point), upper) for code, point in
+         enumerate(middle)]
+    )  # fmt: skip
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype) -> Tensor:
+    """The two values of each of the 256 bytes."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=dtype)
+    values = torch.cat([magnitudes, -magnitudes])
+    byte = torch.arange(256)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)

@@ -1,0 +1,137 @@
+"""The block-scaled formats by their TE quantizers and tensors: one interface for the kernels that meet any of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu import block_scaling, mxfp8, nvfp4
+
+_BUFFERS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_rowwise",
+    "amax_columnwise",
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the kernels must know of a format.
+
+    Attributes:
+        quantizer: the name of TE's quantizer class.
+        module: the name of the module that has the tensor class, in ``transformer_engine.pytorch.tensor``; its name
+            plus ``_storage`` has the storage class, in ``.storage``.
+        tensor: the name of the tensor class; its name plus ``Storage`` is the storage class's.
+        buffers: the names of its buffers.
+        kernels: the module that computes it, with ``settings``, ``encode``, ``buffer_shapes``, ``decode``, ``operand`` and
+            ``logical_shape``, all documented in ``block_scaling.py``.
+    """
+
+    quantizer: str
+    module: str
+    tensor: str
+    buffers: tuple[str, ...]
+    kernels: ModuleType
+
+
+FORMATS = (
+    Format("Float8BlockQuantizer", "float8_blockwise_tensor", "Float8BlockwiseQTensor", _BUFFERS[:4], block_scaling),
+    Format("MXFP8Quantizer", "mxfp8_tensor", "MXFP8Tensor", _BUFFERS[:4], mxfp8),
+    Format("NVFP4Quantizer", "nvfp4_tensor", "NVFP4Tensor", _BUFFERS, nvfp4),
+)
+
+
+def of_quantizer(quantizer: Any) -> Format | None:
+    """The format that a TE quantizer makes, or None if it is not block-scaled."""
+    name = type(quantizer).__name__
+    return next((entry for entry in FORMATS if entry.quantizer == name), None)
+
+
+def of_tensor(tensor: Any) -> Format | None:
+    """The format of a TE quantized tensor or storage, or None if it is not block-scaled."""
+    names = {base.__name__ for base in type(tensor).__mro__}
+    return next((entry for entry in FORMATS if f"{entry.tensor}Storage" in names), None)
+
+
+def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A TE tensor with the buffers that the quantizer's usages ask for, filled with zeros.
+
+    Raises:
+        RuntimeError: for shapes that the format does not have.
+    """
+    shape = torch.Size(shape)
+    specifications = entry.kernels.buffer_shapes(quantizer, shape)
+    buffers = {name: torch.zeros(size, dtype=kind) for name, (size, kind) in specifications.items()}
+    return _te_tensor(entry, quantizer, shape, dtype, buffers)
+
+
+def quantize(
+    entry: Format, values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amax: Tensor | None
+) -> Any:
+    """A new TE tensor of ``dtype`` that holds the values; or ``output``, filled.
+
+    Args:
+        values: FP32, FP16 or BF16, any shape that the format has.
+        amax: FP32 scalar, to be used in place of the values' own, or None.
+
+    Raises:
+        TypeError: if ``output`` is a tensor of another format.
+        RuntimeError: for shapes and options that the format does not have.
+    """
+    if output is not None and of_tensor(output) is not entry:
+        raise TypeError(f"{entry.quantizer} writes into a {entry.tensor}, but was given {type(output).__name__}")
+    if values.numel() == 0:
+        return empty(entry, quantizer, values.shape, dtype) if output is None else output
+    buffers = entry.kernels.encode(values.contiguous(), quantizer, amax)
+    if output is None:
+        return _te_tensor(entry, quantizer, values.shape, dtype, buffers)
+    _write(entry, output, buffers, entry.kernels.settings(quantizer))
+    return output
+
+
+def operand(entry: Format, tensor: Any, columnwise: bool, name: str) -> tuple[Tensor, float]:
+    """What a GEMM multiplies, ``[outer, inner]``, FP32 or BF16, and the factor that is left to it.
+
+    Raises:
+        RuntimeError: if the tensor does not hold that direction.
+    """
+    direction = "columnwise" if columnwise else "rowwise"
+    if getattr(tensor, f"_{direction}_data") is None:
+        raise RuntimeError(
+            f"operand {name} of a GEMM is a {type(tensor).__name__} without {direction} data; quantize it with "
+            f"{direction}_usage"
+        )
+    return entry.kernels.operand(tensor, columnwise)
+
+
+def _te_tensor(entry: Format, quantizer: Any, shape: torch.Size, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Any:
+    arguments: dict[str, Any] = {name: buffers.get(name) for name in entry.buffers}
+    arguments.update(entry.kernels.settings(quantizer), quantizer=quantizer)
+    package = "transformer_engine.pytorch.tensor"
+    if quantizer.internal:
+        module = importlib.import_module(f"{package}.storage.{entry.module}_storage")
+        return getattr(module, f"{entry.tensor}Storage")(fake_dtype=dtype, **arguments)
+    module = importlib.import_module(f"{package}.{entry.module}")
+    return getattr(module, entry.tensor)(shape=shape, dtype=dtype, device=torch.device("cpu"), **arguments)
+
+
+def _write(entry: Format, output: Any, buffers: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Fill a TE tensor: buffers that it has stay, so that whoever holds them sees the result; others come and go."""
+    for name in entry.buffers:
+        held, new = getattr(output, f"_{name}"), buffers.get(name)
+        if held is None or new is None:
+            setattr(output, f"_{name}", new)
+        else:
+            held.copy_(new.view(held.shape))
+    for name, value in settings.items():
+        setattr(output, f"_{name}", value)

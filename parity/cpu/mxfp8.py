@@ -1,0 +1,138 @@
+"""MXFP8: FP8 with a power of two a block of 32, the format of ``MXFP8BlockScaling``.
+
+Follows TransformerEngine 2.20.2: ``MXFP8Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
+``common/cast/mxfp8/quantize_mxfp8.cuh`` and ``common/util/ptx.cuh`` for arithmetic; the format is that of the OCP
+Microscaling Formats specification 1.0. For values ``[*leading, k]``, m of them in a column:
+
+==========  =================  ==============  ===========================================================
+direction   a block            codes           scale_inv, uint8, padded with zeros
+==========  =================  ==============  ===========================================================
+rowwise     1 x 32             ``[*leading, k]``  ``[m up to 128, k / 32 up to 4]``
+columnwise  32 x 1             ``[*leading, k]``  ``[m / 32 up to 4, k up to 128]``
+==========  =================  ==============  ===========================================================
+
+A scale_inv byte ``e`` stands for ``2**(e - 127)``, and 255 for NaN (E8M0). With 2D quantization a block is 32 x 32, and
+each byte is repeated 32 times. Scales are never swizzled here: the GEMM reads this layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu import blocks, float8
+
+_LENGTH = 32
+_VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
+_MANTISSA_BITS = 23
+_NAN_CODE, _LARGEST_CODE = 255, 254
+# 2**-127, the smallest E8M0 number, has no exponent bits in FP32.
+_SMALLEST_BITS = 0x400000
+
+
+def settings(quantizer: Any) -> dict[str, Any]:
+    """What an ``MXFP8Tensor`` is constructed with, beside its buffers."""
+    return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
+
+
+def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+    """Codes and scale_inv in the directions that the quantizer asks for.
+
+    Args:
+        values: FP32, FP16 or BF16, ``[*leading, k]``.
+        quantizer: TE's ``MXFP8Quantizer``.
+        amax: of no use to blocks, which have their own.
+
+    Raises:
+        RuntimeError: for sizes that are no multiples of 32.
+    """
+    shapes = buffer_shapes(quantizer, values.shape)
+    flat = blocks.matrix(values)
+    # Up to 2.18 there are no square blocks.
+    square = getattr(quantizer, "with_2d_quantization", False)
+    buffers = {}
+    for name in blocks.directions(quantizer):
+        block = (_LENGTH, _LENGTH) if square else _VECTOR[name]
+        exponents = to_e8m0(blocks.amax(flat, block) * _reciprocal_limit(quantizer))
+        codes = float8.cast(blocks.multiply(flat, _encoding_scale(exponents), block), float8.fp8_dtype(quantizer))
+        if square:
+            exponents = exponents.repeat_interleave(_LENGTH, 0 if name == "rowwise" else 1)
+        buffers[f"{name}_data"] = codes.view(values.shape)
+        buffers[f"{name}_scale_inv"] = blocks.fill_up(exponents, shapes[f"{name}_scale_inv"][0])
+    return buffers
+
+
+def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each buffer of a tensor of this shape.
+
+    Raises:
+        RuntimeError: for sizes that are no multiples of 32.
+    """
+    rows, columns = blocks.rows_and_columns(shape)
+    if rows % _LENGTH or columns % _LENGTH:
+        raise RuntimeError(
+            f"MXFP8 needs tensors whose last dimension, and whose product of the others, are divisible by {_LENGTH}, "
+            f"but got {tuple(shape)}"
+        )
+    scales = {
+        "rowwise": (blocks.round_up(rows, 128), blocks.round_up(columns // _LENGTH, 4)),
+        "columnwise": (blocks.round_up(rows // _LENGTH, 4), blocks.round_up(columns, 128)),
+    }
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name in blocks.directions(quantizer):
+        buffers[f"{name}_data"] = tuple(shape), torch.uint8
+        buffers[f"{name}_scale_inv"] = scales[name], torch.uint8
+    return buffers
+
+
+def decode(tensor: Any) -> Tensor:
+    """The values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
+    return _values(tensor, tensor._rowwise_data is None, torch.float32).view(logical_shape(tensor))
+
+
+def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
+    """What a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and 1, the factor left to it."""
+    values = _values(tensor, columnwise, torch.bfloat16)
+    return values.t() if columnwise else values, 1.0
+
+
+def logical_shape(tensor: Any) -> torch.Size:
+    """The shape of the values that a TE tensor holds."""
+    return (tensor._columnwise_data if tensor._rowwise_data is None else tensor._rowwise_data).shape
+
+
+def to_e8m0(values: Tensor) -> Tensor:
+    """FP32 numbers, not negative, as E8M0 bytes: rounded up, infinity to the largest (``cvt.rp.satfinite.ue8m0x2``)."""
+    bits = values.view(torch.int32)
+    exponent, mantissa = bits >> _MANTISSA_BITS, bits & ((1 << _MANTISSA_BITS) - 1)
+    rounds_up = torch.where(exponent == 0, bits > _SMALLEST_BITS, mantissa > 0)
+    rounded = (exponent + rounds_up).clamp_(max=_LARGEST_CODE)
+    return rounded.masked_fill_(values.isnan(), _NAN_CODE).to(torch.uint8)
+
+
+def from_e8m0(codes: Tensor) -> Tensor:
+    """The FP32 numbers of E8M0 bytes."""
+    bits = codes.int() << _MANTISSA_BITS
+    bits.masked_fill_(codes == 0, _SMALLEST_BITS)
+    return bits.view(torch.float32).masked_fill(codes == _NAN_CODE, float("nan"))
+
+
+def _encoding_scale(exponents: Tensor) -> Tensor:
+    """The reciprocals of E8M0 bytes, exact: 2**127 down to 2**-127."""
+    return from_e8m0(_LARGEST_CODE - exponents.int()).masked_fill(exponents == _NAN_CODE, float("nan"))
+
+
+def _reciprocal_limit(quantizer: Any) -> Tensor:
+    """An FP32 number, as in CUDA: the product with an amax is rounded differently from a quotient."""
+    return torch.tensor(1.0 / torch.finfo(float8.fp8_dtype(quantizer)).max)
+
+
+def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:
+    """Decoded values in the order of the tensor, ``[m, k]``."""
+    codes = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
+    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    block = _VECTOR["columnwise" if columnwise else "rowwise"]
+    scales = from_e8m0(stored[: codes.shape[0] // block[0], : codes.shape[1] // block[1]])
+    return blocks.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)

@@ -1,0 +1,181 @@
+"""NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
+
+Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
+``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic (without
+``NVTE_USE_FAST_MATH``); the recipe is that of https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them
+in a column:
+
+==========  =====================  ======================  =====================================================
+direction   a block                codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
+==========  =====================  ======================  =====================================================
+rowwise     1 x 16                 ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
+columnwise  16 x 1                 ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
+==========  =====================  ======================  =====================================================
+
+A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D quantization a block is 16 x 16, and its scale is
+repeated 16 times. With a random Hadamard transform the columnwise data, and their amax, are those of the transformed
+values. Scales are never swizzled here: the GEMM reads this layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu import blocks, float4, float8, four_over_six, hadamard
+from parity.cpu.nvfp4_scales import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+
+_LENGTH = 16
+# Each came with a version of TE: 2.16 (rows), 2.18 (4over6).
+_OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
+
+
+def settings(quantizer: Any) -> dict[str, Any]:
+    """What an ``NVFP4Tensor`` is constructed with, beside its buffers."""
+    options = {name: getattr(quantizer, name) for name in _OPTIONS if hasattr(quantizer, name)}
+    return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False, **options}
+
+
+def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+    """Codes, scale_inv and amax in the directions that the quantizer asks for.
+
+    Args:
+        values: FP32, FP16 or BF16, ``[*leading, k]``; BF16 for a random Hadamard transform.
+        quantizer: TE's ``NVFP4Quantizer``.
+        amax: FP32 scalar, the amax to use for the tensor. Default: that of the values. A random Hadamard transform and
+            row scaling have their own.
+
+    Raises:
+        RuntimeError: for sizes that are no multiples of 16, and options that TE does not combine.
+    """
+    shapes = buffer_shapes(quantizer, values.shape)
+    _check_options(quantizer)
+    flat = blocks.matrix(values)
+    if quantizer.with_rht:
+        amax = None
+    buffers = {}
+    for name in blocks.directions(quantizer):
+        matrix = flat if name == "rowwise" else flat.t().contiguous()
+        if name == "columnwise" and quantizer.with_rht:
+            matrix = hadamard.transform(matrix, quantizer.rht_matrix)
+        tensor_amax = _tensor_amax(matrix, quantizer, amax)
+        packed, scales = _cast(matrix, tensor_amax, quantizer)
+        buffers[f"{name}_data"] = packed.view(shapes[f"{name}_data"][0])
+        buffers[f"{name}_scale_inv"] = blocks.fill_up(scales, shapes[f"{name}_scale_inv"][0])
+        buffers[f"amax_{name}"] = tensor_amax
+    return buffers
+
+
+def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each buffer of a tensor of this shape.
+
+    Raises:
+        RuntimeError: for sizes that are no multiples of 16.
+    """
+    rows, columns = blocks.rows_and_columns(shape)
+    if rows % _LENGTH or columns % _LENGTH:
+        raise RuntimeError(
+            f"NVFP4 needs tensors whose last dimension, and whose product of the others, are divisible by {_LENGTH}, "
+            f"but got {tuple(shape)}"
+        )
+    packed = {"rowwise": (*shape[:-1], columns // 2), "columnwise": (columns, rows // 2)}
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name in blocks.directions(quantizer):
+        outer, inner = (rows, columns) if name == "rowwise" else (columns, rows)
+        scale_shape = blocks.round_up(outer, 128), blocks.round_up(inner // _LENGTH, 4)
+        buffers[f"{name}_data"] = packed[name], torch.uint8
+        buffers[f"{name}_scale_inv"] = scale_shape, torch.uint8
+        amaxes = outer if getattr(quantizer, "row_scaled_nvfp4", False) else 1
+        buffers[f"amax_{name}"] = (amaxes,), torch.float32
+    return buffers
+
+
+def decode(tensor: Any) -> Tensor:
+    """The values in FP32, ``[*leading, k]``, from the rowwise data.
+
+    Raises:
+        RuntimeError: if there are none: TE dequantizes no others.
+    """
+    if tensor._rowwise_data is None:
+        raise RuntimeError("an NVFP4 tensor without rowwise data cannot be dequantized: TE's kernel reads these alone")
+    packed = blocks.matrix(tensor._rowwise_data)
+    scales = _block_scales(tensor._rowwise_scale_inv, packed)
+    factor = torch.tensor(1.0 / (float4.LIMIT * e4m3_limit(tensor)))
+    per_block = scales * tensor._amax_rowwise.view(-1, 1) * factor
+    return blocks.multiply(float4.decode(packed), per_block, (1, _LENGTH)).view(logical_shape(tensor))
+
+
+def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
+    """What a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and the factor left to the GEMM.
+
+    Row scaling leaves TE's Python to apply the amax of each row, so that it gets here with an amax of 1.
+    """
+    packed = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
+    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
+    if amax.numel() != 1:
+        raise RuntimeError(f"an NVFP4 GEMM takes one amax a tensor, but operand has {amax.numel()}")
+    scales = _block_scales(stored, packed).bfloat16()
+    values = blocks.multiply(float4.decode(packed, torch.bfloat16), scales, (1, _LENGTH))
+    return values, amax.item() / (float4.LIMIT * e4m3_limit(tensor))
+
+
+def logical_shape(tensor: Any) -> torch.Size:
+    """The shape of the values that a TE tensor holds, as a matrix if there are columnwise data alone."""
+    if tensor._rowwise_data is not None:
+        packed = tensor._rowwise_data.shape
+        return torch.Size((*packed[:-1], 2 * packed[-1]))
+    columns, half_rows = tensor._columnwise_data.shape
+    return torch.Size((2 * half_rows, columns))
+
+
+def _cast(matrix: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
+    """Packed codes of a matrix ``[outer, inner]`` and E4M3 bytes ``[outer, inner / 16]``."""
+    block = (_LENGTH, _LENGTH) if quantizer.with_2d_quantization else (1, _LENGTH)
+    scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
+    block_amax = blocks.amax(matrix, block)
+    if getattr(quantizer, "nvfp4_use_4over6", False):
+        choice = four_over_six.Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), quantizer.nvfp4_4over6_err_mode)
+        codes, decoding = four_over_six.encode(matrix, block_amax, block, choice)
+    else:
+        decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
+        scaled = blocks.multiply(matrix, encoding_scale(decoding, scale), block)
+        codes = float4.encode_stochastically(scaled) if quantizer.stochastic_rounding else float4.encode(scaled)
+    return float4.pack(codes), decoding.repeat_interleave(block[0], 0)
+
+
+def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
+    """FP32: one amax, or, if the tensor is row-scaled, one for each row of ``matrix``."""
+    if getattr(quantizer, "row_scaled_nvfp4", False):
+        return blocks.amax(matrix, (1, matrix.shape[1])).flatten()
+    amax = float8.amax_of(matrix) if amax is None else amax.clone()
+    if quantizer.with_amax_reduction:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
+    return amax.reshape(1)
+
+
+def _block_scales(stored: Tensor, packed: Tensor) -> Tensor:
+    """The FP32 scales of the blocks of ``packed``, without padding."""
+    return float8.decode(stored[: packed.shape[0], : packed.shape[1] * 2 // _LENGTH], E4M3)
+
+
+def _check_options(quantizer: Any) -> None:
+    """Raise ``RuntimeError`` for what TE's quantizer refuses to combine."""
+    on = {
+        "random Hadamard transform": quantizer.with_rht,
+        "2D quantization": quantizer.with_2d_quantization,
+        "stochastic rounding": quantizer.stochastic_rounding,
+        "amax reduction": quantizer.with_amax_reduction,
+    }
+    refused = {
+        "row_scaled_nvfp4": tuple(on),
+        "nvfp4_use_4over6": ("random Hadamard transform", "stochastic rounding"),
+    }
+    for option, others in refused.items():
+        for other in others:
+            if getattr(quantizer, option, False) and on[other]:
+                raise RuntimeError(f"NVFP4 quantization with {option} does not support {other}")
+    if quantizer.with_rht and not quantizer.with_post_rht_amax:
+        raise RuntimeError("NVFP4 quantization with a random Hadamard transform needs with_post_rht_amax=True")

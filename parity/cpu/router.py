@@ -1,0 +1,293 @@
+"""Which experts a token goes to, and with what probability; scores for the auxiliary loss.
+
+Follows ``csrc/extensions/router.cpp`` of TransformerEngine 2.20.2 and ``common/fused_router``. All arithmetic is FP32.
+
+================  ======================================  ==========================================================
+score function    scores                                  probabilities of the chosen
+================  ======================================  ==========================================================
+``softmax``       softmax of all logits before the        the scores themselves, or the softmax of the chosen logits
+                  choice, or none
+``sigmoid``       ``sigmoid(logit)``                      scores over their sum, if more than one is chosen
+``sqrtsoftplus``  ``sqrt(log(1 + exp(logit)))``           ditto
+================  ======================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from parity.cpu import topk as selection
+from parity.cpu.enums import NVTERoutingMapFormat
+
+__all__ = [
+    "fused_score_for_moe_aux_loss_bwd",
+    "fused_score_for_moe_aux_loss_fwd",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
+    "fused_topk_with_score_function_qb_fwd",
+]
+
+_EPSILON = 1e-20
+_SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+@torch.no_grad()
+def fused_topk_with_score_function_fwd(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Tensor | None,
+    routing_map_format: int = 0,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose ``topk`` experts for each token.
+
+    Args:
+        logits: ``[*tokens, experts]``, FP32, FP16 or BF16.
+        use_pre_softmax: take the softmax before the choice.
+        num_groups: the experts come in so many groups of equal size.
+        group_topk: choose among the experts of so many groups, those with the largest sums of their
+            ``topk / group_topk`` best scores.
+        scaling_factor: times the probabilities.
+        expert_bias: FP32 ``[experts]``, added to sigmoid and sqrtsoftplus scores for the choice alone.
+        routing_map_format: a byte or a bit for each expert.
+        topk_indices: int16, int32 or int64 ``[*tokens, topk]``: filled with the chosen experts, in place of a map.
+
+    Returns:
+        The probabilities, in the shape and dtype of the logits, 0 for experts that were not chosen; the routing map
+        (bool ``[*tokens, experts]`` or uint8 ``[*tokens, experts / 8 rounded up]``) or ``topk_indices``; and the FP32
+        activations that the backward pass needs: logits for sqrtsoftplus, else scores or probabilities.
+
+    Raises:
+        ValueError: for an unknown score function, a ``topk`` beyond the experts, or a bias with softmax.
+    """
+    _check(logits, topk, score_function)
+    if expert_bias is not None and score_function == "softmax":
+        raise ValueError("expert_bias goes with the score functions sigmoid and sqrtsoftplus, not with softmax")
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    scores = rows if score_function == "softmax" and not use_pre_softmax else _scores(rows, score_function)
+    biased = scores if expert_bias is None else scores + expert_bias
+    radix = selection.uses_radix(topk, rows.shape[1])
+    if group_topk is not None and num_groups is not None and group_topk > 0:
+        candidates = _of_best_groups(biased, topk, num_groups, group_topk, radix)
+    else:
+        candidates = biased
+    chosen = selection.largest(candidates, topk, radix)
+    return _routed(logits, scores, biased, chosen, use_pre_softmax, scaling_factor, score_function, expert_bias,
+                   routing_map_format, topk_indices)  # fmt: skip
+
+
+@torch.no_grad()
+def fused_topk_with_score_function_qb_fwd(
+    logits: Tensor,
+    topk: int,
+    scaling_factor: float | None,
+    expert_bias: Tensor,
+    routing_map_format: int,
+    topk_indices: Tensor | None,
+    histogram: Tensor,
+    bin_bounds: Tensor,
+    histogram_mode: int,
+    bin_bounds_validated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Choose by sigmoid scores, and count which bias would have brought each expert into the choice.
+
+    That is the score of the best expert that was not chosen, less the expert's own.
+
+    Args:
+        histogram: int32 ``[experts, bins]``, counted on.
+        bin_bounds: FP32 ``[2]``, the lowest and the highest bias; the outermost bins also count what is beyond.
+
+    Returns:
+        As ``fused_topk_with_score_function_fwd``; the best biased score that was not chosen, FP32 ``[tokens]``; the
+        histogram.
+
+    Raises:
+        ValueError: if ``topk`` is not below the number of experts, or the bounds are no interval.
+    """
+    _check(logits, topk + 1, "sigmoid")
+    low, high = bin_bounds.tolist()
+    if not bin_bounds_validated and not -float("inf") < low < high < float("inf"):
+        raise ValueError(f"bin_bounds must be finite and rising, got [{low}, {high}]")
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    scores = rows.sigmoid()
+    biased = scores + expert_bias
+    best = selection.largest(biased, topk + 1, selection.uses_radix(topk + 1, rows.shape[1]))
+    cutoff = biased.gather(1, best[:, topk:])
+    bins = histogram.shape[1]
+    bin_of = ((cutoff - scores - low) * (bins / (bin_bounds[1] - bin_bounds[0]))).floor().clamp_(0, bins - 1).long()
+    bin_of += torch.arange(rows.shape[1]) * bins
+    histogram += torch.bincount(bin_of.view(-1), minlength=histogram.numel()).view(histogram.shape).int()
+    routed = _routed(logits, scores, biased, best[:, :topk], False, scaling_factor, "sigmoid", expert_bias,
+                     routing_map_format, topk_indices)  # fmt: skip
+    return *routed, cutoff[:, 0], histogram
+
+
+@torch.no_grad()
+def fused_topk_with_score_function_bwd(
+    routing_map: Tensor,
+    intermediate_output: Tensor,
+    grad_probs: Tensor,
+    grad_logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    scaling_factor: float | None,
+    score_function: str,
+    use_dense_indices: bool = False,
+    routing_map_format: int = 0,
+) -> None:
+    """Write the gradient of the logits, in their dtype, from that of the probabilities.
+
+    Args:
+        routing_map: the map or, if ``use_dense_indices``, the indices of the forward pass.
+        intermediate_output: its activations.
+    """
+    shape = grad_probs.shape
+    routed = _unpacked(routing_map, shape[-1], use_dense_indices, routing_map_format).view(shape)
+    grad = (grad_probs.float() * (1.0 if scaling_factor is None else scaling_factor)).masked_fill_(~routed, 0.0)
+    activation = intermediate_output
+    if score_function == "softmax":
+        activation = activation if use_pre_softmax else activation.masked_fill(~routed, 0.0)
+        grad = _softmax_bwd(grad, activation)
+    else:
+        scores = _scores(activation, score_function) if score_function == "sqrtsoftplus" else activation
+        if topk > 1:
+            grad = _normalize_bwd(grad, scores.masked_fill(~routed, 0.0)).masked_fill_(~routed, 0.0)
+        grad = _score_bwd(grad, activation, scores, score_function)
+    grad_logits.copy_(grad)
+
+
+@torch.no_grad()
+def fused_score_for_moe_aux_loss_fwd(
+    logits: Tensor, topk: int, score_function: str, routing_map_format: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of all experts that add up to 1, FP32 in the shape of the logits.
+
+    Returns:
+        The scores, the routing map of the ``topk`` best, and the FP32 activations that the backward pass needs.
+    """
+    _check(logits, topk, score_function)
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    scores = _scores(rows, score_function)
+    activation = rows if score_function == "sqrtsoftplus" else scores
+    if score_function != "softmax":
+        scores = scores / (scores.sum(1, keepdim=True) + _EPSILON)
+    chosen = selection.largest(scores, topk, selection.uses_radix(topk, rows.shape[1]))
+    routing_map = _map(chosen, logits.shape, routing_map_format)
+    return scores.view(logits.shape), routing_map, activation.reshape(logits.shape).clone()
+
+
+@torch.no_grad()
+def fused_score_for_moe_aux_loss_bwd(
+    intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int, score_function: str
+) -> None:
+    """Write the gradient of the logits, in their dtype, from that of the scores."""
+    activation, grad = intermediate_output, grad_scores.float()
+    if score_function == "softmax":
+        grad = _softmax_bwd(grad, activation)
+    else:
+        scores = _scores(activation, score_function) if score_function == "sqrtsoftplus" else activation
+        grad = _score_bwd(_normalize_bwd(grad, scores), activation, scores, score_function)
+    grad_logits.copy_(grad)
+
+
+def _check(logits: Tensor, topk: int, score_function: str) -> None:
+    if score_function not in _SCORE_FUNCTIONS:
+        raise ValueError(f"score_function must be one of {', '.join(_SCORE_FUNCTIONS)}, got {score_function!r}")
+    if logits.numel() == 0 or not 0 < topk <= logits.shape[-1]:
+        raise ValueError(f"the router cannot choose {topk} experts from logits of shape {tuple(logits.shape)}")
+
+
+def _scores(logits: Tensor, score_function: str) -> Tensor:
+    if score_function == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if score_function == "sigmoid" else softplus(logits).sqrt()
+
+
+def _of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int, radix: bool) -> Tensor:
+    """The scores; ``-inf`` for experts outside the best groups."""
+    groups = scores.view(len(scores) * num_groups, -1)
+    best = groups.gather(1, selection.largest(groups, topk // group_topk, radix))
+    group_scores = best.cumsum(1)[:, -1].view(len(scores), num_groups)
+    outside = torch.ones(group_scores.shape, dtype=torch.bool)
+    outside.scatter_(1, selection.largest(group_scores, group_topk, radix), False)
+    return groups.masked_fill(outside.view(-1, 1), -torch.inf).view(scores.shape)
+
+
+def _routed(
+    logits: Tensor,
+    scores: Tensor,
+    biased: Tensor,
+    chosen: Tensor,
+    use_pre_softmax: bool,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Tensor | None,
+    routing_map_format: int,
+    topk_indices: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities, map and activations from the experts that were chosen, ``[tokens, topk]``."""
+    values = biased.gather(1, chosen)
+    if expert_bias is not None:
+        values = values - expert_bias[chosen]
+    activation = scores
+    if score_function == "softmax":
+        if not use_pre_softmax:
+            values = values.softmax(1)
+            activation = torch.full_like(scores, -torch.inf).scatter_(1, chosen, values)
+    else:
+        if chosen.shape[1] > 1:
+            values = values / (values.sum(1, keepdim=True) + _EPSILON)
+        if score_function == "sqrtsoftplus":
+            activation = logits.float()
+    scaled = values * (1.0 if scaling_factor is None else scaling_factor)
+    probs = torch.zeros_like(scores, dtype=logits.dtype).scatter_(1, chosen, scaled.to(logits.dtype))
+    if topk_indices is None:
+        routing_map = _map(chosen, logits.shape, routing_map_format)
+    else:
+        routing_map = topk_indices.copy_(chosen.view(topk_indices.shape))
+    return probs.view(logits.shape), routing_map, activation.reshape(logits.shape)
+
+
+def _map(chosen: Tensor, shape: torch.Size, routing_map_format: int) -> Tensor:
+    """The routing map; bits are packed the lowest expert into the lowest bit."""
+    routed = torch.zeros(len(chosen), shape[-1], dtype=torch.bool).scatter_(1, chosen, True)
+    if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:  # type: ignore[attr-defined]
+        return routed.view(shape)
+    padded = torch.nn.functional.pad(routed, (0, -shape[-1] % 8)).view(*shape[:-1], -1, 8)
+    return (padded.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(routing_map: Tensor, experts: int, use_dense_indices: bool, routing_map_format: int) -> Tensor:
+    """The routing map as bool ``[tokens, experts]``."""
+    rows = routing_map.reshape(-1, routing_map.shape[-1])
+    if use_dense_indices:
+        return torch.zeros(len(rows), experts, dtype=torch.bool).scatter_(1, rows.long(), True)
+    if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:  # type: ignore[attr-defined]
+        return rows.bool()
+    bits = (rows[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.view(len(rows), -1)[:, :experts].bool()
+
+
+def _softmax_bwd(grad: Tensor, softmax: Tensor) -> Tensor:
+    return softmax * (grad - (grad * softmax).sum(-1, keepdim=True))
+
+
+def _normalize_bwd(grad: Tensor, scores: Tensor) -> Tensor:
+    """Through the division of scores by their sum."""
+    total = scores.sum(-1, keepdim=True) + _EPSILON
+    return grad / total - (grad * scores).sum(-1, keepdim=True) / (total * total)
+
+
+def _score_bwd(grad: Tensor, logits_or_scores: Tensor, scores: Tensor, score_function: str) -> Tensor:
+    """Through sigmoid, from its output, or through sqrtsoftplus, from its input and output."""
+    if score_function == "sigmoid":
+        return grad * scores * (1 - scores)
+    slope = torch.where(logits_or_scores > 20, 1.0, logits_or_scores.sigmoid())
+    return grad * (slope / (2 * scores + _EPSILON))

@@ -1,0 +1,40 @@
+"""Which of TransformerEngine's functions that launch Triton kernels are replaced, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from packaging.version import Version
+
+from parity.cpu import (
+    triton_cross_entropy,
+    triton_cross_entropy_before_2_19,
+    triton_grouped_dbias,
+    triton_pad,
+    triton_permutation,
+    versions,
+)
+
+_WRAPPERS = "transformer_engine.pytorch.triton"
+_FAMILIES: dict[str, ModuleType] = {
+    f"{_WRAPPERS}.cross_entropy": triton_cross_entropy,
+    f"{_WRAPPERS}.grouped_dbias_dscales": triton_grouped_dbias,
+    f"{_WRAPPERS}.pad": triton_pad,
+    f"{_WRAPPERS}.permutation": triton_permutation,
+}
+
+
+def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
+    """The functions of TE's ``module`` to replace, by name; none for most modules."""
+    family = _FAMILIES.get(module)
+    if family is None:
+        return {}
+    if family is triton_cross_entropy and versions.installed_version() < Version("2.19"):
+        gradient_in_fp32 = versions.installed_version() >= Version("2.18")
+        return {
+            "cross_entropy_forward": triton_cross_entropy_before_2_19.forward(gradient_in_fp32),
+            "cross_entropy_backward": triton_cross_entropy_before_2_19.cross_entropy_backward,
+        }
+    return {name: getattr(family, name) for name in family.__all__}

@@ -1,0 +1,68 @@
+"""What TransformerEngine's modules get for ``triton``: enough to be imported, and an error where a kernel is launched.
+
+Triton has no CPU target and cannot be installed on macOS. The wrappers that TE's features call are replaced
+(``triton_kernels.py``), so its kernels need only be defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+__version__ = "0"
+
+
+class _Kernel:
+    """A kernel that can be named but not launched."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = f"{function.__module__}.{function.__qualname__}"
+
+    def __getitem__(self, grid: Any) -> Callable[..., NoReturn]:
+        def launch(*_args: Any, **_kwargs: Any) -> NoReturn:
+            raise NotImplementedError(f"the CPU kernels have no counterpart to the Triton kernel {self._name}")
+
+        return launch
+
+
+class _Name:
+    """A name of Triton's in an annotation, a default or a list of configurations, where its value does not matter."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> _Name:
+        return self
+
+    def __getattr__(self, name: str) -> _Name:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
+    """As ``triton.jit``, with and without options."""
+    return jit if function is None else _Kernel(function)
+
+
+def autotune(*_args: Any, **_options: Any) -> Callable[[_Kernel], _Kernel]:
+    """As ``triton.autotune``, which picks the fastest configuration of a kernel."""
+    return lambda kernel: kernel
+
+
+heuristics = autotune
+
+
+def cdiv(x: int, y: int) -> int:
+    """``x / y``, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Name()
