@@ -1,11 +1,12 @@
-"""Error measures: each a pure function of a computed tensor and its golden value.
+"""Error measures of a computed tensor against its golden value.
 
-All of them compute in FP64 and take tensors of one shape. Elements where the golden value itself is not finite cannot
-be measured; ``measure`` counts them and leaves them out.
+``measure`` takes them all, in FP64. Elements where one of the two tensors is not finite cannot be measured; they are
+counted and left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Errors:
         max_ulps: the largest distance in units in the last place of the compared dtype, at golden's magnitude.
         cosine: the cosine of the angle between the two, as flat vectors; 1 if both are all zero.
         sqnr_db: signal to quantization noise ratio, ``-20 log10(relative_l2)``; infinite if there is no error.
-        golden_rms: root mean square of the golden value, which gives ``max_abs`` a scale.
+        golden_rms: root mean square of the measured golden elements, which gives ``max_abs`` a scale.
         nans: NaNs in the computed tensor where the golden value is finite.
         infs: infinities in the computed tensor where the golden value is finite.
         golden_non_finite: elements whose golden value is NaN or infinite.
@@ -47,17 +48,16 @@ class Errors:
         return self.nans == self.infs == self.golden_non_finite == 0
 
 
-def relative_l2(x: Tensor, golden: Tensor) -> float:
-    """``|x - golden| / |golden|``; 0 if both are all zero, infinite if golden alone is."""
-    error, norm = _norm(x - golden), _norm(golden)
-    if error == 0.0:
+def relative_l2(error_norm: float, golden_norm: float) -> float:
+    """``|error| / |golden|``; 0 if both are zero, infinite if golden alone is."""
+    if error_norm == 0.0:
         return 0.0
-    return error / norm if norm > 0.0 else math.inf
+    return error_norm / golden_norm if golden_norm > 0.0 else math.inf
 
 
-def max_abs(x: Tensor, golden: Tensor) -> float:
-    """The largest ``|x - golden|``; 0 for empty tensors."""
-    return (x - golden).abs().max().item() if x.numel() else 0.0
+def max_abs(error: Tensor) -> float:
+    """The largest ``|error|``; 0 for empty tensors."""
+    return torch.linalg.vector_norm(error, math.inf).item() if error.numel() else 0.0
 
 
 def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,34 +65,39 @@ def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         golden: finite FP64 values of any shape.
-        dtype: a floating-point dtype.
+        dtype: a floating-point dtype, FP32 or narrower.
 
     Returns:
         FP64 tensor of golden's shape.
     """
     info = torch.finfo(dtype)
-    magnitude = golden.abs().clamp(min=info.smallest_normal)
-    _, exponent = torch.frexp(magnitude)  # magnitude = m 2^exponent with m in [0.5, 1)
-    return torch.ldexp(torch.full_like(golden, info.eps), exponent - 1)
+    magnitude = golden.abs().clamp_(min=info.smallest_normal)
+    power_of_two = magnitude.view(torch.int64).bitwise_and_(_FP64_EXPONENT).view(torch.float64)
+    return power_of_two.mul_(info.eps)
 
 
-def max_ulps(x: Tensor, golden: Tensor, dtype: torch.dtype) -> float:
-    """The largest ``|x - golden|`` in ulps of ``dtype`` at golden's magnitude; 0 for empty tensors."""
-    return ((x - golden).abs() / ulp(golden, dtype)).max().item() if x.numel() else 0.0
+def max_ulps(error: Tensor, golden: Tensor, dtype: torch.dtype) -> float:
+    """The largest ``|error|`` in ulps of ``dtype`` at golden's magnitude; 0 for empty tensors."""
+    return max_abs(error / ulp(golden, dtype))
 
 
-def cosine(x: Tensor, golden: Tensor) -> float:
-    """Cosine of the angle between two tensors as flat vectors; 1 if both are zero, 0 if one is."""
-    norms = _norm(x) * _norm(golden)
-    if norms == 0.0:
-        return 1.0 if _norm(x) == _norm(golden) else 0.0
-    return torch.dot(x.flatten(), golden.flatten()).item() / norms
+def cosine(error_norm: float, golden_norm: float, product: float) -> float:
+    """Cosine of the angle between golden and ``golden + error``; 1 if both are zero, 0 if one is.
+
+    Args:
+        error_norm: Euclidean norm of the error.
+        golden_norm: Euclidean norm of the golden value.
+        product: the inner product of the two.
+    """
+    norm = math.sqrt(max(0.0, golden_norm**2 + 2 * product + error_norm**2))
+    if golden_norm * norm == 0.0:
+        return 1.0 if golden_norm == norm else 0.0
+    return (golden_norm**2 + product) / (golden_norm * norm)
 
 
-def sqnr_db(x: Tensor, golden: Tensor) -> float:
-    """Signal to quantization noise ratio in decibels."""
-    error = relative_l2(x, golden)
-    return math.inf if error == 0.0 else -20.0 * math.log10(error) if math.isfinite(error) else -math.inf
+def sqnr_db(relative_l2: float) -> float:
+    """Signal to quantization noise ratio in decibels, from a relative L2 error."""
+    return math.inf if relative_l2 == 0.0 else -20.0 * math.log10(relative_l2) if relative_l2 < math.inf else -math.inf
 
 
 def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
@@ -109,35 +114,42 @@ def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
     if x.shape != golden.shape:
         raise ValueError(f"shapes differ: computed {tuple(x.shape)}, golden {tuple(golden.shape)}")
     x, golden = x.detach().double(), golden.detach().double()
+    error = x - golden
+    error_norm = _norm(error)
+    if math.isfinite(error_norm):
+        return _measure_finite(error, error_norm, golden, dtype)
     x_finite, golden_finite = x.isfinite(), golden.isfinite()
+    spoiled = ~x_finite & golden_finite
     comparable = x_finite & golden_finite
-    clean = bool(comparable.all())
-    nans = int((x.isnan() & golden_finite).sum())
-    infs = int((x.isinf() & golden_finite).sum())
-    first = None if clean else _first_index(~x_finite & golden_finite if nans + infs else ~golden_finite)
-    golden_rms = _rms(golden[golden_finite])
-    if not clean:
-        x, golden = x[comparable], golden[comparable]
-    return Errors(
-        relative_l2=relative_l2(x, golden),
-        max_abs=max_abs(x, golden),
-        max_ulps=max_ulps(x, golden, dtype),
-        cosine=cosine(x, golden),
-        sqnr_db=sqnr_db(x, golden),
-        golden_rms=golden_rms,
-        nans=nans,
-        infs=infs,
+    error, golden = error[comparable], golden[comparable]
+    return dataclasses.replace(
+        _measure_finite(error, _norm(error), golden, dtype),
+        nans=int((x.isnan() & golden_finite).sum()),
+        infs=int((x.isinf() & golden_finite).sum()),
         golden_non_finite=int((~golden_finite).sum()),
-        first_non_finite=first,
+        first_non_finite=_first_index(spoiled if spoiled.any() else ~golden_finite),
     )
+
+
+def _measure_finite(error: Tensor, error_norm: float, golden: Tensor, dtype: torch.dtype) -> Errors:
+    golden_norm = _norm(golden)
+    relative = relative_l2(error_norm, golden_norm)
+    return Errors(
+        relative_l2=relative,
+        max_abs=max_abs(error),
+        max_ulps=max_ulps(error, golden, dtype),
+        cosine=cosine(error_norm, golden_norm, torch.dot(error.flatten(), golden.flatten()).item()),
+        sqnr_db=sqnr_db(relative),
+        golden_rms=golden_norm / math.sqrt(max(1, golden.numel())),
+    )
+
+
+# The exponent field of an FP64 number, whose remaining bits are the power of two below its magnitude.
+_FP64_EXPONENT = 0x7FF << 52
 
 
 def _norm(x: Tensor) -> float:
     return torch.linalg.vector_norm(x).item()
-
-
-def _rms(x: Tensor) -> float:
-    return _norm(x) / math.sqrt(x.numel()) if x.numel() else 0.0
 
 
 def _first_index(mask: Tensor) -> tuple[int, ...]:

@@ -199,7 +199,7 @@ def test_the_report_explains_how_tolerances_are_set() -> None:
 
 def test_the_report_shows_the_expected_fp32_error_as_that_of_tf32() -> None:
     text = markdown.draw(run_of(result(precision="fp32")), "run")
-    assert "Expected FP32 (TF32) error of `output` at 2x64: relative L2 0.001, max abs 0.004." in text
+    assert "Expected FP32 error (TF32 in GEMMs) of `output` at 2x64: relative L2 0.001, max abs 0.004." in text
     assert "TF32" not in markdown.draw(run_of(result(precision="bf16")), "run")
 
 

@@ -108,7 +108,7 @@ def _how_to_read(record: Record) -> str:
     if any(result.precision == "fp32" for result in record.results):
         lines.append(
             "- **fp32**: TransformerEngine computes every FP32 GEMM in TF32 (10 mantissa bits), so a faithful port has "
-            "the expected FP32 (TF32) error, far above that of true FP32."
+            "the error of TF32, far above that of true FP32."
         )
     return "\n".join(lines)
 
@@ -166,7 +166,7 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
     item, tensor = max(outputs, key=lambda pair: pair[1].expected.relative_l2)
     expected = tensor.expected
     yield (
-        f"Expected FP32 (TF32) error of `{tensor.label}` at {item.size_label}: "
+        f"Expected FP32 error (TF32 in GEMMs) of `{tensor.label}` at {item.size_label}: "
         f"relative L2 {short(expected.relative_l2)}, max abs {short(expected.max_abs)}."
     )
 
@@ -188,7 +188,7 @@ def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
 def _row(result: Result, tensor: TensorResult) -> list[str]:
     errors, expected = tensor.errors, tensor.expected
     return [
-        "fp32 (TF32)" if result.precision == "fp32" else result.precision,
+        result.precision,
         result.size_label,
         f"`{tensor.label}`",
         short(errors.relative_l2),
