@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity test lint clean
+.PHONY: parity test te-matrix lint clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
 
 test: $(VENV)/ready  ## the harness's own tests, and every case
 	$(VENV)/bin/python -m pytest -n auto
+
+te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md
+	$(VENV)/bin/python scripts/te_matrix.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -107,7 +107,7 @@ def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
     store = precision.rounding.store
-    with rounded(precision.rounding) as phase:
+    with rounded(precision.rounding, prepared.reference.parameters()) as phase:
         ran = run(
             prepared.reference,
             prepared.call,

@@ -3,9 +3,9 @@
 The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no code with the kernels
 that it judges (``parity.cpu``). What it rounds, and why:
 
-* both operands of every linear layer's GEMM, forward and backward, to the precision's GEMM formats: TF32 for FP32
-  (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and for FP8 recipes
-  E4M3 forward and E5M2 for gradients, scaled by the tensor's largest magnitude (``recipe.Format.HYBRID``);
+* both operands of every linear layer's GEMM, forward and backward, to the precision's formats: TF32 for FP32
+  (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and what a recipe of
+  ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
 * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
 * the operands of attention's batched GEMMs to the dtype alone: TE computes attention in it under every recipe;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well.
@@ -15,7 +15,7 @@ Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,32 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Format = Callable[[Tensor], Tensor]
-
-
-def TF32(x: Tensor) -> Tensor:
-    """FP32 values rounded to nearest with 10 mantissa bits, by Veltkamp's splitting; |x| < 2^114.
-
-    Source: T. J. Dekker, "A floating-point technique for extending the available precision", 1971, section 5.
-    """
-    scaled = x * (2.0**13 + 1.0)
-    return scaled - (scaled - x)
-
-
-def E4M3(x: Tensor) -> Tensor:
-    """Values of float8_e4m3fn, scaled by the tensor's largest magnitude."""
-    return _scaled_cast(x, torch.float8_e4m3fn)
-
-
-def E5M2(x: Tensor) -> Tensor:
-    """Values of float8_e5m2, scaled by the tensor's largest magnitude."""
-    return _scaled_cast(x, torch.float8_e5m2)
-
-
-def _scaled_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    amax = x.abs().amax() if x.numel() else x.new_zeros(())
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
-    return (x * scale).to(dtype).to(x.dtype) / scale
+from parity.formats import Format, hadamard
 
 
 @dataclass(frozen=True)
@@ -59,29 +34,22 @@ class Rounding:
 
     Attributes:
         storage: dtype of stored activations, gradients and GEMM results.
-        forward: format of a linear layer's inputs and weights in its GEMMs; None for ``storage``.
-        backward: format of output gradients in its GEMMs; None for ``storage``.
+        inputs: format of a linear layer's inputs in its GEMMs; None for ``storage``.
+        weights: ditto of its weights.
+        gradients: ditto of the gradients with respect to its outputs.
+        rotate_wgrad: whether the two operands of a weight gradient's GEMM are rotated by Hadamard matrices first, which
+            cancel in the product.
     """
 
     storage: torch.dtype
-    forward: Format | None = None
-    backward: Format | None = None
+    inputs: Format | None = None
+    weights: Format | None = None
+    gradients: Format | None = None
+    rotate_wgrad: bool = False
 
     def store(self, x: Tensor) -> Tensor:
         """``x`` as it reads after having been stored in the precision's dtype."""
         return x if x.dtype == self.storage else x.to(self.storage).to(x.dtype)
-
-
-@contextmanager
-def rounded(rounding: Rounding) -> Iterator[Phase]:
-    """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
-
-    Yields:
-        The phase, to be told where the backward pass begins.
-    """
-    mode = _RoundingMode(rounding)
-    with sdpa_kernel(SDPBackend.MATH), mode:
-        yield mode.phase
 
 
 @dataclass
@@ -94,34 +62,64 @@ class Phase:
         self.backward = True
 
 
+@contextmanager
+def rounded(rounding: Rounding, weights: Iterable[Tensor] = ()) -> Iterator[Phase]:
+    """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
+
+    Args:
+        rounding: what is rounded.
+        weights: the model's parameters.
+
+    Yields:
+        The phase, to be told where the backward pass begins.
+    """
+    mode = _RoundingMode(rounding, weights)
+    with sdpa_kernel(SDPBackend.MATH), mode:
+        yield mode.phase
+
+
 class _RoundingMode(TorchDispatchMode):
-    def __init__(self, rounding: Rounding) -> None:
+    def __init__(self, rounding: Rounding, weights: Iterable[Tensor]) -> None:
         super().__init__()
         self.rounding = rounding
         self.phase = Phase()
-        self._forward_operands: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
+        self._weights = {_address(weight) for weight in weights}
+        self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         position = _FIRST_OPERAND.get(func)
         if position is not None:
-            left, right = args[position], args[position + 1]
-            operand = self._linear_operand if _is_linear_layer(left, right) else self.rounding.store
-            args = (*args[:position], operand(left), operand(right), *args[position + 2 :])
+            operands = self._gemm_operands(args[position], args[position + 1])
+            args = (*args[:position], *operands, *args[position + 2 :])
             return self.rounding.store(func(*args, **kwargs))
         if func in _SUMS and _are_activations(args[:2]):
             stored = self.rounding.store(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
         return func(*args, **kwargs)
 
-    def _linear_operand(self, x: Tensor) -> Tensor:
-        address = x.untyped_storage().data_ptr()
+    def _gemm_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
+        stored = self.rounding.store(left), self.rounding.store(right)
+        if not _is_linear_layer(left):
+            return stored
+        formats = self._format(left), self._format(right)
+        is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
+        operands = []
+        for x, to_format, dim in zip(stored, formats, (1, 0), strict=True):
+            matrix = x.reshape(x.shape[-2:])
+            if is_wgrad and self.rounding.rotate_wgrad:
+                matrix = hadamard(matrix, dim)
+            operands.append((matrix if to_format is None else to_format(matrix, dim)).reshape(x.shape))
+        return operands[0], operands[1]
+
+    def _format(self, x: Tensor) -> Format | None:
+        address = _address(x)
+        if address in self._weights:
+            return self.rounding.weights
         if not self.phase.backward:
-            self._forward_operands[address] = x
-        is_gradient = self.phase.backward and address not in self._forward_operands
-        to_format = self.rounding.backward if is_gradient else self.rounding.forward
-        stored = self.rounding.store(x)
-        return stored if to_format is None else to_format(stored)
+            self._inputs[address] = x
+        return self.rounding.inputs if address in self._inputs else self.rounding.gradients
 
 
 _aten = torch.ops.aten
@@ -135,9 +133,14 @@ _SUM_IN_PLACE = _aten.add_.Tensor
 _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
 
 
-def _is_linear_layer(left: Tensor, right: Tensor) -> bool:
+def _address(x: Tensor) -> int:
+    """Views of one tensor share it."""
+    return x.untyped_storage().data_ptr()
+
+
+def _is_linear_layer(operand: Tensor) -> bool:
     """Attention multiplies in batches; a linear layer has one weight, also where einsum makes it a batch of 1."""
-    return left.dim() == 2 or left.shape[0] == 1
+    return operand.dim() == 2 or operand.shape[0] == 1
 
 
 def _are_activations(operands: tuple[Any, ...]) -> bool:

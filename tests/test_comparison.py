@@ -9,7 +9,7 @@ from torch import nn
 
 import parity
 from parity import reference
-from parity.precision import PRECISIONS
+from parity.precision import PRECISIONS, why_unavailable
 
 SIZE = dict(batch=2, seq=64, hidden=128, ffn=256)
 
@@ -42,14 +42,17 @@ def linear_case(inputs=None, bias=True, **fields):
     return parity.Case("linear", factory, sizes=({},))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+HERE = [name for name, precision in PRECISIONS.items() if why_unavailable(precision, parity.te.kernels()) is None]
+
+
+@pytest.mark.parametrize("precision", HERE)
 def test_a_right_port_passes(precision):
     (result,) = parity.compare(as_case(swiglu_pair), [precision])
     assert result.passed, result
     assert 0 < result.margin < 1
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", HERE)
 def test_swapped_gate_and_up_fail(precision):
     def swapped(te, **size):
         return swiglu_pair(te, gate="up_proj.weight", up="gate_proj.weight", **size)
@@ -57,6 +60,14 @@ def test_swapped_gate_and_up_fail(precision):
     (result,) = parity.compare(as_case(swapped), [precision])
     assert result.status == "failed"
     assert result.margin > 2
+
+
+def test_a_precision_that_the_gpu_cannot_run_is_skipped_with_te_s_reason_and_not_passed():
+    unavailable = [name for name in PRECISIONS if name not in HERE]
+    for result in parity.compare(as_case(swiglu_pair), unavailable):
+        assert result.status == "skipped"
+        assert not result.passed
+        assert "compute capability" in result.reason
 
 
 def test_outputs_input_gradients_and_every_parameters_gradient_are_compared():

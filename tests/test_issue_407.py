@@ -31,7 +31,7 @@ def test_the_swapped_split_fails_in_fp32_by_a_margin_of_more_than_100(cases):
     assert result.margin > 100
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block"])
 def test_the_swapped_split_fails_at_lower_precisions_too(cases, precision):
     (result,) = parity.compare(cases["up_over_gate"], [precision])
     assert result.margin > 2

@@ -30,6 +30,9 @@ PAIRS = """
     def fails(te, batch, hidden): ...
 """
 ITEMS_OF_FAILS = ["fails[fp32-2x64]", "fails[bf16-2x64]"]
+AVAILABLE = [name for name, precision in PRECISIONS.items() if precision.recipe is None]
+UNAVAILABLE = [name for name in PRECISIONS if name not in AVAILABLE]
+COMPARED = 2 * len(AVAILABLE) + len(ITEMS_OF_FAILS)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +99,7 @@ def test_keywords_and_marks_select_items(pytester: pytest.Pytester) -> None:
 def test_marks_are_registered(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py", "--strict-markers", "-W", "error", "-k", "mlp")
-    result.assert_outcomes(passed=6, skipped=4, deselected=2)
+    result.assert_outcomes(passed=2 * len(AVAILABLE), skipped=2 * len(UNAVAILABLE), deselected=2)
 
 
 def test_a_case_is_collected_only_where_it_is_declared_and_once(pytester: pytest.Pytester) -> None:
@@ -249,7 +252,7 @@ def test_the_summary_says_the_verdict_and_where_the_report_is(pytester: pytest.P
     write(pytester, PAIRS)
     report = pytester.path / "reports" / "parity.md"
     result = run(pytester, "my_pairs.py")
-    result.stdout.fnmatch_lines(["*= parity =*", "*2 of 8 items failed*4 skipped*", f"report: {report}"])
+    result.stdout.fnmatch_lines(["*= parity =*", f"*2 of {COMPARED} items failed*{2 * len(UNAVAILABLE)} skipped*", f"report: {report}"])
     assert "my_pairs.py::fails[bf16-2x64]" in report.read_text()
 
 
@@ -258,7 +261,7 @@ def test_the_record_starts_with_the_environment(pytester: pytest.Pytester) -> No
     run(pytester, "my_pairs.py", "-k", "mlp", "--parity-seeds=2")
     first = (pytester.path / "reports" / "parity.jsonl").read_text().splitlines()[0]
     assert json.loads(first)["environment"]["seeds"] == [0, 1]
-    assert json.loads(first)["environment"]["items"] == 10
+    assert json.loads(first)["environment"]["items"] == 2 * len(PRECISIONS)
 
 
 def test_a_run_without_parity_items_writes_nothing(pytester: pytest.Pytester) -> None:
@@ -273,18 +276,18 @@ def test_workers_results_are_merged_into_one_report(pytester: pytest.Pytester) -
     write(pytester, PAIRS)
     write(pytester, "def test_other(): pass", "test_other")
     result = run_with_workers(pytester, 2, "my_pairs.py", "test_other.py", "--parity-seeds=2")
-    result.assert_outcomes(passed=7, failed=2, skipped=4)
+    result.assert_outcomes(passed=COMPARED - 2 + 1, failed=2, skipped=2 * len(UNAVAILABLE))
     merged = recorded(pytester)
-    assert len(merged.results) == 2 * 8 + 4
-    assert merged.environment.items == 12
-    result.stdout.fnmatch_lines(["*2 of 8 items failed*"])
+    assert len(merged.results) == 2 * COMPARED + 2 * len(UNAVAILABLE)
+    assert merged.environment.items == 2 * len(PRECISIONS) + 2
+    result.stdout.fnmatch_lines([f"*2 of {COMPARED} items failed*"])
 
 
 def test_one_worker_runs_all_precisions_of_a_case_and_size(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     result = run_with_workers(pytester, 2, "my_pairs.py", "-v", "-k", "mlp")
     ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[\w+-(\w+)\]", result.stdout.str())
-    assert len(ran) == 10
+    assert len(ran) == 2 * len(PRECISIONS)
     assert len(set(ran)) == 2
 
 

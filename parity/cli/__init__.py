@@ -1,4 +1,4 @@
-"""The command line: ``parity run``, ``list``, ``report`` and ``doctor``. Heavy imports wait until they are needed."""
+"""The command line, a function a command. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -86,6 +86,53 @@ def doctor() -> None:
     from parity.cli import machine
 
     print(machine.diagnose())
+
+
+@app.command(name="exec", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def execute(
+    script: Annotated[Path, typer.Argument(help="A Python script that imports TransformerEngine.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+) -> None:
+    """Run a TransformerEngine script as it is on the CPU kernels; where it says cuda, the CPU is meant."""
+    if not script.is_file():
+        raise UserError(f"there is no script {script}")
+    from parity import te
+    from parity.cpu.script import run as run_script
+    from parity.cpu.versions import UnsupportedTEVersion
+
+    try:
+        with te.on_cpu():
+            run_script(script, arguments or ())
+    except UnsupportedTEVersion as error:
+        raise UserError(str(error)) from None
+
+
+@app.command()
+def kernels(
+    keyword: Annotated[str, typer.Option("-k", help="Only kernels whose name and variant contain this text.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    report: Annotated[Path, typer.Option(help="The table.")] = Path("reports/kernel-table.md"),
+) -> None:
+    """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
+    from parity.kernel_table import command
+
+    command.make_table(keyword, seed, report)
+    print(f"report: {report}")
+
+
+@app.command()
+def study(
+    names: Annotated[list[str] | None, typer.Argument(help="Which studies; without any, shows what there is.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,
+    options: Annotated[list[str] | None, typer.Option("--set", help="A study's option: steps=20; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="Folder of the reports [reports/studies].")] = None,
+) -> None:
+    """Run numerical studies and write their reports; what was interrupted goes on where it stopped."""
+    from parity.cli import studies
+    from parity.studies.catalogue import STUDIES
+
+    studies.run(list(STUDIES) if every else names or [], quick, options or [], output)
 
 
 def main() -> None:

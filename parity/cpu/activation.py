@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.cpu.quantize import is_delayed, store
+from parity.cpu.quantize import is_delayed, is_mxfp8, store
 
 __all__ = [
     "clamped_dswiglu",
@@ -199,10 +199,11 @@ def _backward(function: Pointwise | Gated, grad: Tensor, fwd_input: Tensor, quan
 def _backward_with_bias(function: Pointwise, grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Any]:
     """``[bias gradient, gradient]``, of ``grad``'s dtype; the bias gradient is ``[columns]``.
 
-    The fused kernel of delayed scaling sums what it has in FP32; the others sum the gradient that they have stored.
+    The fused kernels of delayed scaling and MXFP8 sum what they have in FP32; the others sum the gradient that they
+    have stored.
     """
     values = _gradient(function, grad.float(), fwd_input.float())
-    summands = values if is_delayed(quantizer) else values.to(grad.dtype)
+    summands = values if is_delayed(quantizer) or is_mxfp8(quantizer) else values.to(grad.dtype)
     bias_gradient = summands.reshape(-1, summands.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype)
     stored = store(values, quantizer, grad.dtype, amax_before_rounding=True, kernel="activation and bias gradient")
     return [bias_gradient, stored]

@@ -53,8 +53,8 @@ def get_fused_attn_backend(
 ) -> NVTE_Fused_Attn_Backend | tuple[NVTE_Fused_Attn_Backend, str]:
     """cuDNN's attention for sequences of any length if it serves this configuration, else no backend.
 
-    TE 2.20 passes one object and takes the reason as well; up to 2.19 it passes each property and takes the backend alone
-    (``attention/dot_product_attention/utils.py``).
+    TE 2.20 passes one object and takes the reason as well; up to 2.19 it passes each property and takes the backend
+    alone (``attention/dot_product_attention/utils.py``).
     """
     if len(configuration) == 1:
         reason = next(_objections(_from_object(configuration[0])), "")
@@ -76,7 +76,7 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
     """Why cuDNN does not serve this; nothing if it does."""
     c, architecture = configuration, _architecture()
     if c.qkv_dtype not in _DTYPES or c.kv_dtype != c.qkv_dtype:
-        yield "the CPU kernels of fused attention take FP16 and BF16"
+        yield "here fused attention takes FP16 and BF16 (TE emulates FP8 with NVTE_UnfusedDPA_Emulate_FP8=1)"
     if architecture < 80:
         yield f"fused attention needs compute capability 8.0, and the GPU has {architecture / 10}"
     layout = attention_layout.parse(c.qkv_layout)
@@ -92,9 +92,9 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
         yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not served"
     yield from _objections_to_bias(c, architecture)
     yield from _objections_to_mask(c, layout)
-    if architecture >= 100 and c.is_training and (c.dropout != 0.0 or c.deterministic):
-        if c.deterministic or c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
-            yield "on Blackwell, the backward is neither deterministic nor does it serve dropout with a bias"
+    dropout_and_bias = c.dropout != 0.0 and c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS
+    if architecture >= 100 and c.is_training and (c.deterministic or dropout_and_bias):
+        yield "on Blackwell, the backward is neither deterministic nor does it serve dropout with a bias"
     in_graph = c.cuda_graph and c.is_training and info.get_cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
     if in_graph and c.max_seqlen_kv % 128 and not attention_mask.is_padding(c.attn_mask_type):
         yield "in a CUDA graph, this cuDNN needs keys in multiples of 128"
@@ -114,7 +114,7 @@ def _head_dimensions_fit(c: _Configuration, layout: Layout, architecture: int) -
     if c.is_training:
         hopper = architecture == 90 and larger <= 256
         differ_and_are_large = c.head_dim_qk != c.head_dim_v and min(c.head_dim_qk, c.head_dim_v) >= 128
-        return larger <= 128 or hopper and not differ_and_are_large
+        return larger <= 128 or (hopper and not differ_and_are_large)
     top_left = c.attn_mask_type in (NVTE_Mask_Type.NVTE_CAUSAL_MASK, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK)
     return larger <= (256 if architecture == 90 else 128) or layout.paged or c.max_seqlen_q > 1 or not top_left
 

@@ -50,7 +50,6 @@ class Span:
             case _:
                 return tensor[tokens].transpose(0, 1).unsqueeze(0)
 
-
     def in_format(self, name: str) -> Span:
         """The same sequence in a tensor of another format."""
         return self if name == self.format else replace(self, format=name)
@@ -118,22 +117,16 @@ def reshaped(shape: Sequence[int], old: str, new: str) -> list[int]:
     return [sizes[axis] for axis in new]
 
 
-def gradient_buffers(
-    layout: Layout, query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros of these shapes for the gradients of Q, K and V, in one tensor where the layout shares one."""
-    if "3" in layout.shared:
-        return _shared_buffer(query, 3, layout.shared, dtype)
-    if "2" in layout.shared:
-        return torch.zeros(query, dtype=dtype), *_shared_buffer(key, 2, layout.shared, dtype)
-    return torch.zeros(query, dtype=dtype), torch.zeros(key, dtype=dtype), torch.zeros(value, dtype=dtype)
-
-
-def _shared_buffer(shape: Sequence[int], parts: int, shared: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    axis = -3 if shared.endswith("hd") else -2
-    whole = list(shape)
-    whole.insert(len(whole) + axis + 1, parts)
-    return torch.zeros(whole, dtype=dtype).unbind(axis)
+def gradient_buffers(layout: Layout, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros of the shapes of Q, K and V for their gradients, in one tensor where the layout shares one."""
+    apart = 0 if "3" in layout.shared else 1 if "2" in layout.shared else 3
+    buffers = [torch.zeros(shape, dtype=dtype) for shape in shapes[:apart]]
+    if apart < 3:
+        axis = -3 if layout.shared.endswith("hd") else -2
+        whole = [*shapes[apart]]
+        whole.insert(len(whole) + axis + 1, 3 - apart)
+        buffers.extend(torch.zeros(whole, dtype=dtype).unbind(axis))
+    return buffers
 
 
 @dataclass(frozen=True)

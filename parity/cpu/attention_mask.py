@@ -33,7 +33,7 @@ class Band:
 
 
 def band(mask_type: int, window: Sequence[int], bottom_right: bool) -> Band:
-    """The band of a mask type (``NVTE_Mask_Type``) and a sliding window ``(left, right)`` in which -1 stands for all."""
+    """The band of an ``NVTE_Mask_Type`` and a sliding window ``(left, right)``, in which -1 stands for all keys."""
     left, right = (None if side == -1 else side for side in window)
     return Band(left, 0 if is_causal(mask_type) else right, bottom_right)
 

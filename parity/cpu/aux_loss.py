@@ -27,8 +27,8 @@ def fused_moe_aux_loss_fwd(
     """The loss, a scalar in the dtype of ``probs``, and what the backward pass needs.
 
     Args:
-        probs: ``[num_rows, num_cols]``, a column an expert; sequences may lie side by side, so ``num_cols`` is a multiple
-            of ``num_experts``.
+        probs: ``[num_rows, num_cols]``, a column an expert; sequences may lie side by side, so ``num_cols`` is a
+            multiple of ``num_experts``.
         tokens_per_expert: ``[num_cols]``, any dtype.
 
     Returns:

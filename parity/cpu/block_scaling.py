@@ -4,14 +4,16 @@ Follows TransformerEngine 2.20.2: ``Float8BlockQuantizer`` in ``csrc/quantizer.c
 ``common/recipe/recipe_common.cuh`` and ``common/cast/fp8_blockwise/group_quantize_fp8_blockwise.cuh`` for arithmetic.
 For values ``[*leading, k]``, m of them in a column:
 
-==================  ===============  ===========  ==============================  ======================================
-``block_scaling_dim``  direction     a block      codes                           scale_inv, FP32, padded with zeros
-==================  ===============  ===========  ==============================  ======================================
-1                   rowwise          1 x 128      ``[*leading, k]``               ``[ceil(k/128), m up to 4]``
-1                   columnwise       128 x 1      ``[k, *leading]``               ``[ceil(m/128), k up to 4]``
-2                   rowwise          128 x 128    ``[*leading, k]``               ``[ceil(m/128), ceil(k/128) up to 4]``
-2                   columnwise       128 x 128    ``[k, *leading]``               ``[ceil(k/128), ceil(m/128) up to 4]``
-==================  ===============  ===========  ==============================  ======================================
+=====================  ==========  =========  ==================  ======================================
+``block_scaling_dim``  direction   a block    codes               scale_inv, FP32, padded with zeros
+=====================  ==========  =========  ==================  ======================================
+1                      rowwise     1 x 128    ``[*leading, k]``   ``[ceil(k/128), m up to 4]``
+1                      columnwise  128 x 1    ``[k, *leading]``   ``[ceil(m/128), k up to 4]``
+2                      rowwise     128 x 128  ``[*leading, k]``   ``[ceil(m/128), ceil(k/128) up to 4]``
+2                      columnwise  128 x 128  ``[k, *leading]``   ``[ceil(k/128), ceil(m/128) up to 4]``
+=====================  ==========  =========  ==================  ======================================
+
+"m up to 4" is m rounded up to a multiple of 4.
 """
 
 from __future__ import annotations
@@ -55,12 +57,11 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
     """Shape and dtype of each buffer of a tensor of this shape."""
     rows, columns = blocks.rows_and_columns(shape)
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    if quantizer.rowwise_usage:
-        buffers["rowwise_data"] = tuple(shape), torch.uint8
-        buffers["rowwise_scale_inv"] = _scale_shape(rows, columns, quantizer.block_scaling_dim, False), torch.float32
-    if quantizer.columnwise_usage:
-        buffers["columnwise_data"] = (*shape[-1:], *shape[:-1]), torch.uint8
-        buffers["columnwise_scale_inv"] = _scale_shape(rows, columns, quantizer.block_scaling_dim, True), torch.float32
+    for name in blocks.directions(quantizer):
+        columnwise = name == "columnwise"
+        scale_shape = _scale_shape(rows, columns, quantizer.block_scaling_dim, columnwise)
+        buffers[f"{name}_data"] = (*shape[-1:], *shape[:-1]) if columnwise else tuple(shape), torch.uint8
+        buffers[f"{name}_scale_inv"] = scale_shape, torch.float32
     return buffers
 
 
@@ -97,22 +98,17 @@ def logical_shape(tensor: Any) -> torch.Size:
     return torch.Size((*columnwise[1:], *columnwise[:1]))
 
 
-def scale_of(amax: Tensor, quantizer: Any, dtype: torch.dtype) -> Tensor:
-    """The scale that takes each amax to the FP8 type's largest value, FP32.
-
-    Where that exceeds FP32, it is the largest number of ``dtype``, the dtype of the values.
-    """
-    limit = torch.finfo(float8.fp8_dtype(quantizer)).max
-    return float8.scale_from_amax(
-        amax, limit, quantizer.amax_epsilon, quantizer.force_pow_2_scales, torch.finfo(dtype).max
-    )
-
-
 def _cast(flat: Tensor, block: blocks.Block, quantizer: Any) -> tuple[Tensor, Tensor]:
     """Codes in the order of the values, and scale_inv, one number a block."""
-    scale = scale_of(blocks.amax(flat, block), quantizer, flat.dtype)
-    codes = float8.cast(blocks.multiply(flat, scale, block), float8.fp8_dtype(quantizer))
-    return codes, scale.reciprocal()
+    dtype, largest = float8.fp8_dtype(quantizer), torch.finfo(flat.dtype).max
+    scale = float8.scale_from_amax(
+        blocks.amax(flat, block),
+        torch.finfo(dtype).max,
+        quantizer.amax_epsilon,
+        quantizer.force_pow_2_scales,
+        largest,
+    )
+    return float8.cast(blocks.multiply(flat, scale, block), dtype), scale.reciprocal()
 
 
 def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> tuple[int, int]:
@@ -123,6 +119,6 @@ def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> 
 
 
 def _stored(scale_inv: Tensor, dimensions: int, columnwise: bool) -> Tensor:
-    """One number a block, as it lies in TE's buffer: a 1 x 128 block's down a column, for cuBLAS."""
-    transposed = scale_inv.t() if columnwise == (dimensions == 2) else scale_inv
-    return blocks.fill_up(transposed, (transposed.shape[0], blocks.round_up(transposed.shape[1], 4)))
+    """One number a block, as it lies in TE's buffer: transposed for rowwise vectors and for columnwise squares."""
+    ordered = scale_inv.t() if columnwise == (dimensions == 2) else scale_inv
+    return blocks.fill_up(ordered, (ordered.shape[0], blocks.round_up(ordered.shape[1], 4)))

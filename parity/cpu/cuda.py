@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +111,9 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def set_device(device: Any) -> None: ...
+
+
 def get_device_properties(device: Any = None) -> DeviceProperties:
     return emulated_gpu()
 
@@ -145,6 +148,30 @@ def is_current_stream_capturing() -> bool:
     return False
 
 
+def _lazy_init() -> None: ...
+
+
+def _lazy_call(callback: Callable[[], None]) -> None:
+    callback()
+
+
+class _DefaultGenerators:
+    """The one device's generator, which is PyTorch's own for the CPU."""
+
+    def __getitem__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+default_generators = _DefaultGenerators()
+
+
+class CUDAGraph:
+    """No graph can be captured; without ``register_generator_state``, TE saves random states by copying them."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise NotImplementedError("CUDA graphs record work of a GPU, and TransformerEngine runs on CPU kernels here")
+
+
 def get_rng_state(device: Any = None) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -154,6 +181,10 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 

@@ -11,22 +11,57 @@ from packaging.version import Version
 
 from parity.cpu import (
     activation,
+    adam,
     attention,
+    aux_loss,
     cuda,
+    dropout,
     enums,
     fused_attention,
     gemm,
+    grouped_gemm,
+    grouped_tensor_gemm,
     info,
+    kv_cache,
+    multi_tensor,
     norm,
+    padding,
+    permutation,
     quantize,
     recipe,
     rope,
+    router,
+    sgd,
     softmax,
+    swizzle,
     versions,
 )
 
 NAME = "transformer_engine_torch"
-KERNEL_FAMILIES = (activation, attention, fused_attention, gemm, info, norm, quantize, recipe, rope, softmax)
+KERNEL_FAMILIES = (
+    activation,
+    adam,
+    attention,
+    aux_loss,
+    dropout,
+    fused_attention,
+    gemm,
+    grouped_gemm,
+    grouped_tensor_gemm,
+    info,
+    kv_cache,
+    multi_tensor,
+    norm,
+    padding,
+    permutation,
+    quantize,
+    recipe,
+    rope,
+    router,
+    sgd,
+    softmax,
+    swizzle,
+)
 
 
 class _Extension(ModuleType):

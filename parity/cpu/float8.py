@@ -1,8 +1,8 @@
 """Per-tensor FP8: how numbers become codes, and TransformerEngine's tensors that hold them.
 
 FP8 GEMMs of an Ada or a Hopper read both operands along the inner dimension: what TE calls columnwise data is there a
-transposed copy, shaped ``[last, *leading]``. A Blackwell reads one copy either way, so it always has the codes and never
-a transpose (``csrc/quantizer.cpp`` of TE 2.20.2).
+transposed copy, shaped ``[last, *leading]``. A Blackwell reads one copy either way, so it always has the codes and
+never a transpose (``csrc/quantizer.cpp`` of TE 2.20.2).
 """
 
 from __future__ import annotations

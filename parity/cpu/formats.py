@@ -33,8 +33,8 @@ class Format:
             plus ``_storage`` has the storage class, in ``.storage``.
         tensor: the name of the tensor class; its name plus ``Storage`` is the storage class's.
         buffers: the names of its buffers.
-        kernels: the module that computes it, with ``settings``, ``encode``, ``buffer_shapes``, ``decode``, ``operand`` and
-            ``logical_shape``, all documented in ``block_scaling.py``.
+        kernels: the module that computes it, with ``settings``, ``encode``, ``buffer_shapes``, ``decode``, ``operand``
+            and ``logical_shape``, all documented in ``block_scaling.py``.
     """
 
     quantizer: str

@@ -1,7 +1,7 @@
 """Fused attention, forward and backward, in FP16 and BF16: what TransformerEngine asks of cuDNN.
 
-Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``parity.cpu.flash_attention`` computes; here lies what is around
-it: layouts, sequence lengths, pages, and the tensors that the forward hands to the backward.
+Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``parity.cpu.flash_attention`` computes; here lies what is
+around it: layouts, sequence lengths, pages, and the tensors that the forward hands to the backward.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def fused_attn_fwd(
 
     Returns:
         O, 0 for padding; the log-sum-exp, FP32 ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in
-        ``thd``; the largest scores in the same shape if ``return_max_logit``; the RNG state, INT64 ``[2]``; the bias and
-        the softmax offset if there are any.
+        ``thd``; the largest scores in the same shape if ``return_max_logit``; the RNG state, INT64 ``[2]``; the bias
+        and the softmax offset if there are any.
 
     Raises:
         ValueError: for a dtype or a bias that cuDNN does not take.
@@ -238,7 +238,7 @@ def _backward(
             (tensors.value, problem.layout.key, layout.key),
         )
     ]
-    buffers = attention_layout.gradient_buffers(layout, *shapes, tensors.query.dtype)
+    buffers = attention_layout.gradient_buffers(layout, shapes, tensors.query.dtype)
     sink = problem.attention.sink
     bias_grad = None if problem.bias is None else torch.zeros(problem.bias.shape)
     sink_grad = None if sink is None else torch.zeros(1, sink.numel(), 1, 1)
@@ -275,11 +275,9 @@ def _attention(scale: float, band: Band, bias_type: int, sink: Tensor | None, dr
 def _parts(problem: _Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Sequences, Attention]]:
     """The sequences to work on, each with its part of the bias and a seed of its own."""
     if problem.is_padded:
-        spans = [
-            attention_layout.lengths(cumulative, padded)
-            for cumulative, padded in zip(problem.cumulative, problem.padded, strict=True)
-        ]
-        parts = attention_layout.each_sequence(problem.layout, *spans, problem.page_table)
+        query_lengths = attention_layout.lengths(problem.cumulative[0], problem.padded[0])
+        key_lengths = attention_layout.lengths(problem.cumulative[1], problem.padded[1])
+        parts = attention_layout.each_sequence(problem.layout, query_lengths, key_lengths, problem.page_table)
     else:
         parts = attention_layout.whole_batch(problem.layout, query, key)
     for number, sequences in enumerate(parts):

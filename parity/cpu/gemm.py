@@ -3,12 +3,14 @@
 Follows ``csrc/extensions/gemm.cpp`` of TE 2.20.2 and ``common/gemm/cublaslt_gemm.cu`` of NVIDIA's repository. cuBLAS
 counts columns first; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
 
-Sums are FP32 and results are rounded once. What tensor cores do inside a sum (the order of additions, the shorter
-accumulator of FP8 without ``use_split_accumulator``) is not modelled.
+Sums are FP32 and results are rounded once. The order of additions is not modelled; the shorter sums of a Hopper's FP8
+tensor cores are, on demand (``accumulation.emulated``).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_forward
 
-from parity.cpu import float8, formats, quantize, versions
+from parity.cpu import accumulation, float8, formats, quantize, versions
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = ["generic_gemm"]
@@ -33,11 +35,13 @@ class _Operand:
             in BF16 if it holds them exactly, else in FP32.
         scale_inv: what the product is to be multiplied by, for codes with a scale a tensor; 1 for others.
         is_quantized: whether the values came from codes.
+        fp8_dtype: of codes with a scale a tensor; None for others.
     """
 
     matrix: Tensor
     scale_inv: float
     is_quantized: bool
+    fp8_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,14 @@ def generic_gemm(
         A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or a TE quantized tensor.
         B: ``[n, k]``, or ``[k, n]`` if ``transB``; dtypes as A.
         D: where the result goes, ``[n, m]``. Default: a new tensor.
-        quantizer: casts the result: straight from FP32 if A is a ``Float8Tensor`` and scaling is delayed, else after it was rounded to the output dtype.
+        quantizer: casts the result: straight from FP32 if A is a ``Float8Tensor`` and scaling is delayed, else after it
+            was rounded to the output dtype.
         output_dtype: default: D's dtype or A's.
         bias: ``[m]``, added before GELU. If ``grad``: only asks for the bias gradient.
         bias_type: dtype of the pre-GELU output if the operands are quantized; else that is the output dtype.
         gelu: apply GELU; if ``grad``, multiply by the derivative of GELU at ``gelu_in`` instead.
         accumulate: add to D; ``beta`` (default 1) is the factor of the old D.
+        use_split_accumulator: matters only within ``accumulation.emulated``.
 
     Returns:
         D, the bias gradient ``[n]`` (the sum of op(B) over k) or None, the input of GELU or None, ``extra_output``.
@@ -123,8 +129,9 @@ def generic_gemm(
         gelu=gelu and not grad,
         dgelu_of=gelu_in.reshape(rows) if gelu and grad and gelu_in is not None else None,
     )
+    sums = _emulated_sums(left, right, use_split_accumulator)
     fused_cast = quantize.is_delayed(quantizer) and float8.is_float8_tensor(A)
-    result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype)
+    result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype, sums)
     bias_grad = _bias_grad(right, dtype) if bias is not None and grad else None
     if pre_gelu is not None:
         pre_gelu = pre_gelu.to(TORCH_DTYPE[int(bias_type)] if left.is_quantized else dtype).view(shape)
@@ -153,14 +160,13 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
         codes = float8.operand(value, columnwise, name)
         _check_inner(codes, name)
         values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
-        return _Operand(values, value._scale_inv.item(), True)
+        return _Operand(values, value._scale_inv.item(), True, float8.fp8_dtype(value))
     if not isinstance(value, Tensor) or hasattr(value, "_quantizer"):
         raise NotImplementedError(
-            f"the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and TE's FP8 and FP4 tensors, and no "
-            f"{type(value).__name__}, "
-            f"which TransformerEngine {versions.installed_version()} asked for"
+            "the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and TE's FP8 and FP4 tensors, and no "
+            f"{type(value).__name__}, which TransformerEngine {versions.installed_version()} asked for"
         )
-    matrix = value.detach().flatten(0, -2)
+    matrix = torch.atleast_2d(value.detach()).flatten(0, -2)
     return _Operand(matrix.t() if columnwise else matrix, 1.0, False)
 
 
@@ -213,15 +219,30 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
     return left.matrix.dtype
 
 
+def _emulated_sums(left: _Operand, right: _Operand, split: bool) -> Callable[[], Tensor] | None:
+    """The product ``[n, m]`` as ``accumulation.emulated`` asks for it, or None if it leaves these operands alone."""
+    core = accumulation.current()
+    if core is None or left.fp8_dtype is None or right.fp8_dtype is None:
+        return None
+    a = accumulation.Factor(left.matrix, left.fp8_dtype)
+    b = accumulation.Factor(right.matrix, right.fp8_dtype)
+    return functools.partial(accumulation.product, core, a, b, split)
+
+
 def _compute(
-    left: _Operand, right: _Operand, epilogue: _Epilogue, dtype: torch.dtype, result_dtype: torch.dtype
+    left: _Operand,
+    right: _Operand,
+    epilogue: _Epilogue,
+    dtype: torch.dtype,
+    result_dtype: torch.dtype,
+    emulated_sums: Callable[[], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
     if left.matrix.numel() == 0 or right.matrix.numel() == 0:
         return _without_product(left, right, epilogue, result_dtype)
-    if _fits_native_bf16(left, right, epilogue, result_dtype):
+    if emulated_sums is None and _fits_native_bf16(left, right, epilogue, result_dtype):
         return _in_native_bf16(left, right, epilogue), None
-    value = _product(left, right, dtype)
+    value = _product(left, right, dtype) if emulated_sums is None else emulated_sums()
     scale = epilogue.alpha * left.scale_inv * right.scale_inv
     if scale != 1.0:
         value.mul_(scale)

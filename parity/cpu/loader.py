@@ -1,19 +1,14 @@
 """Loads TransformerEngine's own Python so that it computes on the CPU.
 
 TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
-happens on the syntax tree while a ``transformer_engine.*`` module is imported, so nothing outside TE is patched:
-``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after any exception.
+happens on the syntax tree (``parity.cpu.rewrite``) while a ``transformer_engine.*`` module is imported, so nothing
+outside TE is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after
+any exception. Two more names have stand-ins in TE's sources:
 
 =====================================  =====================================  =======================================
 TE writes                              is read as                             because
 =====================================  =====================================  =======================================
-``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
-``torch.version.cuda``                 the emulated GPU's CUDA version        what is available depends on it
-``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
 ``torch.compile``                      ``parity.cpu.fusion.fuse``             it rounds as the compiled GPU code does
-``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
-``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
-``tensor.cuda()``                      ``tensor.cpu()``                       ditto
 ``triton``                             ``parity.cpu.triton_stand_in``         it has no CPU target
 =====================================  =====================================  =======================================
 
@@ -33,43 +28,22 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import extension, fusion, triton_kernels, versions
+from parity.cpu import cuda, extension, fusion, rewrite, triton_kernels, versions
 
 _ROOT = "transformer_engine"
-_CUDA_MODULE = "parity.cpu.cuda"
 _TRITON_MODULE = "parity.cpu.triton_stand_in"
-# What TE's modules find under names of ours; their values are set before a module is executed.
-_CUDA_NAME = "__parity_cuda__"
+# What TE's modules find ``parity.cpu.fusion.fuse`` under; it is set before a module is executed.
 _COMPILE_NAME = "__parity_compile__"
 
 
-class _CudaMeansCpu(ast.NodeTransformer):
-    """The table of this module's docstring, as rewrites of a syntax tree."""
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
+class _StandIns(ast.NodeTransformer):
+    """What only TE's own source needs: stand-ins for a compiler and for Triton."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
         match node:
-            case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
-                return ast.copy_location(ast.Name(_CUDA_NAME, node.ctx), node)
             case ast.Attribute(value=ast.Name("torch"), attr="compile"):
                 return ast.copy_location(ast.Name(_COMPILE_NAME, node.ctx), node)
-            case ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="version"), attr="cuda"):
-                node.value, node.attr = ast.copy_location(ast.Name(_CUDA_NAME, ast.Load()), node), "CUDA_VERSION"
-                return node
-        self.generic_visit(node)
-        if node.attr == "is_cuda":
-            node.attr = "is_cpu"
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="device"), args=[ast.Constant("cpu"), _]):
-                node.args = node.args[:1]
-            case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
-                method.attr = "cpu"
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
@@ -79,9 +53,7 @@ class _CudaMeansCpu(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        if node.module == "torch.cuda":
-            node.module = _CUDA_MODULE
-        elif node.level == 0 and node.module is not None and _is_triton(node.module):
+        if node.level == 0 and node.module is not None and _is_triton(node.module):
             node.module = _TRITON_MODULE
         return node
 
@@ -98,11 +70,11 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        tree = _CudaMeansCpu().visit(ast.parse(data, path))
+        tree = _StandIns().visit(rewrite.cuda_means_cpu(ast.parse(data, path)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update({_CUDA_NAME: importlib.import_module(_CUDA_MODULE), _COMPILE_NAME: fusion.fuse})
+        vars(module).update({rewrite.CUDA_NAME: cuda, _COMPILE_NAME: fusion.fuse})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
         vars(module).update(triton_kernels.replacements(module.__name__))

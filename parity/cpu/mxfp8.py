@@ -4,15 +4,16 @@ Follows TransformerEngine 2.20.2: ``MXFP8Quantizer`` in ``csrc/quantizer.cpp`` f
 ``common/cast/mxfp8/quantize_mxfp8.cuh`` and ``common/util/ptx.cuh`` for arithmetic; the format is that of the OCP
 Microscaling Formats specification 1.0. For values ``[*leading, k]``, m of them in a column:
 
-==========  =================  ==============  ===========================================================
-direction   a block            codes           scale_inv, uint8, padded with zeros
-==========  =================  ==============  ===========================================================
-rowwise     1 x 32             ``[*leading, k]``  ``[m up to 128, k / 32 up to 4]``
-columnwise  32 x 1             ``[*leading, k]``  ``[m / 32 up to 4, k up to 128]``
-==========  =================  ==============  ===========================================================
+==========  =======  ==================  ===================================
+direction   a block  codes               scale_inv, uint8, padded with zeros
+==========  =======  ==================  ===================================
+rowwise     1 x 32   ``[*leading, k]``   ``[m up to 128, k / 32 up to 4]``
+columnwise  32 x 1   ``[*leading, k]``   ``[m / 32 up to 4, k up to 128]``
+==========  =======  ==================  ===================================
 
-A scale_inv byte ``e`` stands for ``2**(e - 127)``, and 255 for NaN (E8M0). With 2D quantization a block is 32 x 32, and
-each byte is repeated 32 times. Scales are never swizzled here: the GEMM reads this layout.
+"m up to 128" is m rounded up to a multiple of 128. A scale_inv byte ``e`` stands for ``2**(e - 127)``, and 255 for NaN
+(E8M0). With 2D quantization a block is 32 x 32, and each byte is repeated 32 times. Scales are never swizzled here: the
+GEMM reads this layout.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` f
 ``NVTE_USE_FAST_MATH``); the recipe is that of https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them
 in a column:
 
-==========  =====================  ======================  =====================================================
-direction   a block                codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
-==========  =====================  ======================  =====================================================
-rowwise     1 x 16                 ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
-columnwise  16 x 1                 ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
-==========  =====================  ======================  =====================================================
+==========  =======  ======================  ========================================
+direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
+==========  =======  ======================  ========================================
+rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
+columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
+==========  =======  ======================  ========================================
 
-A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D quantization a block is 16 x 16, and its scale is
-repeated 16 times. With a random Hadamard transform the columnwise data, and their amax, are those of the transformed
-values. Scales are never swizzled here: the GEMM reads this layout.
+"m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
+quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
+data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
 """
 
 from __future__ import annotations
@@ -110,13 +110,14 @@ def decode(tensor: Any) -> Tensor:
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
     """What a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and the factor left to the GEMM.
 
-    Row scaling leaves TE's Python to apply the amax of each row, so that it gets here with an amax of 1.
+    Raises:
+        RuntimeError: for a row-scaled tensor: TE's Python applies the amax of each row, and hands over an amax of 1.
     """
     packed = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
     if amax.numel() != 1:
-        raise RuntimeError(f"an NVFP4 GEMM takes one amax a tensor, but operand has {amax.numel()}")
+        raise RuntimeError(f"an NVFP4 GEMM takes one amax a tensor, but this one has {amax.numel()}")
     scales = _block_scales(stored, packed).bfloat16()
     values = blocks.multiply(float4.decode(packed, torch.bfloat16), scales, (1, _LENGTH))
     return values, amax.item() / (float4.LIMIT * e4m3_limit(tensor))

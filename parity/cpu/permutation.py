@@ -63,9 +63,7 @@ def moe_unpermute_fwd(
     return total.to(input.dtype)
 
 
-def moe_permute_bwd(
-    input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
-) -> Tensor:
+def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int) -> Tensor:
     """The gradient of the tokens from that of their rows; as ``moe_unpermute_fwd``."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
@@ -82,7 +80,7 @@ def moe_unpermute_bwd(
         prob: ``[tokens, top_k]``, or empty: then top_k is 1 and there is one row a token.
 
     Returns:
-        The gradient of the rows, in the dtype of ``input_bwd``, and that of the probabilities, FP32 ``[tokens, top_k]``.
+        The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``.
     """
     tokens, top_k = prob.shape if prob.numel() else (len(row_id_map), 1)
     grad = input_bwd.float()

@@ -39,6 +39,11 @@ def is_current(quantizer: Any) -> bool:
     return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
 
 
+def is_mxfp8(quantizer: Any) -> bool:
+    """Whether the quantizer makes MXFP8: then a bias gradient is summed by the kernel that casts."""
+    return type(quantizer).__name__ == "MXFP8Quantizer"
+
+
 def check_quantizer(quantizer: Any, kernel: str) -> None:
     """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve."""
     if not is_delayed(quantizer) and not is_current(quantizer) and formats.of_quantizer(quantizer) is None:
@@ -75,8 +80,9 @@ def store(
         quantizer: TE's, or None.
         dtype: FP32, FP16 or BF16: what the result is, or seems to be if it is quantized.
         output: where the result goes: a tensor, or a TE quantized tensor if there is a quantizer. Default: a new one.
-        amax_before_rounding: with current scaling and NVFP4, take the amax of the FP32 values, as TE's activation kernels
-            do (``unary_kernel`` in ``common/util/vectorized_pointwise.h``); its norms take that of the rounded ones.
+        amax_before_rounding: with current scaling and NVFP4, take the amax of the FP32 values, as TE's activation
+            kernels do (``unary_kernel`` in ``common/util/vectorized_pointwise.h``); its norms take that of the
+            rounded ones.
         kernel: who calls, for the error.
 
     Returns:

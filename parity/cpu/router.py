@@ -258,7 +258,7 @@ def _routed(
 def _map(chosen: Tensor, shape: torch.Size, routing_map_format: int) -> Tensor:
     """The routing map; bits are packed the lowest expert into the lowest bit."""
     routed = torch.zeros(len(chosen), shape[-1], dtype=torch.bool).scatter_(1, chosen, True)
-    if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:  # type: ignore[attr-defined]
+    if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:
         return routed.view(shape)
     padded = torch.nn.functional.pad(routed, (0, -shape[-1] % 8)).view(*shape[:-1], -1, 8)
     return (padded.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
@@ -269,7 +269,7 @@ def _unpacked(routing_map: Tensor, experts: int, use_dense_indices: bool, routin
     rows = routing_map.reshape(-1, routing_map.shape[-1])
     if use_dense_indices:
         return torch.zeros(len(rows), experts, dtype=torch.bool).scatter_(1, rows.long(), True)
-    if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:  # type: ignore[attr-defined]
+    if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:
         return rows.bool()
     bits = (rows[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.view(len(rows), -1)[:, :experts].bool()

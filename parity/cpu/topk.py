@@ -34,8 +34,8 @@ def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
     """
     if not radix:
         order = _warp_order(scores.shape[1])
-        return order[scores[:, order].sort(1, descending=True, stable=True).indices[:, :k]]
-    chosen = _ordered(scores).sort(1, descending=True, stable=True)
+        return order[scores[:, order].sort(dim=1, descending=True, stable=True).indices[:, :k]]
+    chosen = _ordered(scores).sort(dim=1, descending=True, stable=True)
     smallest, columns = chosen.values[:, k - 1 : k], chosen.indices[:, :k]
     is_smallest = (chosen.values[:, :k] == smallest) * scores.shape[1]
     return columns.gather(1, (columns + is_smallest).argsort(1))

@@ -83,7 +83,7 @@ def cross_entropy_backward(
     """The gradient of the logits, in FP32 and rounded once, in place of the saved logits."""
     rows = saved_input.view(-1, saved_input.shape[-1])
     factor = grad_output.reshape(-1, 1).float()
-    if reduce_loss:
+    if n_non_ignore is not None:
         factor = factor / n_non_ignore
     grad = gradient_without_target(rows, stats, label_smoothing, world_size)
     grad[targets_here(target.view(-1), rows.shape[1], rank)] -= 1 - label_smoothing

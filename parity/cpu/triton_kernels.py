@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
-
 from parity.cpu import (
     triton_cross_entropy,
     triton_cross_entropy_before_2_19,
@@ -31,8 +29,9 @@ def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
     family = _FAMILIES.get(module)
     if family is None:
         return {}
-    if family is triton_cross_entropy and versions.installed_version() < Version("2.19"):
-        gradient_in_fp32 = versions.installed_version() >= Version("2.18")
+    version = versions.installed_version()
+    if family is triton_cross_entropy and versions.has_cross_entropy_gradient_in_forward(version):
+        gradient_in_fp32 = versions.has_cross_entropy_gradient_in_fp32(version)
         return {
             "cross_entropy_forward": triton_cross_entropy_before_2_19.forward(gradient_in_fp32),
             "cross_entropy_backward": triton_cross_entropy_before_2_19.cross_entropy_backward,

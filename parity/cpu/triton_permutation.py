@@ -162,8 +162,6 @@ def sort_chunks_by_map(
 
 def _routes(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The token, the expert and the row of each route, int64; a token's routes follow each other, highest row first."""
-    tokens, column = torch.nonzero(
-        torch.arange(num_experts) < row_id_map[:, 2 * num_experts, None], as_tuple=True
-    )
+    tokens, column = torch.nonzero(torch.arange(num_experts) < row_id_map[:, 2 * num_experts, None], as_tuple=True)
     rows, experts = row_id_map[tokens, column].long(), row_id_map[tokens, num_experts + column].long()
     return tokens, experts, rows if pad_offsets is None else rows + pad_offsets.long()[experts]

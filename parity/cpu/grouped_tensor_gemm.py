@@ -1,0 +1,131 @@
+"""Several matrix products in one call, over TransformerEngine's ``GroupedTensorStorage``.
+
+Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm_for_*``) and ``csrc/extensions/misc.cpp`` of TE 2.20.2.
+A grouped tensor holds the matrices of all groups one after the other. TE takes this path for BF16 and FP16 on Hopper
+in ``te.ops.GroupedLinear`` of 2.16 to 2.18; later versions ask for a newer cuBLAS than the emulated one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu import gemm, versions
+
+__all__ = [
+    "get_grouped_gemm_setup_workspace_size",
+    "splits_to_offsets",
+    "splits_to_offsets_multi",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+    "te_general_grouped_gemm_for_grouped_tensor",
+]
+
+
+def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
+    """No bytes: there are no descriptors to set up."""
+    return 0
+
+
+def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
+    """Where each group begins and ends, int64 ``[groups + 1]``, from numbers of rows and elements in a row."""
+    return torch.nn.functional.pad(first_dims.long().cumsum(0) * logical_last_dim, (1, 0))
+
+
+def splits_to_offsets_multi(
+    split_sizes: Tensor,
+    device: torch.device,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """The split sizes as int64, and ``splits_to_offsets`` for each stride, with or without the leading zero."""
+    offsets = [
+        splits_to_offsets(split_sizes, stride)[0 if leading else 1 :].to(dtype)
+        for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
+    ]
+    return split_sizes.long(), offsets
+
+
+@torch.no_grad()
+def te_general_grouped_gemm_for_grouped_tensor(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Any,
+    bias: Any,
+    bias_scale: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    workspace_setup: Tensor,
+    workspace_cublas: Tensor,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Any:
+    """``D[i] = alpha[i] op(B[i]) op(A[i]) + beta[i] D[i]`` for each group i, then plus a bias.
+
+    Args:
+        A, B, D: grouped tensors of high precision, or lists of matrices.
+        bias: grouped tensor of one row a group; the product is rounded before the bias is added.
+        bias_scale: FP32, one for each row of D: times the bias.
+        alpha: FP32, ``[groups]`` or one element.
+        beta: FP32, ``[groups]`` or one element.
+
+    Returns:
+        D.
+
+    Raises:
+        NotImplementedError: for quantized grouped tensors.
+    """
+    outputs = _members(D)
+    factors = alpha.expand(len(outputs)).tolist(), beta.expand(len(outputs)).tolist()
+    for a, b, output, product_factor, addend_factor in zip(_members(A), _members(B), outputs, *factors, strict=True):
+        if a.numel() == 0 or b.numel() == 0:
+            output.mul_(addend_factor) if addend_factor else output.zero_()
+            continue
+        gemm.generic_gemm(
+            a, transA, b, transB, output, None, None, None, 0, False, None, False, workspace_cublas, 0,
+            addend_factor != 0, use_split_accumulator, alpha=product_factor, beta=addend_factor or None,
+        )  # fmt: skip
+    if bias is not None:
+        _add_bias(outputs, _members(bias), bias_scale)
+    return D
+
+
+te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
+te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
+
+
+def _members(grouped: Any) -> Sequence[Tensor]:
+    """Each group's matrix, a view of the grouped tensor's data."""
+    if isinstance(grouped, (list, tuple)):
+        tensors = list(grouped)
+    elif grouped.quantizer is not None:
+        tensors = [grouped]
+    else:
+        shapes = grouped.tensor_shapes or [(rows, grouped.logical_shape[1]) for rows in grouped.first_dims.tolist()]
+        sizes = [math.prod(shape) for shape in shapes]
+        data = grouped.rowwise_data.view(-1)
+        return [part.view(shape) for part, shape in zip(data[: sum(sizes)].split(sizes), shapes, strict=True)]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or hasattr(tensor, "_quantizer"):
+            raise NotImplementedError(
+                f"the CPU kernel te_general_grouped_gemm_for_grouped_tensor has no {type(tensor).__name__} "
+                f"in quantized form, which TransformerEngine {versions.installed_version()} asked for"
+            )
+    return tensors
+
+
+def _add_bias(outputs: Sequence[Tensor], biases: Sequence[Tensor], bias_scale: Tensor | None) -> None:
+    scales = None if bias_scale is None else bias_scale.split([len(output) for output in outputs])
+    for i, (output, bias) in enumerate(zip(outputs, biases, strict=True)):
+        addend = bias.float().view(1, -1)
+        if scales is not None:
+            addend = addend * scales[i][:, None]
+        output.copy_(output.float() + addend)

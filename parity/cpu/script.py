@@ -1,0 +1,75 @@
+"""Runs a user's script, TransformerEngine and all, on the CPU kernels, though it says ``cuda``."""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from parity.cpu import cuda, rewrite
+
+
+def run(script: Path, arguments: Sequence[str]) -> None:
+    """Run ``script`` as ``python SCRIPT ARGUMENTS`` would, with the CPU in place of CUDA.
+
+    That holds for the script and for the modules that lie in its folder and below; installed packages stay as they
+    are. This process is the script's from here on: ``sys.argv``, ``sys.path`` and ``__main__`` are set and stay so.
+    What the script raises, ``SystemExit`` too, is raised here.
+
+    Raises:
+        OSError: if the script cannot be read.
+        SyntaxError: if it is not Python.
+    """
+    folder = str(script.resolve().parent)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, folder)
+    # Where Python looks into folders; TransformerEngine's finder, and those of built-in modules, are asked before.
+    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), _ScriptFinder(folder))
+    module = ModuleType("__main__")
+    loader = _ScriptLoader("__main__", str(script))
+    module.__file__, module.__loader__ = str(script), loader
+    sys.modules["__main__"] = module
+    loader.exec_module(module)
+
+
+class _ScriptLoader(importlib.machinery.SourceFileLoader):
+    """Loads source that means the CPU where it says ``cuda``; it neither reads nor writes ``.pyc`` files."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+        tree = rewrite.cuda_means_cpu(rewrite.normalize_devices(ast.parse(data, path)))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)[rewrite.CUDA_NAME] = cuda
+        super().exec_module(module)
+
+
+class _ScriptFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules whose source lies in the script's folder or below, but for installed ones and parity's own."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] == "parity":
+            return None
+        places = [self._folder] if path is None else path
+        spec = importlib.machinery.PathFinder.find_spec(fullname, places, target)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return None
+        file = Path(spec.loader.path)
+        if not file.is_relative_to(self._folder) or "site-packages" in file.relative_to(self._folder).parts:
+            return None
+        spec.loader = _ScriptLoader(fullname, spec.loader.path)
+        return spec

@@ -1,0 +1,147 @@
+"""Number formats of GEMM operands: each a function from a matrix to the values that it has in the format.
+
+A format takes FP32 values ``[rows, columns]`` and the dimension that the GEMM sums over, along which blocks share a
+scale; it returns FP32 values of the same shape. Exact ties may round either way: the rounding model predicts the size
+of an error, not its bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Format = Callable[[Tensor, int], Tensor]
+
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def tf32(x: Tensor, dim: int = -1) -> Tensor:
+    """FP32 values rounded to nearest with 10 mantissa bits, by Veltkamp's splitting; |x| < 2^114.
+
+    Source: T. J. Dekker, "A floating-point technique for extending the available precision", 1971, section 5.
+    """
+    scaled = x * (2.0**13 + 1.0)
+    return scaled - (scaled - x)
+
+
+def e4m3(x: Tensor, dim: int = -1) -> Tensor:
+    """float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
+    return _cast(x, _amax(x), torch.float8_e4m3fn)
+
+
+def e5m2(x: Tensor, dim: int = -1) -> Tensor:
+    """float8_e5m2 with one scale for the tensor, which maps its largest magnitude to 57344."""
+    return _cast(x, _amax(x), torch.float8_e5m2)
+
+
+def e4m3_blocks(length: int) -> Format:
+    """float8_e4m3fn with a power-of-two scale for each ``length`` elements along the summed dimension.
+
+    The scale is the largest that lets no element overflow: TE's block scaling (length 128) rounds ``448 / amax`` down
+    to a power of two, MXFP8 (length 32, OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is the same.
+    """
+
+    def blocks(x: Tensor, dim: int) -> Tensor:
+        return _in_blocks(x, dim, length, lambda block: _cast_power_of_two(block, (-1,)))
+
+    return blocks
+
+
+def e4m3_squares(length: int) -> Format:
+    """float8_e4m3fn with a power-of-two scale for each square of ``length`` by ``length``, for weights."""
+
+    def squares(x: Tensor, dim: int) -> Tensor:
+        return _in_squares(x, length, lambda block: _cast_power_of_two(block, (1, 3)))
+
+    return squares
+
+
+def nvfp4_blocks(x: Tensor, dim: int) -> Tensor:
+    """E2M1 with an E4M3 scale for each 16 elements along the summed dimension and an FP32 scale for the tensor.
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
+    """
+    amax = _amax(x)
+    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), amax, _nearest_e2m1))
+
+
+def nvfp4_stochastic(x: Tensor, dim: int) -> Tensor:
+    """As ``nvfp4_blocks``, but rounded up or down at random, without bias; for gradients (ibid., section 4.3)."""
+    amax = _amax(x)
+    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), amax, _stochastic_e2m1))
+
+
+def nvfp4_squares(x: Tensor, dim: int) -> Tensor:
+    """As ``nvfp4_blocks``, with a scale for each square of 16 by 16; for weights (ibid., section 4.4)."""
+    amax = _amax(x)
+    return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), amax, _nearest_e2m1))
+
+
+def hadamard(x: Tensor, dim: int) -> Tensor:
+    """Rotate each 16 elements along a dimension by the orthogonal 16 by 16 Hadamard matrix; others stay as they are."""
+    rotated = x.movedim(dim, -1)
+    if rotated.shape[-1] % 16:
+        return x
+    matrix = x.new_ones(1, 1)
+    for _ in range(4):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    blocks = rotated.unflatten(-1, (-1, 16)) @ (matrix / 4)
+    return blocks.flatten(-2).movedim(-1, dim)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())
+
+
+def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+def _cast_power_of_two(block: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """E4M3 with the largest power-of-two scale that lets nothing overflow."""
+    amax = block.abs().amax(dims, keepdim=True)
+    exponent = torch.where(amax > 0, (448.0 / amax).log2().floor(), 0.0).clamp(max=127)
+    return torch.ldexp(torch.ldexp(block, exponent).to(torch.float8_e4m3fn).to(block.dtype), -exponent)
+
+
+def _cast_nvfp4(block: Tensor, dims: tuple[int, ...], amax: Tensor, to_e2m1: Callable[[Tensor], Tensor]) -> Tensor:
+    global_scale = torch.where(amax > 0, 448.0 * 6.0 / amax, torch.ones_like(amax))
+    block_scale = block.abs().amax(dims, keepdim=True) / 6.0 * global_scale
+    block_scale = block_scale.to(torch.float8_e4m3fn).to(block.dtype)
+    to_block = torch.where(block_scale > 0, global_scale / block_scale, 0.0)
+    return to_e2m1((block * to_block).clamp(-6.0, 6.0)) * block_scale / global_scale
+
+
+def _nearest_e2m1(x: Tensor) -> Tensor:
+    values = x.new_tensor(_E2M1_VALUES)
+    midpoints = (values[1:] + values[:-1]) / 2
+    return values[torch.bucketize(x.abs().contiguous(), midpoints)].copysign(x)
+
+
+def _stochastic_e2m1(x: Tensor) -> Tensor:
+    values = x.new_tensor(_E2M1_VALUES)
+    below = (torch.bucketize(x.abs().contiguous(), values, right=True) - 1).clamp(max=len(values) - 2)
+    low, high = values[below], values[below + 1]
+    chance = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
+    return torch.where(chance < (x.abs() - low) / (high - low), high, low).copysign(x)
+
+
+def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cast ``[..., blocks, length]`` views along a dimension, whose last block may be filled up with zeros."""
+    moved = x.movedim(dim, -1)
+    size = moved.shape[-1]
+    padded = F.pad(moved, (0, -size % length)).unflatten(-1, (math.ceil(size / length), length))
+    return cast(padded).flatten(-2)[..., :size].movedim(-1, dim)
+
+
+def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cast a ``[row blocks, length, column blocks, length]`` view of a matrix, filled up with zeros."""
+    rows, columns = x.shape
+    padded = F.pad(x, (0, -columns % length, 0, -rows % length))
+    blocks = padded.unflatten(1, (-1, length)).unflatten(0, (-1, length))
+    return cast(blocks).flatten(2).flatten(0, 1)[:rows, :columns]

@@ -1,0 +1,58 @@
+"""The fused softmaxes and RoPE, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from parity.kernel_table.bench import Bench
+from parity.kernel_table.call import KernelCall
+
+_BATCH, _HEADS, _SEQUENCE, _FEATURES = 2, 4, 128, 64
+_SCALE = 0.13
+_HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
+_SOFTMAXES = ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked")
+_SHAPES_OF_TOKENS = {"SBHD": (_SEQUENCE, _BATCH, _HEADS, _FEATURES), "BSHD": (_BATCH, _SEQUENCE, _HEADS, _FEATURES)}
+
+
+def calls() -> Iterator[KernelCall]:
+    for softmax in _SOFTMAXES:
+        for text, dtype in _HALF.items():
+            for direction in ("forward", "backward"):
+                run = partial(_softmax, softmax=softmax, dtype=dtype, direction=direction)
+                shapes = str(list(_scores(softmax)))
+                yield KernelCall("Softmax", f"{softmax}_softmax_{direction}", text, shapes, run)
+    for direction in ("forward", "backward"):
+        for text, dtype in {"FP32": torch.float32, **_HALF}.items():
+            for layout, shape in _SHAPES_OF_TOKENS.items():
+                for interleaved in (False, True):
+                    variant = f"{text}, {layout}, {'interleaved' if interleaved else 'halves'}"
+                    run = partial(_rope, direction=direction, dtype=dtype, layout=layout, interleaved=interleaved)
+                    yield KernelCall("RoPE", f"fused_rope_{direction}", variant, str(list(shape)), run)
+
+
+def _scores(softmax: str) -> tuple[int, ...]:
+    square = (_SEQUENCE, _SEQUENCE)
+    return (_BATCH * _HEADS, *square) if "upper_triang" in softmax else (_BATCH, _HEADS, *square)
+
+
+def _softmax(bench: Bench, softmax: str, dtype: torch.dtype, direction: str) -> Mapping[str, Any]:
+    """The backward pass takes probabilities of the same kernels' forward."""
+    scores = bench.normal(*_scores(softmax), dtype=dtype, scale=4.0)
+    mask = (bench.coin(_BATCH, 1, _SEQUENCE, _SEQUENCE),) if softmax == "scaled_masked" else ()
+    probabilities = getattr(bench.tex, f"{softmax}_softmax_forward")(scores, *mask, _SCALE)
+    if direction == "forward":
+        return {"probabilities": probabilities}
+    grad = bench.normal(*_scores(softmax), dtype=dtype)
+    return {"gradient": getattr(bench.tex, f"{softmax}_softmax_backward")(grad, probabilities, _SCALE)}
+
+
+def _rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str, interleaved: bool) -> Mapping[str, Any]:
+    tokens = bench.normal(*_SHAPES_OF_TOKENS[layout], dtype=dtype)
+    tex_layout = getattr(bench.tex.NVTE_QKV_Format, f"NVTE_{layout}")
+    kernel = getattr(bench.tex, f"fused_rope_{direction}")
+    angles = bench.angles(_SEQUENCE, _FEATURES)
+    return {"result": kernel(tokens, angles, None, tex_layout, interleaved, None, 1, 0)}

@@ -1,0 +1,27 @@
+"""All calls of the table, in its order, and the choice of some."""
+
+from __future__ import annotations
+
+from parity.kernel_table import activation_calls, attention_calls, cast_calls, gemm_calls, norm_calls
+from parity.kernel_table.call import KernelCall
+from parity.user_error import UserError
+
+CALLS: tuple[KernelCall, ...] = (
+    *gemm_calls.calls(),
+    *norm_calls.calls(),
+    *activation_calls.calls(),
+    *attention_calls.calls(),
+    *cast_calls.calls(),
+)
+
+
+def select(keyword: str) -> tuple[KernelCall, ...]:
+    """The calls whose name contains the keyword; an empty one is in all.
+
+    Raises:
+        UserError: if it is in none.
+    """
+    chosen = tuple(call for call in CALLS if keyword in call.name)
+    if not chosen:
+        raise UserError(f"no kernel call contains {keyword!r} in its name, such as {CALLS[0].name!r}")
+    return chosen

@@ -1,0 +1,74 @@
+"""``parity kernels``: the whole table, by one process for each kind of kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from parity import te
+from parity.cpu import cuda
+from parity.kernel_table import catalogue, measure
+from parity.kernel_table.table import Comparison, compare, draw
+from parity.report import environment
+from parity.te import Backend
+from parity.user_error import UserError
+
+
+def make_table(keyword: str, seed: int, report: Path) -> None:
+    """Compare the kernels whose calls contain the keyword with their compiled counterparts, and write the report.
+
+    Raises:
+        UserError: if there are no compiled kernels or no GPU here, no such calls, or the report cannot be written.
+    """
+    reason = te.why_no_gpu()
+    if reason is not None:
+        raise UserError(
+            f"the table of CPU kernels against real ones is missing, and cannot be made here: {reason}; run "
+            "`parity kernels` on a machine with an NVIDIA GPU and TransformerEngine's compiled kernels"
+        )
+    gpu = nearest_gpu(*torch.cuda.get_device_capability())
+    comparisons = compare_backends("gpu", gpu, keyword, seed)
+    measured = environment.measure("gpu", [seed], len(comparisons))
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(draw(comparisons, measured, cuda.GPUS[gpu].name), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {report}: {error.strerror}") from None
+
+
+def nearest_gpu(major: int, minor: int) -> str:
+    """The name in ``cuda.GPUS`` of the newest GPU of at most this compute capability; the oldest if all are newer."""
+    by_age = sorted(cuda.GPUS, key=_capability)
+    older = [name for name in by_age if _capability(name) <= (major, minor)]
+    return older[-1] if older else by_age[0]
+
+
+def _capability(name: str) -> tuple[int, int]:
+    return cuda.GPUS[name].major, cuda.GPUS[name].minor
+
+
+def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: int) -> list[Comparison]:
+    """Make the calls on the reference's kernels and on the CPU's, and compare them.
+
+    Args:
+        reference: ``gpu``; ``cpu`` compares the CPU kernels with themselves in another process.
+        emulated_gpu: a name in ``cuda.GPUS``.
+        keyword: of the calls.
+        seed: of the inputs.
+    """
+    calls = catalogue.select(keyword)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = []
+        for name, backend in (("reference", reference), ("candidate", "cpu")):
+            place = Path(folder) / name
+            place.mkdir()
+            command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place)]
+            # A kernel may end the process, by a segmentation fault say: calls without an outcome tell so.
+            subprocess.run(command, env={**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, check=False)
+            outcomes.append([measure.read(index, place) for index in range(len(calls))])
+    return [compare(call, *pair) for call, pair in zip(calls, zip(*outcomes, strict=True), strict=True)]

@@ -1,0 +1,61 @@
+"""How far two tensors of one dtype are apart: how many elements differ in a bit, and how many numbers lie between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """
+    Attributes:
+        elements: of either tensor.
+        different: how many of them differ in a bit.
+        max_ulps: the largest distance of two elements, counted in representable numbers: neighbours are 1 apart, both
+            zeros are one number, and so are all NaNs. Infinite where one element is NaN and the other is not.
+    """
+
+    elements: int
+    different: int
+    max_ulps: float
+
+
+def measure(x: Tensor, y: Tensor) -> Distance:
+    """The distance of two tensors of the same shape and dtype: floating-point, FP8 and E8M0 included, or integers.
+
+    Raises:
+        ValueError: if shapes or dtypes differ.
+    """
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(f"{x.dtype} {list(x.shape)} cannot be compared with {y.dtype} {list(y.shape)}")
+    different = int((_bits(x) != _bits(y)).sum())
+    x_nan, y_nan = _is_nan(x), _is_nan(y)
+    steps = (ordinal(x) - ordinal(y)).abs().masked_fill(x_nan & y_nan, 0)
+    if bool((x_nan != y_nan).any()):
+        return Distance(x.numel(), different, math.inf)
+    return Distance(x.numel(), different, float(steps.max()) if x.numel() else 0.0)
+
+
+def ordinal(values: Tensor) -> Tensor:
+    """INT64: the place of each number among those of its dtype; zeros have 0, the smallest positive number has 1."""
+    bits = _bits(values).long()
+    if values.dtype is torch.float8_e8m0fnu or not values.dtype.is_floating_point:
+        return bits
+    sign = 1 << (8 * values.element_size() - 1)
+    return torch.where((bits & sign) != 0, -(bits & (sign - 1)), bits)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.element_size()]) if values.dtype.is_floating_point else values
+
+
+def _is_nan(values: Tensor) -> Tensor:
+    if not values.dtype.is_floating_point:
+        return torch.zeros(values.shape, dtype=torch.bool)
+    return values.float().isnan()

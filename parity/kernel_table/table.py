@@ -1,0 +1,108 @@
+"""Draws the table: for each result of each call, how far the CPU kernels are from the real ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from parity.kernel_table.call import KernelCall
+from parity.kernel_table.distance import Distance, measure
+from parity.kernel_table.measure import Outcome
+from parity.report.environment import Environment
+
+_HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One call on both kinds of kernels.
+
+    Attributes:
+        distances: by the name of a buffer, how far the two are apart, or why that cannot be said.
+        why_none: why there are no distances at all, or None.
+    """
+
+    call: KernelCall
+    distances: dict[str, Distance | str]
+    why_none: str | None = None
+
+
+def compare(call: KernelCall, real: Outcome, emulated: Outcome) -> Comparison:
+    """The distances of two outcomes of one call."""
+    for side, outcome in (("GPU", real), ("CPU", emulated)):
+        if outcome.error is not None:
+            return Comparison(call, {}, f"{side}: {outcome.error}")
+    names = list(dict.fromkeys([*real.buffers, *emulated.buffers]))
+    return Comparison(call, {name: _distance(name, real, emulated) for name in names})
+
+
+def _distance(name: str, real: Outcome, emulated: Outcome) -> Distance | str:
+    if name not in emulated.buffers:
+        return "on the GPU only"
+    if name not in real.buffers:
+        return "on the CPU only"
+    try:
+        return measure(real.buffers[name], emulated.buffers[name])
+    except ValueError as error:
+        return str(error)
+
+
+def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str) -> str:
+    """The report, markdown.
+
+    Args:
+        environment: of the process with the real kernels.
+        emulated_gpu: the GPU that the CPU kernels emulated.
+    """
+    made = list(comparisons)
+    facts = {
+        "GPU": environment.device,
+        "TransformerEngine": environment.transformer_engine,
+        "torch": environment.torch,
+        "CUDA": environment.cuda,
+        "cuDNN": environment.cudnn,
+        "emulated": emulated_gpu,
+        "processor": environment.cpu,
+        "date": environment.date,
+    }
+    parts = [
+        "# CPU kernels against TransformerEngine's",
+        "Made by `parity kernels`: the same inputs for the compiled kernels on the GPU and for the CPU kernels. "
+        "*Equal to the bit* is the fraction of elements; *max ulps* counts the numbers of the result's own format from "
+        "one result to the other. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
+        "be equal; casts, scales and amaxes of equal inputs are.",
+        _markdown([(name, value or "-") for name, value in facts.items()], ("", "")),
+    ]
+    for family, group in itertools.groupby(made, lambda comparison: comparison.call.family):
+        parts += [f"## {family}", _markdown([row for comparison in group for row in _rows(comparison)], _HEADERS)]
+    missing = [(c.call.kernel, c.call.variant, c.why_none) for c in made if c.why_none is not None]
+    parts += ["## Not compared", _markdown(missing, ("kernel", "variant", "why")) if missing else "None."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    call = comparison.call
+    for name, distance in comparison.distances.items():
+        figures = (distance, "-") if isinstance(distance, str) else (fraction(distance), ulps(distance))
+        yield call.kernel, call.variant, call.shapes, name, *figures
+
+
+def fraction(distance: Distance) -> str:
+    """The fraction of equal elements, in percent; only what is wholly equal shows as 100."""
+    if distance.different == 0:
+        return "100 %"
+    percent = 100 * (1 - distance.different / distance.elements)
+    return f"{math.floor(1000 * percent) / 1000:.3f} %"
+
+
+def ulps(distance: Distance) -> str:
+    return "NaN on one side" if math.isinf(distance.max_ulps) else f"{distance.max_ulps:.0f}"
+
+
+def _markdown(rows: Iterable[Iterable[str | None]], headers: Iterable[str]) -> str:
+    escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return tabulate(escaped, list(headers), tablefmt="github", disable_numparse=True)

@@ -1,0 +1,11 @@
+"""Numerical experiments: one file a study, one command (``parity study NAME``), one report in ``reports/studies``.
+
+A study is a module of ``catalogue.STUDIES`` with
+
+* ``Settings``, a frozen dataclass whose fields are the study's options;
+* ``FULL`` and ``QUICK``, the settings of a whole run and of one that takes less than a minute;
+* ``run(settings, folder)``, which does what ``folder`` has no record of yet, writes the report there and returns its
+  path.
+
+The other modules are what studies share.
+"""

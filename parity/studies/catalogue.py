@@ -1,0 +1,65 @@
+"""Which studies there are, and their options as a person writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from parity.user_error import UserError
+
+STUDIES = {
+    "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
+    "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",
+}
+
+
+def load(name: str) -> ModuleType:
+    """A study's module.
+
+    Raises:
+        UserError: if there is no such study, or a library that studies need is not installed.
+    """
+    if name not in STUDIES:
+        raise UserError(f"there is no study {name!r}; there are {', '.join(STUDIES)}")
+    for library in ("matplotlib", "scipy"):
+        if importlib.util.find_spec(library) is None:
+            raise UserError(f"studies need {library}: pip install 'te-parity[studies]'")
+    return importlib.import_module(f"parity.studies.{name}")
+
+
+def with_options(settings: Any, options: Sequence[str]) -> Any:
+    """A study's settings with options such as ``steps=20`` or ``models=gpt,llama``, parsed as the default's type.
+
+    Args:
+        settings: a dataclass instance whose fields are numbers, strings, or tuples of either.
+        options: ``field=value``; the elements of a tuple are separated by commas.
+
+    Raises:
+        UserError: for a field that is not there, or a value that is not of its type.
+    """
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    chosen: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if name not in fields or not equals:
+            known = ", ".join(f"{field}={_written(value)}" for field, value in fields.items())
+            raise UserError(f"{option!r} is no option of this study; its options and their values are {known}")
+        try:
+            chosen[name] = _parsed(text, fields[name])
+        except ValueError:
+            raise UserError(f"{option!r}: {text!r} cannot stand where {_written(fields[name])!r} does") from None
+    return dataclasses.replace(settings, **chosen)
+
+
+def _parsed(text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        return tuple(type(default[0])(element) for element in text.split(","))
+    return type(default)(text)
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,211 @@
+"""Small language models, each twice: in plain PyTorch, and with TransformerEngine's layers in the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity import weights
+from parity.inputs import Rng
+from parity.reference import GPTLayer, LlamaLayer, NormLinear
+from parity.te import Kernels
+from parity.weights import WeightMap, stack
+
+# Of weight matrices and embeddings, as in GPT-2; norms start at 1, biases at 0.
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and what it reads.
+
+    Attributes:
+        vocabulary: number of tokens.
+        seq: tokens of a sequence.
+        hidden: width of the residual stream.
+        layers: transformer layers.
+        heads: query heads.
+        groups: key-value heads of a llama; a GPT has one for each query head.
+        ffn: width inside the MLP.
+    """
+
+    vocabulary: int
+    seq: int
+    hidden: int
+    layers: int
+    heads: int
+    groups: int
+    ffn: int
+
+
+class LanguageModel(nn.Module):
+    """Embeddings, layers, and a norm with the output projection.
+
+    Args:
+        size: of the model.
+        layers: each maps ``[batch, seq, hidden]`` to the same.
+        head: maps ``[batch, seq, hidden]`` to logits ``[batch, seq, vocabulary]``.
+        learned_positions: whether positions have embeddings.
+        layer_arguments: further arguments of each layer.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        layers: Sequence[nn.Module],
+        head: nn.Module,
+        learned_positions: bool,
+        layer_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.hidden)
+        self.positions = nn.Embedding(size.seq, size.hidden) if learned_positions else None
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+        self.layer_arguments = dict(layer_arguments or {})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``."""
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, **self.layer_arguments)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model in both forms, and how their parameters map.
+
+    Attributes:
+        reference: the plain model of a size, on the CPU.
+        candidate: the same from TE's layers, on the kernels' device.
+        weight_map: which reference parameters hold which TE parameters.
+    """
+
+    reference: Callable[[Size], LanguageModel]
+    candidate: Callable[[Size, Kernels], LanguageModel]
+    weight_map: Callable[[Size], WeightMap]
+
+
+def initial_weights(architecture: Architecture, size: Size, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The plain model's weights at step 0: FP32 that is exact in ``dtype``, so that every arithmetic starts there."""
+    rng = Rng(seed, "weights")
+    drawn = {}
+    for name, parameter in architecture.reference(size).named_parameters():
+        is_matrix = parameter.dim() > 1
+        constant = torch.zeros_like(parameter) if name.endswith("bias") else torch.ones_like(parameter)
+        drawn[name] = (
+            rng.normal(*parameter.shape, std=INITIAL_STD).to(dtype).float() if is_matrix else constant.detach()
+        )
+    return drawn
+
+
+def load_candidate(model: LanguageModel, architecture: Architecture, size: Size, initial: Mapping[str, Tensor]) -> None:
+    """Copy weights of the plain model's names into TE's model.
+
+    Raises:
+        WeightMapError: if the map does not use each parameter of both once.
+    """
+    weight_map = architecture.weight_map(size)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    weights.check(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
+    load(model, weights.to_candidate(weight_map, initial, shapes))
+
+
+def load(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
+    """Copy weights, by the model's own names, into it."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _gpt(size: Size) -> LanguageModel:
+    layers = [GPTLayer(size.hidden, size.ffn, size.heads) for _ in range(size.layers)]
+    head = NormLinear(nn.LayerNorm(size.hidden), size.hidden, size.vocabulary, bias=False)
+    return LanguageModel(size, layers, head, learned_positions=True)
+
+
+def _gpt_on_te(size: Size, kernels: Kernels) -> LanguageModel:
+    layers = [_te_layer(size, kernels) for _ in range(size.layers)]
+    head = kernels.te.LayerNormLinear(size.hidden, size.vocabulary, bias=False)
+    return LanguageModel(size, layers, head, learned_positions=True).to(kernels.device)
+
+
+def _llama(size: Size) -> LanguageModel:
+    layers = [LlamaLayer(size.hidden, size.ffn, size.heads, size.groups) for _ in range(size.layers)]
+    head = NormLinear(nn.RMSNorm(size.hidden, eps=1e-5), size.hidden, size.vocabulary, bias=False)
+    return LanguageModel(size, layers, head, learned_positions=False)
+
+
+def _llama_on_te(size: Size, kernels: Kernels) -> LanguageModel:
+    options = dict(num_gqa_groups=size.groups, normalization="RMSNorm", activation="swiglu", bias=False)
+    layers = [_te_layer(size, kernels, **options) for _ in range(size.layers)]
+    head = kernels.te.LayerNormLinear(size.hidden, size.vocabulary, bias=False, normalization="RMSNorm")
+    # Angles are made once, outside the model: as part of it they would be rounded to its dtype.
+    angles = kernels.te.RotaryPositionEmbedding(size.hidden // size.heads).to(kernels.device)(size.seq)
+    arguments = {"rotary_pos_emb": angles}
+    return LanguageModel(size, layers, head, learned_positions=False, layer_arguments=arguments).to(kernels.device)
+
+
+def _te_layer(size: Size, kernels: Kernels, **options: Any) -> nn.Module:
+    return kernels.te.TransformerLayer(
+        size.hidden,
+        size.ffn,
+        size.heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attn_input_format="bshd",
+        **options,
+    )
+
+
+def _gpt_weights(size: Size) -> WeightMap:
+    whole: dict[Any, Any] = {"tokens.weight": "tokens.weight", "positions.weight": "positions.weight"}
+    for i in range(size.layers):
+        whole |= _norm(f"layers.{i}.attention_norm", f"layers.{i}.self_attention.layernorm_qkv.layer_norm")
+        whole |= _norm(f"layers.{i}.mlp.norm", f"layers.{i}.layernorm_mlp.layer_norm")
+        for kind in ("weight", "bias"):
+            whole |= _attention(f"layers.{i}", kind)
+            whole[f"layers.{i}.mlp.up_proj.{kind}"] = f"layers.{i}.layernorm_mlp.fc1_{kind}"
+            whole[f"layers.{i}.mlp.down_proj.{kind}"] = f"layers.{i}.layernorm_mlp.fc2_{kind}"
+    return whole | _norm("head.norm", "head.layer_norm") | {"head.linear.weight": "head.weight"}
+
+
+def _llama_weights(size: Size) -> WeightMap:
+    whole: dict[Any, Any] = {"tokens.weight": "tokens.weight"}
+    for i in range(size.layers):
+        layer = f"layers.{i}"
+        whole |= _attention(layer, "weight")
+        whole |= {
+            f"{layer}.attention_norm.weight": f"{layer}.self_attention.layernorm_qkv.layer_norm_weight",
+            f"{layer}.mlp.norm.weight": f"{layer}.layernorm_mlp.layer_norm_weight",
+            stack(f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"): f"{layer}.layernorm_mlp.fc1_weight",
+            f"{layer}.mlp.down_proj.weight": f"{layer}.layernorm_mlp.fc2_weight",
+        }
+    return whole | {"head.norm.weight": "head.layer_norm_weight", "head.linear.weight": "head.weight"}
+
+
+def _norm(reference: str, candidate: str) -> dict[str, str]:
+    return {f"{reference}.{kind}": f"{candidate}_{kind}" for kind in ("weight", "bias")}
+
+
+def _attention(layer: str, kind: str) -> dict[str, str]:
+    fused = f"{layer}.self_attention.layernorm_qkv"
+    return {
+        f"{layer}.attention.q_proj.{kind}": f"{fused}.query_{kind}",
+        f"{layer}.attention.k_proj.{kind}": f"{fused}.key_{kind}",
+        f"{layer}.attention.v_proj.{kind}": f"{fused}.value_{kind}",
+        f"{layer}.attention.o_proj.{kind}": f"{layer}.self_attention.proj.{kind}",
+    }
+
+
+ARCHITECTURES = {
+    "gpt": Architecture(_gpt, _gpt_on_te, _gpt_weights),
+    "llama": Architecture(_llama, _llama_on_te, _llama_weights),
+}

@@ -1,0 +1,266 @@
+"""Float8BlockQuantizer and its tensors: scales of 1 x 128 and of 128 x 128 blocks, as TE's own objects ask for them."""
+
+from __future__ import annotations
+
+import io
+import math
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parity import te
+from parity.cpu import gemm, quantize
+from parity.cpu.enums import DType
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ML_DTYPE = {DType.kFloat8E4M3: ml_dtypes.float8_e4m3fn, DType.kFloat8E5M2: ml_dtypes.float8_e5m2}
+LIMIT = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
+ROWS, COLUMNS = 130, 260
+
+
+@pytest.fixture(scope="module")
+def te_module() -> ModuleType:
+    return te.kernels("cpu").te
+
+
+def quantizer_of(te_module: ModuleType, dtype: Any = DType.kFloat8E4M3, **options: Any) -> Any:
+    return te_module.Float8BlockQuantizer(dtype, **({"rowwise": True, "columnwise": True} | options))
+
+
+def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Values whose magnitude differs from block to block, with a row of zeros."""
+    torch.manual_seed(0)
+    values = torch.randn(shape) * torch.exp(4 * torch.randn(shape))
+    values[0] = 0
+    return values.to(dtype)
+
+
+def encoded(
+    values: np.ndarray, dtype: DType, power_of_two: bool, epsilon: float = 0.0
+) -> tuple[np.ndarray, np.float32]:
+    """The codes of one block, and its scale_inv, by NumPy's FP32 and ``ml_dtypes``' rounding."""
+    amax = max(np.float32(np.abs(values).max()), np.float32(epsilon))
+    scale = np.float32(LIMIT[dtype]) / amax if amax else np.float32(1)
+    if power_of_two:
+        scale = np.float32(2.0 ** math.floor(math.log2(scale)))
+    scaled = np.clip(values * scale, -LIMIT[dtype], LIMIT[dtype])
+    return scaled.astype(ML_DTYPE[dtype]).view(np.uint8), np.float32(1) / scale
+
+
+def by_blocks(
+    values: Tensor, block: tuple[int, int], dtype: DType, power_of_two: bool, epsilon: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of a matrix and one scale_inv a block, block by block."""
+    matrix = values.float().numpy()
+    down, across = (-(-size // length) for size, length in zip(matrix.shape, block, strict=True))
+    codes, scale_inv = np.zeros(matrix.shape, np.uint8), np.zeros((down, across), np.float32)
+    for i in range(down):
+        for j in range(across):
+            where = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            codes[where], scale_inv[i, j] = encoded(matrix[where], dtype, power_of_two, epsilon)
+    return codes, scale_inv
+
+
+def assert_stored(stored: Tensor, scale_inv: np.ndarray) -> None:
+    """Scales stand at the top left; what pads their rows to a multiple of 4 is 0."""
+    down, across = scale_inv.shape
+    assert stored.shape == (down, -(-across // 4) * 4)
+    assert np.array_equal(stored[:, :across].numpy(), scale_inv)
+    assert not stored[:, across:].any()
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("source", [FP32, BF16, FP16])
+def test_each_row_has_a_scale_for_every_128_columns(
+    te_module: ModuleType, dtype: DType, power_of_two: bool, source: torch.dtype
+) -> None:
+    values = values_of(ROWS, COLUMNS, dtype=source)
+    values = values.clamp(-6e4, 6e4)
+    tensor = quantizer_of(te_module, dtype, block_scaling_dim=1, force_pow_2_scales=power_of_two)(values)
+    codes, scale_inv = by_blocks(values, (1, 128), dtype, power_of_two)
+    assert np.array_equal(tensor._rowwise_data.numpy(), codes)
+    assert_stored(tensor._rowwise_scale_inv, scale_inv.T)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_columnwise_data_are_the_transpose_quantized_by_its_own_rows(te_module: ModuleType, power_of_two: bool) -> None:
+    values = values_of(ROWS, COLUMNS)
+    tensor = quantizer_of(te_module, block_scaling_dim=1, force_pow_2_scales=power_of_two)(values)
+    codes, scale_inv = by_blocks(values.t(), (1, 128), DType.kFloat8E4M3, power_of_two)
+    assert np.array_equal(tensor._columnwise_data.numpy(), codes)
+    assert_stored(tensor._columnwise_scale_inv, scale_inv.T)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_square_blocks_have_the_same_codes_in_both_directions(te_module: ModuleType, power_of_two: bool) -> None:
+    values = values_of(ROWS, COLUMNS)
+    tensor = quantizer_of(te_module, block_scaling_dim=2, force_pow_2_scales=power_of_two)(values)
+    codes, scale_inv = by_blocks(values, (128, 128), DType.kFloat8E4M3, power_of_two)
+    assert np.array_equal(tensor._rowwise_data.numpy(), codes)
+    assert np.array_equal(tensor._columnwise_data.numpy(), codes.T)
+    assert_stored(tensor._rowwise_scale_inv, scale_inv)
+    assert_stored(tensor._columnwise_scale_inv, scale_inv.T)
+
+
+def test_buffers_have_the_shapes_that_te_states(te_module: ModuleType) -> None:
+    for dimensions in (1, 2):
+        quantizer = quantizer_of(te_module, block_scaling_dim=dimensions)
+        for shape in ((256, 384), (3, 5, 136), (7, 130)):
+            for tensor in (quantizer(values_of(*shape)), quantizer.make_empty(shape, dtype=BF16, device="cpu")):
+                assert tensor.shape == tensor._rowwise_data.shape == shape
+                assert tensor._columnwise_data.shape == (shape[-1], *shape[:-1])
+                assert tensor._rowwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=False)
+                assert tensor._columnwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=True)
+
+
+def test_an_amax_below_epsilon_counts_as_epsilon(te_module: ModuleType) -> None:
+    values = values_of(64, 128, dtype=FP32)
+    tensor = quantizer_of(te_module, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=2.0)(values)
+    codes, scale_inv = by_blocks(values, (1, 128), DType.kFloat8E4M3, False, epsilon=2.0)
+    assert np.array_equal(tensor._rowwise_data.numpy(), codes)
+    assert scale_inv.min() == np.float32(1) / np.float32(224)
+
+
+def test_blocks_of_zeros_have_the_scale_1(te_module: ModuleType) -> None:
+    tensor = quantizer_of(te_module, block_scaling_dim=1)(torch.zeros(4, 128))
+    assert (tensor._rowwise_scale_inv == 1).all()
+    assert not tensor._rowwise_data.any()
+
+
+@pytest.mark.parametrize(("source", "scale"), [(FP32, torch.finfo(FP32).max), (BF16, torch.finfo(BF16).max)])
+def test_a_scale_beyond_fp32_is_the_largest_number_of_the_values_dtype(
+    te_module: ModuleType, source: torch.dtype, scale: float
+) -> None:
+    quantizer = quantizer_of(te_module, block_scaling_dim=1, force_pow_2_scales=False)
+    tensor = quantizer(torch.full((4, 128), 2.0**-125, dtype=source))
+    assert tensor._rowwise_scale_inv[0, 0].item() == (torch.ones(()) / torch.tensor(scale)).item()
+
+
+def test_nan_and_infinity_stay_in_their_block(te_module: ModuleType) -> None:
+    values = torch.ones(1, 384)
+    values[0, 0], values[0, 128] = math.nan, -math.inf
+    tensor = quantizer_of(te_module, block_scaling_dim=1, columnwise=False)(values)
+    assert tensor._rowwise_data[0, 0] == 0x7F
+    assert tensor._rowwise_data[0, 128] == 0xFE  # -448
+    assert tensor._rowwise_scale_inv[:, 0].tolist() == [1 / 256, 1.0, 1 / 256]
+    decoded = tensor.dequantize()
+    assert (decoded[0, 1:128] == 1).all()
+    assert (decoded[0, 256:] == 1).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=140), st.booleans())
+def test_a_decoded_value_is_within_the_spacing_of_e4m3(numbers: list[float], power_of_two: bool) -> None:
+    te_module = te.kernels("cpu").te
+    values = torch.tensor([numbers])
+    quantizer = quantizer_of(te_module, block_scaling_dim=1, columnwise=False, force_pow_2_scales=power_of_two)
+    decoded = quantizer(values).dequantize()
+    amax = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in values.split(128, dim=1)], 1)
+    # Half a spacing: 2**-4 of the value, or that of the subnormals, of which amax is at least 224 * 2**9.
+    bound = torch.maximum(values.abs() * 2.0**-4, amax * 2.0**-16) * 1.0001 + 1e-37
+    assert ((decoded - values).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_the_kernels_decode_as_te_s_python_does(te_module: ModuleType, dimensions: int, power_of_two: bool) -> None:
+    quantizer = quantizer_of(te_module, block_scaling_dim=dimensions, force_pow_2_scales=power_of_two)
+    for usages in ({"columnwise": False}, {"rowwise": False}):
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        quantizer.set_usage(**usages)
+        tensor = quantizer(values_of(ROWS, COLUMNS, dtype=FP32))
+        assert torch.equal(quantize.dequantize(tensor, DType.kFloat32), tensor.dequantize())
+
+
+def test_quantizing_again_fills_the_same_buffers(te_module: ModuleType) -> None:
+    quantizer = quantizer_of(te_module, block_scaling_dim=1)
+    tensor, other = quantizer(values_of(128, 128)), values_of(128, 128).t().contiguous()
+    before = tensor._rowwise_data
+    tensor.copy_(other)
+    assert tensor._rowwise_data is before
+    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
+
+
+def test_noop_leaves_everything_as_it_is(te_module: ModuleType) -> None:
+    quantizer = quantizer_of(te_module, block_scaling_dim=2)
+    tensor = quantizer(values_of(128, 128))
+    codes = tensor._rowwise_data.clone()
+    quantizer.update_quantized(torch.ones(128, 128, dtype=BF16), tensor, noop_flag=torch.ones(1))
+    assert torch.equal(tensor._rowwise_data, codes)
+
+
+def test_update_usage_drops_a_direction_and_makes_the_columns_of_square_blocks(te_module: ModuleType) -> None:
+    quantizer = quantizer_of(te_module, block_scaling_dim=2)
+    both = quantizer(values_of(256, 128))
+    quantizer.set_usage(columnwise=False)
+    tensor = quantizer(values_of(256, 128))
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    assert torch.equal(tensor._columnwise_data, both._columnwise_data)
+    assert torch.equal(tensor._columnwise_scale_inv[:, :2], both._columnwise_scale_inv[:, :2])
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor._rowwise_data is None
+    assert torch.equal(tensor.dequantize(), both.dequantize())
+
+
+def test_a_tensor_can_be_viewed_cloned_and_saved(te_module: ModuleType) -> None:
+    tensor = quantizer_of(te_module, block_scaling_dim=1)(values_of(2, 64, 128))
+    assert torch.equal(tensor.view(128, 128).dequantize(), tensor.dequantize().view(128, 128))
+    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
+
+
+def test_an_internal_quantizer_makes_a_storage(te_module: ModuleType) -> None:
+    quantizer = quantizer_of(te_module, block_scaling_dim=1)
+    quantizer.internal = True
+    tensor = quantizer(values_of(128, 128))
+    assert type(tensor).__name__ == "Float8BlockwiseQTensorStorage"
+    assert tensor.dequantize().dtype == BF16
+
+
+def test_a_block_quantizer_writes_into_block_scaled_tensors_only(te_module: ModuleType) -> None:
+    other = te_module.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)(torch.ones(128, 128))
+    with pytest.raises(TypeError, match=r"Float8BlockQuantizer writes into a Float8BlockwiseQTensor.* Float8Tensor"):
+        quantize.quantize(torch.ones(128, 128), quantizer_of(te_module), other)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_a_gemm_multiplies_the_decoded_values(te_module: ModuleType, power_of_two: bool, layout: str) -> None:
+    inner, outer = 256, 144
+    vectors, squares = (
+        quantizer_of(te_module, block_scaling_dim=dimensions, force_pow_2_scales=power_of_two) for dimensions in (1, 2)
+    )
+    torch.manual_seed(0)
+    left = torch.randn((outer, inner) if layout[0] == "T" else (inner, outer))
+    right = torch.randn((inner, outer) if layout[1] == "T" else (outer, inner))
+    a = (vectors if layout == "NT" else squares)(left)
+    b = vectors(right)
+    result = gemm.generic_gemm(
+        a, layout[0] == "T", b, layout[1] == "T", None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False,
+        torch.empty(0), 0, False, True,
+    )[0]  # fmt: skip
+    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
+    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
+    x, y = b.dequantize().double(), a.dequantize().double()
+    exact = (x.t() if layout[1] == "T" else x) @ (y.t() if layout[0] == "T" else y)
+    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
+
+
+def test_a_gemm_names_the_operand_that_lacks_a_direction(te_module: ModuleType) -> None:
+    a = quantizer_of(te_module, block_scaling_dim=1, columnwise=False)(torch.ones(128, 128))
+    with pytest.raises(RuntimeError, match=r"operand A .* Float8BlockwiseQTensor without columnwise data"):
+        gemm.generic_gemm(
+            a, False, a, False, None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False, torch.empty(0),
+            0, False, True,
+        )  # fmt: skip

@@ -1,0 +1,328 @@
+"""TE's ``DotProductAttention`` on the CPU's fused attention: every mask, bias, softmax and format, against FP64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import attention_oracle as oracle
+import backend_choice
+import pytest
+import torch
+from torch import Tensor
+
+from parity import te
+from parity.cpu import fused_attention
+
+BF16, FP16 = torch.bfloat16, torch.float16
+BATCH, HEADS, FEATURES = 2, 4, 16
+# Operands, P, dS and the result are rounded; each costs at most half an eps, most of them much less in norm.
+TOLERANCE = 0.6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration: what TE is told, and what it means."""
+
+    visible: Tensor
+    call: dict[str, Any]
+    build: dict[str, Any] = field(default_factory=dict)
+    queries: int = 48
+    keys: int = 48
+    groups: int = HEADS
+    value_features: int = FEATURES
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@pytest.fixture(scope="module")
+def te_module() -> ModuleType:
+    return te.kernels("cpu").te
+
+
+@pytest.fixture
+def fused_calls(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the fused kernels in the order in which TE called them."""
+    import transformer_engine_torch as tex
+
+    backend_choice.choose_again()
+    calls: list[str] = []
+    for name in fused_attention.__all__:
+        monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name), calls))
+    return calls
+
+
+def recorded(name: str, kernel: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        calls.append(name)
+        return kernel(*arguments)
+
+    return call
+
+
+def padded(kind: str, queries: tuple[int, ...], keys: tuple[int, ...], **band: Any) -> Setting:
+    """A setting whose sequences have these lengths, out of 48 queries and 48 keys."""
+    in_sequence = oracle.tokens(queries, 48)[:, None, :, None] & oracle.tokens(keys, 48)[:, None, None, :]
+    masks = [~oracle.tokens(lengths, 48)[:, None, None, :] for lengths in (queries, keys)]
+    same = queries == keys
+    window = {"window_size": (band["left"], band["right"])} if "left" in band else {}
+    return Setting(
+        visible=in_sequence & oracle.visible(48, 48, **band),
+        call={"attn_mask_type": kind, "attention_mask": masks[0] if same else tuple(masks), **window},
+        build={} if same else {"attention_type": "cross"},
+        lengths=(queries, keys),
+    )
+
+
+CAUSAL = oracle.visible(48, 48, right=0)
+SETTINGS = {
+    "no_mask": Setting(oracle.visible(48, 48), {"attn_mask_type": "no_mask"}),
+    "causal": Setting(CAUSAL, {"attn_mask_type": "causal"}),
+    "causal, more queries than keys": Setting(
+        oracle.visible(48, 32, right=0), {"attn_mask_type": "causal"}, {"attention_type": "cross"}, keys=32
+    ),
+    "causal_bottom_right": Setting(
+        oracle.visible(32, 48, right=0, offset=16),
+        {"attn_mask_type": "causal_bottom_right"},
+        {"attention_type": "cross"},
+        queries=32,
+    ),
+    "padding": padded("padding", (48, 29), (48, 29)),
+    "padding, an empty sequence": padded("padding", (48, 0), (48, 0)),
+    "padding of queries and keys": padded("padding", (40, 13), (25, 48)),
+    "padding_causal": padded("padding_causal", (48, 29), (48, 29), right=0),
+    "padding_causal_bottom_right": padded(
+        "padding_causal_bottom_right", (20, 13), (25, 48), right=0, offset=torch.tensor([5, 35])
+    ),
+    "window": Setting(oracle.visible(48, 48, left=7, right=0), {"attn_mask_type": "causal", "window_size": (7, 0)}),
+    "window, bottom right": Setting(
+        oracle.visible(32, 48, left=5, right=0, offset=16),
+        {"attn_mask_type": "causal_bottom_right", "window_size": (5, 0)},
+        {"attention_type": "cross"},
+        queries=32,
+    ),
+    "window, padding_causal": padded("padding_causal", (48, 29), (48, 29), left=6, right=0),
+    "GQA": Setting(CAUSAL, {"attn_mask_type": "causal"}, groups=2),
+    "MQA": Setting(CAUSAL, {"attn_mask_type": "causal"}, groups=1),
+    "value features": Setting(CAUSAL, {"attn_mask_type": "causal"}, value_features=40),
+}
+
+
+def leaves(setting: Setting, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key, value and the output's gradient, which is 0 for padding."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = [
+        (BATCH, setting.queries, HEADS, FEATURES),
+        (BATCH, setting.keys, setting.groups, FEATURES),
+        (BATCH, setting.keys, setting.groups, setting.value_features),
+        (BATCH, setting.queries, HEADS, setting.value_features),
+    ]
+    tensors = [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
+    if setting.lengths is not None:
+        tensors[3] *= oracle.tokens(setting.lengths[0], setting.queries)[:, :, None, None]
+    return tensors
+
+
+def build(te_module: ModuleType, setting: Setting, **options: Any) -> Any:
+    features = (FEATURES, setting.value_features) if setting.value_features != FEATURES else FEATURES
+    options = {"num_gqa_groups": setting.groups, "attention_dropout": 0.0, "qkv_format": "bshd", **options}
+    return te_module.DotProductAttention(HEADS, features, **{**setting.build, **options})
+
+
+def with_gradients(output: Tensor, gradient: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [output, *torch.autograd.grad(output, inputs, gradient)]
+
+
+def exact(setting: Setting, tensors: list[Tensor], *more: Tensor, **options: Any) -> list[Tensor]:
+    q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
+    output = oracle.attend(q, k, v, setting.visible, **options)
+    return with_gradients(output, tensors[3].double(), [q, k, v, *more])
+
+
+def assert_near(actual: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    for got, wanted in zip(actual, expected, strict=True):
+        assert oracle.relative_error(got, wanted) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_masks_heads_and_windows_agree_with_fp64_forward_and_backward(
+    te_module: ModuleType, fused_calls: list[str], name: str, dtype: torch.dtype
+) -> None:
+    setting = SETTINGS[name]
+    tensors = leaves(setting, dtype)
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    output = build(te_module, setting)(*inputs, **setting.call)
+    assert_near(with_gradients(output.view_as(tensors[3]), tensors[3], inputs), exact(setting, tensors))
+    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+@pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss"])
+def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(
+    te_module: ModuleType, fused_calls: list[str], shape: str
+) -> None:
+    setting = SETTINGS["causal"]
+    tensors = leaves(setting, BF16)
+    sizes = (BATCH if shape[0] == "b" else 1, HEADS if shape[1] == "h" else 1, 48, 48)
+    bias = torch.randn(sizes, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    output = build(te_module, setting)(
+        *inputs, **setting.call, core_attention_bias_type="post_scale_bias", core_attention_bias=bias
+    )
+    exact_bias = bias.detach().double().requires_grad_()
+    assert_near(
+        with_gradients(output.view_as(tensors[3]), tensors[3], [*inputs, bias]),
+        exact(setting, tensors, exact_bias, bias=exact_bias),
+    )
+    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores(
+    te_module: ModuleType, fused_calls: list[str]
+) -> None:
+    setting = SETTINGS["causal"]
+    tensors = leaves(setting, BF16)
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    output = build(te_module, setting)(*inputs, **setting.call, core_attention_bias_type="alibi")
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(1, HEADS, 1, 1)
+    distance = torch.arange(48)[:, None] - torch.arange(48)
+    assert_near(
+        with_gradients(output.view_as(tensors[3]), tensors[3], inputs),
+        exact(setting, tensors, bias=-slopes * distance),
+    )
+    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+@pytest.mark.parametrize("name", ["causal", "GQA", "padding_causal", "window"])
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_sinks_take_part_in_the_softmax_and_learnable_ones_get_a_gradient(
+    te_module: ModuleType, fused_calls: list[str], softmax_type: str, name: str
+) -> None:
+    setting = SETTINGS[name]
+    tensors = leaves(setting, BF16)
+    attention = build(te_module, setting, softmax_type=softmax_type)
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    sink = torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
+    more = []
+    if softmax_type == "learnable":
+        with torch.no_grad():
+            attention.softmax_offset.copy_(torch.linspace(-1, 2, HEADS))
+            sink.copy_(attention.softmax_offset)
+        more.append(attention.softmax_offset)
+    output = attention(*inputs, **setting.call).view_as(tensors[3])
+    expected = exact(setting, tensors, *([sink] if more else []), sink=sink)
+    assert_near(with_gradients(output, tensors[3], [*inputs, *more])[:4], expected[:4])
+    if more:
+        gradient = torch.autograd.grad(attention(*inputs, **setting.call).view_as(tensors[3]), more, tensors[3])[0]
+        torch.testing.assert_close(gradient.double(), expected[4], rtol=2**-7, atol=2**-7)
+    assert set(fused_calls) == {"fused_attn_fwd", "fused_attn_bwd"}
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "thd"])
+def test_formats_give_the_same_bits_as_bshd(te_module: ModuleType, fused_calls: list[str], qkv_format: str) -> None:
+    setting = SETTINGS["padding_causal"]
+    tensors = leaves(setting, BF16)
+    assert setting.lengths is not None
+    is_token = oracle.tokens(setting.lengths[0], 48)
+    cumulative = torch.tensor([0, 48, 77], dtype=torch.int32)
+    pack = {"sbhd": lambda t: t.transpose(0, 1).contiguous(), "thd": lambda t: t[is_token]}[qkv_format]
+    results = []
+    for name, change in (("bshd", lambda t: t), (qkv_format, pack)):
+        inputs = [change(tensor).clone().requires_grad_() for tensor in tensors[:3]]
+        options = dict(cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=48, max_seqlen_kv=48)
+        attention = build(te_module, setting, qkv_format=name)
+        output = attention(*inputs, attn_mask_type="padding_causal", **options)
+        gradient = change(tensors[3])
+        results.append(with_gradients(output.view_as(gradient), gradient, inputs))
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(pack(left), right)
+    assert fused_calls == 2 * ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(
+    te_module: ModuleType, fused_calls: list[str]
+) -> None:
+    setting = SETTINGS["padding_causal"]
+    tensors = leaves(setting, BF16)
+    rows = torch.cat([torch.arange(48), 48 + torch.arange(32)])
+    inputs = [tensor.flatten(0, 1)[rows].clone().requires_grad_() for tensor in tensors[:3]]
+    lengths = torch.tensor([0, 48, 77], dtype=torch.int32)
+    starts = torch.tensor([0, 48, 80], dtype=torch.int32)
+    options = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=48, max_seqlen_kv=48)
+    output = build(te_module, setting, qkv_format="thd")(
+        *inputs,
+        attn_mask_type="padding_causal",
+        cu_seqlens_q_padded=starts,
+        cu_seqlens_kv_padded=starts,
+        pad_between_seqs=True,
+        **options,
+    )
+    gradient = tensors[3].flatten(0, 1)[rows]
+    actual = with_gradients(output.view_as(gradient), gradient, inputs)
+    assert_near(actual, [tensor.flatten(0, 1)[rows] for tensor in exact(setting, tensors)])
+    assert not any(tensor[77:].any() for tensor in actual)
+    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+def test_the_largest_logit_of_each_head_is_returned(te_module: ModuleType, fused_calls: list[str]) -> None:
+    for name in ("causal", "padding"):
+        setting = SETTINGS[name]
+        tensors = leaves(setting, BF16)
+        _, largest = build(te_module, setting, return_max_logit=True)(*tensors[:3], **setting.call)
+        scores = torch.einsum("bqhd,bkhd->bhqk", *(tensor.double() for tensor in tensors[:2])) / FEATURES**0.5
+        expected = scores.masked_fill(~setting.visible, -torch.inf).amax((0, 2, 3))
+        assert largest.dtype == BF16
+        torch.testing.assert_close(largest.double(), expected, rtol=2**-8, atol=0)
+    assert fused_calls == 2 * ["fused_attn_fwd"]
+
+
+def test_packed_qkv_gets_its_gradient_in_one_tensor(te_module: ModuleType, fused_calls: list[str]) -> None:
+    setting = SETTINGS["causal"]
+    tensors = leaves(setting, BF16)
+    packed = torch.stack(tensors[:3], 2).requires_grad_()
+    output = build(te_module, setting)(*packed.unbind(2), **setting.call)
+    (gradient,) = torch.autograd.grad(output.view_as(tensors[3]), packed, tensors[3])
+    assert_near(list(gradient.unbind(2)), exact(setting, tensors)[1:])
+    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+def test_attention_dropout_keeps_the_mean_and_repeats_with_the_seed(te_module: ModuleType) -> None:
+    setting = SETTINGS["no_mask"]
+    tensors = leaves(setting, BF16)
+    tensors[2] = torch.ones_like(tensors[2])
+    attention = build(te_module, setting, attention_dropout=0.25)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(attention(*tensors[:3], **setting.call))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], attention(*tensors[:3], **setting.call))
+    assert not torch.equal(outputs[0], torch.ones_like(outputs[0]))
+    # An output is the sum of p_j m_j / 0.75; over 384 rows of about 30 effective keys its mean deviates by 0.006.
+    assert abs(outputs[0].view(-1, FEATURES)[:, 0].double().mean().item() - 1) < 0.03
+
+
+def test_backward_of_dropout_uses_the_mask_of_the_forward(te_module: ModuleType) -> None:
+    setting = SETTINGS["no_mask"]
+    tensors = leaves(setting, FP16)
+    attention = build(te_module, setting, attention_dropout=0.5)
+    value = tensors[2].clone().requires_grad_()
+    torch.manual_seed(5)
+    output = attention(*tensors[:2], value, **setting.call)
+    (gradient,) = torch.autograd.grad(output, value, tensors[3].view_as(output))
+    # The output is linear in the value, whose gradient therefore gives the same inner product as the output.
+    by_output = (output.double() * tensors[3].view_as(output).double()).sum()
+    by_value = (gradient.double() * tensors[2].double()).sum()
+    torch.testing.assert_close(by_output, by_value, rtol=0, atol=0.05)
+
+
+def test_nvte_fused_attn_0_takes_the_unfused_path(
+    te_module: ModuleType, fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    backend_choice.choose_again()
+    setting = SETTINGS["causal"]
+    tensors = leaves(setting, BF16)
+    build(te_module, setting)(*tensors[:3], **setting.call)
+    assert fused_calls == []

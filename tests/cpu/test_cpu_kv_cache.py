@@ -1,0 +1,222 @@
+"""The cache of keys and values: its kernels against loops, and TE's layers that generate with it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from types import ModuleType
+from typing import Any
+
+import backend_choice
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parity import te
+from parity.cpu import kv_cache
+from parity.cpu.enums import NVTE_QKV_Format
+
+BF16 = torch.bfloat16
+HEADS, FEATURES, PAGE, PAGES = 2, 3, 4, 3
+lengths = st.lists(st.integers(0, 6), min_size=1, max_size=4)
+
+
+def cumulative(values: list[int], extra: int = 0) -> Tensor:
+    total = torch.tensor([0, *values]).cumsum(0).to(torch.int32)
+    return torch.cat([total, total[-1:].expand(extra)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(0, 2))
+def test_packed_sequences_survive_padding_and_packing_again(sizes: list[int], extra: int) -> None:
+    packed = torch.randn(sum(sizes) + extra, HEADS, FEATURES)
+    packed[sum(sizes) :] = 0
+    padded = kv_cache.convert_thd_to_bshd(packed, cumulative(sizes, extra), len(sizes), 6)
+    start = 0
+    for entry, size in enumerate(sizes):
+        assert torch.equal(padded[entry, :size], packed[start : start + size])
+        assert not padded[entry, size:].any()
+        start += size
+    assert torch.equal(kv_cache.convert_bshd_to_thd(padded, cumulative(sizes, extra), len(packed)), packed)
+
+
+steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps, st.sampled_from(["bshd", "sbhd", "thd"]), st.booleans(), st.integers(0, 2**31))
+def test_new_tokens_follow_the_cached_ones(
+    sizes: list[tuple[int, int]], qkv_format: str, is_paged: bool, seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    batch, longest = len(sizes), 4
+    old, new = [size for size, _ in sizes], [size for _, size in sizes]
+    tokens = [torch.randn(batch, longest, HEADS, features, generator=rng) for features in (FEATURES, FEATURES + 1)]
+    shape = (batch * PAGES, PAGE) if is_paged else (batch, PAGE * PAGES)
+    caches = [torch.randn(*shape, HEADS, features, generator=rng) for features in (FEATURES, FEATURES + 1)]
+    table = torch.randperm(batch * PAGES, generator=rng).view(batch, PAGES) if is_paged else torch.arange(batch)
+    expected = [cache.clone() for cache in caches]
+    for cache, fresh in zip(expected, tokens, strict=True):
+        for entry, (cached, count) in enumerate(sizes):
+            for token in range(count):
+                place = cached + token
+                page = table[entry, place // PAGE] if is_paged else entry
+                cache[page, place % PAGE if is_paged else place] = fresh[entry, token]
+    given_tokens = {
+        "bshd": tokens,
+        "sbhd": [fresh.transpose(0, 1) for fresh in tokens],
+        "thd": [kv_cache.convert_bshd_to_thd(fresh, cumulative(new), sum(new)) for fresh in tokens],
+    }[qkv_format]
+    kv_cache.copy_to_kv_cache(
+        given_tokens[0],
+        given_tokens[1],
+        caches[0],
+        caches[1],
+        table.int(),
+        cumulative(new),
+        cumulative([a + b for a, b in zip(old, new, strict=True)]),
+        NVTE_QKV_Format[f"NVTE_{qkv_format.upper()}"],
+        batch,
+        longest,
+        PAGE * PAGES,
+        PAGES if is_paged else 1,
+        not is_paged,
+    )
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(cache, wanted)
+
+
+def test_sequences_that_go_on_move_to_the_front_of_the_cache() -> None:
+    cache = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 5, 1, 1).clone()
+    fresh = torch.full((3, 1, 1, 1), 9.0)
+    kv_cache.copy_to_kv_cache(
+        fresh,
+        fresh,
+        cache,
+        cache.clone(),
+        torch.tensor([1, 3, 0, 2], dtype=torch.int32),
+        cumulative([1, 1, 1]),
+        cumulative([3, 4, 1]),
+        NVTE_QKV_Format.NVTE_BSHD,
+        3,
+        1,
+        5,
+        1,
+        True,
+    )
+    assert cache[0].flatten().tolist() == [1, 1, 9, 0, 0]
+    assert cache[1].flatten().tolist() == [3, 3, 3, 9, 1]
+    assert cache[2].flatten().tolist() == [9, 2, 2, 2, 2]
+
+
+def test_tokens_of_another_dtype_than_the_cache_are_refused() -> None:
+    new, cache = torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1, 1).to(BF16)
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="needs new tokens and caches of one dtype"):
+        kv_cache.copy_to_kv_cache(
+            new, new, cache, cache, one[:1], one, one, NVTE_QKV_Format.NVTE_BSHD, 1, 1, 4, 1, False
+        )
+
+
+@pytest.fixture(scope="module")
+def te_module() -> ModuleType:
+    return te.kernels("cpu").te
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
+@pytest.mark.parametrize("fused", ["1", "0"], ids=["fused", "unfused"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+def test_generating_token_by_token_gives_what_the_whole_sequence_gives(
+    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, fused: str, is_paged: bool, qkv_format: str
+) -> None:
+    import transformer_engine_torch as tex
+
+    monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+    backend_choice.choose_again()
+    calls: list[str] = []
+    kernel = tex.fused_attn_fwd
+
+    def recorded(*arguments: Any) -> Any:
+        calls.append("fused_attn_fwd")
+        return kernel(*arguments)
+
+    monkeypatch.setattr(tex, "fused_attn_fwd", recorded)
+    torch.manual_seed(0)
+    layer = te_module.TransformerLayer(
+        32,
+        64,
+        4,
+        num_gqa_groups=2,
+        layer_number=1,
+        params_dtype=BF16,
+        attn_input_format=qkv_format,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        device="cpu",
+    ).eval()
+    x = torch.randn(2, 8, 32).to(BF16)
+    change = (lambda t: t.transpose(0, 1).contiguous()) if qkv_format == "sbhd" else (lambda t: t.contiguous())
+    pages: dict[str, Any] = {"page_size": 4, "total_num_pages": 8} if is_paged else {}
+    parameters = te_module.InferenceParams(
+        2, 16, num_heads_kv=2, head_dim_k=8, dtype=BF16, is_paged=is_paged, qkv_format=qkv_format, **pages
+    )
+    with torch.no_grad():
+        whole = layer(change(x), self_attn_mask_type="causal")
+        parts = []
+        for first, last in ((0, 5), (5, 6), (6, 7), (7, 8)):
+            parameters.pre_step(OrderedDict((sequence, last - first) for sequence in range(2)))
+            options = dict(self_attn_mask_type="padding_causal", inference_params=parameters)
+            parts.append(layer(change(x[:, first:last]), **options))
+    generated = torch.cat(parts, 0 if qkv_format == "sbhd" else 1)
+    assert generated.isfinite().all()
+    error = (generated.double() - whole.double()).norm() / whole.double().norm()
+    assert error <= torch.finfo(BF16).eps
+    assert bool(calls) == (fused == "1")
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_a_finished_sequence_makes_room_for_a_new_one(te_module: ModuleType, qkv_format: str) -> None:
+    backend_choice.choose_again()
+    torch.manual_seed(0)
+    attention = te_module.DotProductAttention(
+        2, 8, attention_dropout=0.0, qkv_format=qkv_format, attn_mask_type="padding_causal", layer_number=1
+    ).eval()
+    reference = te_module.DotProductAttention(2, 8, attention_dropout=0.0, qkv_format="bshd").eval()
+    qkv = {sequence: [torch.randn(6, 2, 8).to(BF16) for _ in range(3)] for sequence in range(3)}
+    parameters = te_module.InferenceParams(
+        2, 8, num_heads_kv=2, head_dim_k=8, dtype=BF16, qkv_format=qkv_format, max_ctx_len=3
+    )
+    parameters.allocate_memory(1)
+    plan: list[dict[int, tuple[int, int]]] = [
+        {0: (0, 3), 1: (0, 3)},
+        {0: (3, 4), 1: (3, 4)},
+        {1: (4, 5), 2: (0, 1)},
+        {1: (5, 6), 2: (1, 2)},
+    ]
+    seen: dict[int, list[Tensor]] = {sequence: [] for sequence in qkv}
+    for step in plan:
+        parameters.pre_step(OrderedDict((sequence, last - first) for sequence, (first, last) in step.items()))
+        inputs = [
+            torch.stack([qkv[sequence][part][first:last] for sequence, (first, last) in step.items()])
+            for part in range(3)
+        ]
+        shape = inputs[0].shape
+        if qkv_format == "thd":
+            inputs = [tensor.flatten(0, 1) for tensor in inputs]
+        options = dict(
+            max_seqlen_q=3,
+            max_seqlen_kv=8,
+            cu_seqlens_q=parameters.cu_seqlens_q,
+            cu_seqlens_kv=parameters.cu_seqlens_kv,
+            attn_mask_type="padding_causal",
+            inference_params=parameters,
+        )
+        output = attention(*inputs, **options).view(*shape[:2], -1)
+        for entry, sequence in enumerate(step):
+            seen[sequence].append(output[entry])
+    for sequence, parts in seen.items():
+        rows = sum(len(part) for part in parts)
+        inputs = [tensor[None, :rows] for tensor in qkv[sequence]]
+        expected = reference(*inputs, attn_mask_type="causal")[0]
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=2**-7, atol=2**-9)

@@ -1,0 +1,262 @@
+"""NVFP4Quantizer and its tensors against TE's own pure-Python NVFP4, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import nvfp4_reference
+import pytest
+import torch
+from emulated_gpu import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parity.cpu import cuda, float4, gemm, hadamard
+from parity.cpu.enums import DType
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ROWS, COLUMNS = 80, 96
+
+
+@pytest.fixture(scope="module")
+def te_module() -> Iterator[ModuleType]:
+    with emulated(cuda.BLACKWELL) as module:
+        yield module
+
+
+def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Values whose magnitude differs from block to block, with a row of zeros."""
+    torch.manual_seed(0)
+    values = (torch.randn(shape) * torch.exp(2 * torch.randn(shape))).clamp(-6e4, 6e4)
+    values[0] = 0
+    return values.to(dtype)
+
+
+def without_signed_zeros(packed: Tensor) -> Tensor:
+    """The reference makes 0 of a -0, which the GPU's conversion keeps."""
+    codes = float4.unpack(packed)
+    return codes.masked_fill(codes == 8, 0)
+
+
+def assert_equal_to_reference(tensor: Any, reference: Any) -> None:
+    """Packed codes, scales (and zeros around them) and amaxes are the reference's, in both directions."""
+    stored = (
+        (tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise),
+        (tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise),
+    )
+    expected = (
+        (reference.data, reference.scale, reference.global_amax_row),
+        (reference.data_t, reference.scale_t, reference.global_amax_col),
+    )
+    for (data, scales, amax), (data_ref, scales_ref, amax_ref) in zip(stored, expected, strict=True):
+        assert torch.equal(without_signed_zeros(data.view(data_ref.shape)), without_signed_zeros(data_ref))
+        down, across = scales_ref.shape
+        assert torch.equal(scales[:down, :across], nvfp4_reference.bytes_of(scales_ref))
+        assert not scales[down:].any()
+        assert not scales[:, across:].any()
+        assert torch.equal(amax, amax_ref.view(-1))
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_codes_scales_and_amaxes_equal_the_reference(te_module: ModuleType, dtype: torch.dtype, square: bool) -> None:
+    values = values_of(ROWS, COLUMNS, dtype=dtype)
+    tensor = te_module.NVFP4Quantizer(with_2d_quantization=square)(values)
+    assert_equal_to_reference(tensor, nvfp4_reference.quantizer(with_2d_quantization=square).quantize(values))
+
+
+@pytest.mark.parametrize("signs", [True, False])
+def test_columns_are_quantized_after_a_hadamard_transform(te_module: ModuleType, signs: bool) -> None:
+    options = {"with_rht": True}
+    if nvfp4_reference.knows(nvfp4_reference.module().NVFP4QuantizerRef, "with_random_sign_mask"):
+        options["with_random_sign_mask"] = signs
+    elif not signs:
+        pytest.skip("this TransformerEngine's reference has no such option")
+    values = values_of(ROWS, COLUMNS)
+    tensor = te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=signs)(values)
+    assert_equal_to_reference(tensor, nvfp4_reference.quantizer(**options).quantize(values))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=16, max_size=64), st.integers(-150, 60))
+def test_any_values_equal_the_reference(numbers: list[float], exponent: int) -> None:
+    values = torch.tensor(numbers).resize_(len(numbers) // 16, 16).repeat_interleave(16, 0) * 2.0**exponent
+    with emulated(cuda.BLACKWELL) as te_module:
+        tensor = te_module.NVFP4Quantizer()(values)
+        assert_equal_to_reference(tensor, nvfp4_reference.quantizer().quantize(values))
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-40, 1e-36, 3e38])
+def test_extreme_amaxes_equal_the_reference(te_module: ModuleType, amax: float) -> None:
+    values = torch.linspace(-1, 1, 256).view(16, 16) * amax
+    assert_equal_to_reference(te_module.NVFP4Quantizer()(values), nvfp4_reference.quantizer().quantize(values))
+
+
+OPTIONS_4OVER6 = [
+    {"nvfp4_4over6_err_mode": mode, "nvfp4_e4m3_max": limit, "with_2d_quantization": square}
+    for mode in ("MAE", "MSE")
+    for limit in (256, 448)
+    for square in (False, True)
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS_4OVER6, ids=str)
+def test_4over6_takes_the_scale_that_the_reference_takes(te_module: ModuleType, options: dict[str, Any]) -> None:
+    if not nvfp4_reference.knows(te_module.NVFP4Quantizer, "nvfp4_use_4over6"):
+        pytest.skip("this TransformerEngine has no 4over6")
+    values = values_of(ROWS, COLUMNS)
+    tensor = te_module.NVFP4Quantizer(nvfp4_use_4over6=True, **options)(values)
+    reference = nvfp4_reference.quantizer(nvfp4_use_4over6=True, **options).quantize(values)
+    assert_equal_to_reference(tensor, reference)
+    plain = te_module.NVFP4Quantizer(with_2d_quantization=options["with_2d_quantization"])(values)
+    assert not torch.equal(tensor._rowwise_data, plain._rowwise_data)
+
+
+def test_row_scaling_has_an_amax_for_each_row(te_module: ModuleType) -> None:
+    if not nvfp4_reference.knows(te_module.NVFP4Quantizer, "row_scaled_nvfp4"):
+        pytest.skip("this TransformerEngine has no row scaling")
+    values = values_of(ROWS, COLUMNS)
+    tensor = te_module.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)(values)
+    reference = nvfp4_reference.quantizer(row_scaled_nvfp4=True, columnwise=False).quantize(values)
+    assert torch.equal(tensor._rowwise_data, reference.data)
+    assert torch.equal(tensor._amax_rowwise, values.float().abs().amax(1))
+    relative_error = (tensor.dequantize().float() - values.float()).norm() / values.float().norm()
+    assert relative_error < 0.15
+
+
+def test_stochastic_rounding_has_the_scales_of_the_nearest_and_neighbouring_codes(te_module: ModuleType) -> None:
+    values = values_of(ROWS, COLUMNS)
+    nearest = te_module.NVFP4Quantizer()(values)
+    torch.manual_seed(0)
+    random = te_module.NVFP4Quantizer(stochastic_rounding=True)(values)
+    assert torch.equal(random._rowwise_scale_inv, nearest._rowwise_scale_inv)
+    assert torch.equal(random._amax_rowwise, nearest._amax_rowwise)
+    magnitudes = [float4.unpack(tensor._rowwise_data).int() & 7 for tensor in (random, nearest)]
+    distance = (magnitudes[0] - magnitudes[1]).abs()
+    assert distance.max() == 1
+    assert 0.05 < distance.float().mean() < 0.5
+
+
+def test_the_mean_of_stochastic_roundings_is_the_value(te_module: ModuleType) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(32, 32, dtype=BF16)
+    quantizer = te_module.NVFP4Quantizer(stochastic_rounding=True, columnwise=False)
+    draws = 400
+    mean = torch.stack([quantizer(values).dequantize(dtype=FP32) for _ in range(draws)]).mean(0)
+    error = (mean - values.float()).abs()
+    amax = values.float().abs().view(32, 2, 16).amax(-1, keepdim=True).expand(32, 2, 16).reshape(32, 32)
+    # The scale is rounded to E4M3, by at most 1 / 16: that far, the largest code may lie below the amax.
+    can_be_reached = values.float().abs() < amax * 15 / 16
+    widest_step = amax / 3 * 17 / 16
+    assert (error <= 5 * 0.5 * widest_step / math.sqrt(draws))[can_be_reached].all()
+
+
+def test_buffers_have_the_shapes_that_te_states(te_module: ModuleType) -> None:
+    quantizer = te_module.NVFP4Quantizer()
+    for shape in ((64, 48), (2, 24, 32)):
+        rows = math.prod(shape[:-1])
+        for tensor in (quantizer(values_of(*shape)), quantizer.make_empty(shape, dtype=BF16, device="cpu")):
+            assert tensor.shape == shape
+            assert tensor._rowwise_data.shape == (*shape[:-1], shape[-1] // 2)
+            assert tensor._columnwise_data.numel() == shape[-1] * rows // 2
+            assert tensor._rowwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=False)
+            assert tensor._columnwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=True)
+
+
+def test_dequantize_multiplies_code_scale_and_amax(te_module: ModuleType) -> None:
+    tensor = te_module.NVFP4Quantizer()(values_of(ROWS, COLUMNS, dtype=FP32))
+    codes = float4.decode(tensor._rowwise_data).double()
+    scales = tensor._rowwise_scale_inv[:ROWS, : COLUMNS // 16].view(torch.float8_e4m3fn).double()
+    exact = codes * scales.repeat_interleave(16, 1) * tensor._amax_rowwise.double() / (6 * 448)
+    torch.testing.assert_close(tensor.dequantize().double(), exact, rtol=4e-7, atol=0)
+
+
+def test_update_usage_makes_the_columns_of_square_blocks(te_module: ModuleType) -> None:
+    quantizer = te_module.NVFP4Quantizer(with_2d_quantization=True)
+    both = quantizer(values_of(ROWS, COLUMNS))
+    quantizer.set_usage(columnwise=False)
+    tensor = quantizer(values_of(ROWS, COLUMNS))
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    assert torch.equal(tensor._columnwise_data, both._columnwise_data)
+    assert torch.equal(tensor._columnwise_scale_inv[:COLUMNS, : ROWS // 16], both._columnwise_scale_inv[:COLUMNS, :5])
+    assert torch.equal(tensor._amax_columnwise, both._amax_columnwise)
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor._rowwise_data is None
+
+
+def test_a_tensor_can_be_viewed_cloned_saved_and_filled_again(te_module: ModuleType) -> None:
+    quantizer = te_module.NVFP4Quantizer()
+    tensor = quantizer(values_of(2, 32, 64))
+    assert torch.equal(tensor.view(64, 64).dequantize(), tensor.dequantize().view(64, 64))
+    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
+    before, other = tensor._rowwise_data, -values_of(2, 32, 64)
+    tensor.copy_(other)
+    assert tensor._rowwise_data is before
+    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
+
+
+def test_sizes_that_are_no_multiples_of_16_are_refused(te_module: ModuleType) -> None:
+    for shape in ((16, 24), (17, 32)):
+        with pytest.raises(RuntimeError, match=r"NVFP4 needs tensors .* divisible by 16"):
+            te_module.NVFP4Quantizer()(torch.ones(shape))
+
+
+def test_a_hadamard_transform_takes_bf16_alone(te_module: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"random Hadamard transform takes bfloat16 .* torch\.float32"):
+        te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(torch.ones(16, 16))
+
+
+def test_the_hadamard_transform_keeps_inner_products(te_module: ModuleType) -> None:
+    matrix = te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True).rht_matrix
+    assert torch.equal(matrix.double() @ matrix.double().t(), torch.eye(16, dtype=torch.float64))
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16)
+    rotated = hadamard.transform(x, matrix).double() @ hadamard.transform(y, matrix).double().t()
+    torch.testing.assert_close(rotated, x.double() @ y.double().t(), rtol=0, atol=0.15)
+
+
+def product(te_module: ModuleType, layout: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """A GEMM of two quantized tensors, and the product of the values themselves in FP64."""
+    torch.manual_seed(0)
+    inner, outer = 128, 96
+    left = torch.randn((outer, inner) if layout[0] == "T" else (inner, outer), dtype=BF16)
+    right = torch.randn((inner, outer) if layout[1] == "T" else (outer, inner), dtype=BF16)
+    quantizer = te_module.NVFP4Quantizer(**options)
+    result = gemm.generic_gemm(
+        quantizer(left), layout[0] == "T", quantizer(right), layout[1] == "T", None, None, DType.kFloat32, None,
+        DType.kBFloat16, False, None, False, torch.empty(0), 0, False, True,
+    )[0]  # fmt: skip
+    x, y = right.double(), left.double()
+    return result, (x.t() if layout[1] == "T" else x) @ (y.t() if layout[0] == "T" else y)
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_a_gemm_is_as_exact_as_four_bits_allow_in_every_layout(te_module: ModuleType, layout: str) -> None:
+    result, exact = product(te_module, layout)
+    assert 0.05 < (result - exact).norm() / exact.norm() < 0.17
+
+
+def test_a_gemm_of_two_transformed_tensors_is_the_product_of_the_plain_ones(te_module: ModuleType) -> None:
+    result, exact = product(te_module, "NT", with_rht=True, with_post_rht_amax=True)
+    assert 0.05 < (result - exact).norm() / exact.norm() < 0.17
+
+
+def test_a_gemm_multiplies_the_decoded_values(te_module: ModuleType) -> None:
+    quantizer = te_module.NVFP4Quantizer(columnwise=False)
+    torch.manual_seed(0)
+    a, b = quantizer(torch.randn(96, 128)), quantizer(torch.randn(64, 128))
+    result = gemm.generic_gemm(
+        a, True, b, False, None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False, torch.empty(0), 0,
+        False, True,
+    )[0]  # fmt: skip
+    exact = b.dequantize(dtype=FP32).double() @ a.dequantize(dtype=FP32).double().t()
+    assert (result - exact).abs().max() < 1e-6 * exact.abs().max()

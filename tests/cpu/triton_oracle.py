@@ -1,0 +1,81 @@
+"""TransformerEngine's own Triton wrappers and kernels, run by Triton's interpreter: an oracle for what replaces them.
+
+The interpreter must be chosen before Triton is imported, so a process of its own runs the kernels::
+
+    python triton_oracle.py permutation calls.pt results.pt
+
+reads ``[(function, arguments), ...]`` and writes each call's result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+def run(module: str, calls: list[Call], folder: Path) -> list[Any]:
+    """The results of functions of ``transformer_engine/pytorch/triton/<module>.py``, in a new process.
+
+    Args:
+        module: the file's name without ``.py``.
+        calls: the functions' names and positional arguments.
+        folder: where the arguments and results are left.
+    """
+    arguments, results = folder / f"{module}_calls.pt", folder / f"{module}_results.pt"
+    torch.save(calls, arguments)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__, module, str(arguments), str(results)]
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    return torch.load(results)
+
+
+def te_root() -> Path:
+    """The folder of the installed package, which is not imported."""
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _package(name: str, folder: Path) -> None:
+    """A package whose own ``__init__`` is not run."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
+
+
+def _load(module: str) -> dict[str, Any]:
+    """The wrappers of ``module``, on the CPU; block sizes are not searched for but the smallest that TE tries."""
+    import triton
+
+    class Tuned:
+        def __init__(self, kernel: Any, block: dict[str, int]) -> None:
+            self.kernel, self.block = kernel, block
+
+        def __getitem__(self, grid: Any) -> Any:
+            chosen = grid(self.block) if callable(grid) else grid
+            return lambda *args, **kwargs: self.kernel[chosen](*args, **kwargs, **self.block)
+
+    triton.autotune = lambda configs, key, **_: lambda kernel: Tuned(kernel, configs[0].kwargs)
+    root = te_root()
+    for name in ("", ".common", ".common.triton"):
+        _package(f"transformer_engine{name}", root / Path(*name.split(".")))
+    source = (root / "pytorch" / "triton" / f"{module}.py").read_text()
+    namespace: dict[str, Any] = {"__name__": module}
+    exec(compile(source.replace('"cuda"', '"cpu"'), module, "exec"), namespace)
+    return namespace
+
+
+if __name__ == "__main__":
+    wanted, calls_file, results_file = sys.argv[1:]
+    wrappers = _load(wanted)
+    torch.save([wrappers[function](*args) for function, args in torch.load(calls_file)], results_file)

@@ -1,0 +1,56 @@
+"""Holds a TransformerEngine module on the CPU kernels against its plain twin: outputs and all gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import parity
+from parity.case import Case
+from parity.result import Result
+
+FP32_AND_BF16 = ("fp32", "bf16")
+
+
+@functools.cache
+def te_on_cpu() -> ModuleType:
+    """``transformer_engine.pytorch`` on the CPU kernels."""
+    return parity.te.kernels("cpu").te
+
+
+def assert_agree(build: Callable[[ModuleType], parity.Pair], precisions: Sequence[str] = FP32_AND_BF16) -> None:
+    """Compare the pair at each precision, with noise on parameters whose elements are all equal.
+
+    Both modules get the same weights through the pair's map; the golden values are the plain module's in FP64, and the
+    tolerance is what the plain module itself loses under the precision's rounding model (``parity.tolerance``).
+    """
+    for result in results(build, precisions):
+        assert result.passed, described(result)
+
+
+def results(build: Callable[[ModuleType], parity.Pair], precisions: Sequence[str] = FP32_AND_BF16) -> list[Result]:
+    """One result for each precision."""
+    te_on_cpu()
+    case = Case("modules", build, sizes=({},), path=Path(__file__))
+    return parity.compare(case, precisions=precisions, backend="cpu")
+
+
+def described(result: Result) -> str:
+    """The tensors of a comparison that are out of tolerance."""
+    failed = [f"{tensor.label} {tensor.shape}: margin {tensor.margin:.3g}" for tensor in result.tensors]
+    return "\n".join([f"{result.precision}: {result.status} {result.reason}", *failed])
+
+
+def sequence_first(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a TE module that takes and returns ``[seq, batch, hidden]``, for tensors with the batch first."""
+
+    def wrapped(module: Any, *tensors: Any) -> Any:
+        returned = call(module, *(tensor.transpose(0, 1) for tensor in tensors))
+        if isinstance(returned, tuple):
+            return tuple(tensor.transpose(0, 1) if tensor.dim() == 3 else tensor for tensor in returned)
+        return returned.transpose(0, 1)
+
+    return wrapped

@@ -1,0 +1,277 @@
+"""te.TransformerLayer with each of its options is attention and an MLP with norms and residuals, and layers stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import plain
+import pytest
+import torch
+from agreement import FP32_AND_BF16, assert_agree, sequence_first
+from torch import Tensor, nn
+from weight_maps import Projections, cross_attention_weights, mlp_weights, norm_weights, self_attention_weights
+
+import parity
+from parity import reference
+from parity.weights import WeightMap
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM = 64, 96, 4, 2, 16
+BATCH, SEQ, MEMORY = 2, 16, 24
+FUSED: dict[Projections, dict[str, bool]] = {
+    "separate": {},
+    "interleaved": {"fuse_qkv_params": True},
+    "concatenated": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+}
+CAUSAL = plain.causal(SEQ, SEQ)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What a layer consists of, in words that the plain and TE's layer share.
+
+    Attributes:
+        groups: key-value heads.
+        norm_at_output: one norm behind the layer in place of the one in front of attention.
+        parallel: attention and MLP read the same input.
+        residual_is_normed: residuals start behind the norms.
+    """
+
+    normalization: str = "LayerNorm"
+    activation: str = "gelu"
+    bias: bool = True
+    groups: int = HEADS
+    projections: Projections = "separate"
+    zero_centered: bool = False
+    decoder: bool = False
+    norm_at_output: bool = False
+    parallel: bool = False
+    residual_is_normed: bool = False
+    rotate: plain.Rotate | None = None
+
+    def plain_layer(self) -> nn.Module:
+        def norm() -> nn.Module:
+            return plain.norm(self.normalization, HIDDEN)
+
+        def attention() -> nn.Module:
+            return plain.Attention(HIDDEN, HEADS, self.groups, bias=self.bias, rotate=self.rotate)
+
+        return plain.Layer(
+            attention(),
+            plain.MLP(HIDDEN, FFN, self.activation, self.bias),
+            (None if self.norm_at_output else norm(), norm() if self.decoder else None, norm()),
+            cross=attention() if self.decoder else None,
+            output_norm=norm() if self.norm_at_output else None,
+            parallel=self.parallel,
+            residual_is_normed=self.residual_is_normed,
+        )
+
+    def te_layer(self, te: ModuleType, **options: Any) -> nn.Module:
+        return te.TransformerLayer(
+            HIDDEN,
+            FFN,
+            HEADS,
+            num_gqa_groups=self.groups,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            normalization=self.normalization,
+            activation=self.activation,
+            bias=self.bias,
+            zero_centered_gamma=self.zero_centered,
+            layer_type="decoder" if self.decoder else "encoder",
+            output_layernorm=self.norm_at_output,
+            parallel_attention_mlp=self.parallel,
+            apply_residual_connection_post_layernorm=self.residual_is_normed,
+            rotary_pos_interleaved=self.rotate is reference.rotate_interleaved,
+            **{"attn_input_format": "bshd"} | FUSED[self.projections] | options,
+        )
+
+    def weights(self, plain_prefix: str = "", te_prefix: str = "") -> WeightMap:
+        p, t = plain_prefix, te_prefix
+        normed = not self.norm_at_output
+        norms = {"mlp_norm.": "layernorm_mlp.layer_norm_"}
+        norms |= {"output_norm.": "layernorm."} if self.norm_at_output else {}
+        norms |= {"attention_norm.": "self_attention.layernorm_qkv.layer_norm_"} if normed else {}
+        norms |= {"cross_norm.": "inter_attention.layernorm_query.layer_norm_"} if self.decoder else {}
+        weights = dict(mlp_weights(f"{p}mlp.", f"{t}layernorm_mlp.", self.bias))
+        for name, te_name in norms.items():
+            weights |= dict(norm_weights(self.normalization, p + name, t + te_name, self.zero_centered))
+        weights |= dict(
+            self_attention_weights(
+                self.groups,
+                HEAD_DIM,
+                self.projections,
+                f"{p}attention.",
+                f"{t}self_attention.",
+                bias=self.bias,
+                normed=normed,
+            )
+        )
+        if self.decoder:
+            weights |= dict(
+                cross_attention_weights(
+                    self.groups, self.projections, f"{p}cross.", f"{t}inter_attention.", bias=self.bias, normed=True
+                )
+            )
+        return weights
+
+
+def agree_with_layer(
+    arrangement: Arrangement,
+    masked: Tensor | None = CAUSAL,
+    call: dict[str, Any] | None = None,
+    precisions: tuple[str, ...] = FP32_AND_BF16,
+    **options: Any,
+) -> None:
+    """``options`` are TE's alone, ``call`` the arguments with which its layer is called besides the tensors."""
+
+    def call_te(module: nn.Module, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return module(x, encoder_output=memory, **call or {})
+
+    def draw(rng: parity.inputs.Rng) -> Any:
+        x = rng.normal(BATCH, SEQ, HIDDEN)
+        return (x, rng.normal(BATCH, MEMORY, HIDDEN)) if arrangement.decoder else x
+
+    def build(te: ModuleType) -> parity.Pair:
+        is_sequence_first = options.get("attn_input_format") == "sbhd"
+        return parity.Pair(
+            arrangement.plain_layer(),
+            arrangement.te_layer(te, **options),
+            draw,
+            arrangement.weights(),
+            call_reference=lambda module, x, memory=None: module(x, memory, masked),
+            call_candidate=sequence_first(call_te) if is_sequence_first else call_te,
+        )
+
+    assert_agree(build, precisions)
+
+
+ARRANGEMENTS = {
+    "gpt": Arrangement(),
+    "llama": Arrangement("RMSNorm", "swiglu", bias=False, groups=GROUPS),
+    "falcon": Arrangement(parallel=True, groups=1),
+    "falcon without biases": Arrangement(parallel=True, bias=False),
+    "bert": Arrangement(norm_at_output=True),
+    "bert with RMSNorm": Arrangement("RMSNorm", norm_at_output=True, bias=False),
+    "normed residuals": Arrangement(residual_is_normed=True),
+    "normed residuals without biases": Arrangement("RMSNorm", bias=False, residual_is_normed=True),
+    "decoder": Arrangement(decoder=True),
+    "decoder without biases": Arrangement("RMSNorm", "swiglu", bias=False, groups=GROUPS, decoder=True),
+    "decoder, normed residuals": Arrangement(decoder=True, residual_is_normed=True),
+    "decoder, norm at output": Arrangement(decoder=True, norm_at_output=True),
+    "gemma": Arrangement("RMSNorm", "geglu", bias=False, groups=1, zero_centered=True),
+    "zero-centred decoder": Arrangement(decoder=True, zero_centered=True),
+    "zero-centred output norm": Arrangement(norm_at_output=True, zero_centered=True),
+}
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_a_layer_is_arranged_as_its_options_say(name: str) -> None:
+    agree_with_layer(ARRANGEMENTS[name])
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "decoder"])
+@pytest.mark.parametrize("projections", ["interleaved", "concatenated"])
+def test_fused_projections_are_one_parameter(name: str, projections: Projections) -> None:
+    arrangement = ARRANGEMENTS[name]
+    fused = Arrangement(**vars(arrangement) | {"projections": projections})
+    agree_with_layer(fused)
+
+
+@pytest.mark.parametrize("name", ["gpt", "decoder", "falcon"])
+def test_sequence_first_is_the_same_transposed(name: str) -> None:
+    agree_with_layer(ARRANGEMENTS[name], attn_input_format="sbhd")
+
+
+@pytest.mark.parametrize("rotate", [reference.rotate_halves, reference.rotate_interleaved])
+def test_rope_is_passed_to_attention(rotate: plain.Rotate) -> None:
+    angles = plain.rotary_angles(SEQ, HEAD_DIM)
+    is_interleaved = rotate is reference.rotate_interleaved
+    full = angles.repeat_interleave(2, dim=-1) if is_interleaved else torch.cat((angles, angles), dim=-1)
+    agree_with_layer(Arrangement(rotate=rotate), call={"rotary_pos_emb": full[:, None, None, :]})
+
+
+MASKS: dict[str, tuple[Tensor | None, dict[str, Any]]] = {
+    "no_mask": (None, {"self_attn_mask_type": "no_mask"}),
+    "causal": (CAUSAL, {"self_attn_mask_type": "causal"}),
+    "causal_bottom_right": (CAUSAL, {"self_attn_mask_type": "causal_bottom_right"}),
+    "window": (plain.causal(SEQ, SEQ, before=5), {"self_attn_mask_type": "causal", "window_size": (5, 0)}),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("when", ["built", "called"])
+def test_the_mask_is_that_of_self_attention(mask: str, when: str) -> None:
+    masked, options = MASKS[mask]
+    if when == "built":
+        agree_with_layer(Arrangement(decoder=True), masked, **options)
+    else:
+        agree_with_layer(Arrangement(decoder=True), masked, call=options)
+
+
+def test_an_arbitrary_mask_is_passed_to_self_attention() -> None:
+    mask = torch.rand(BATCH, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask &= ~torch.eye(SEQ, dtype=torch.bool)
+    agree_with_layer(Arrangement(), mask, call={"attention_mask": mask}, self_attn_mask_type="arbitrary")
+
+
+@pytest.mark.parametrize("name", ["gpt", "decoder"])
+def test_checkpoint_core_attention_recomputes_the_same(name: str) -> None:
+    agree_with_layer(ARRANGEMENTS[name], call={"checkpoint_core_attention": True})
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "decoder", "falcon"])
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
+def test_a_layer_agrees_in_fp8(name: str, precision: str) -> None:
+    agree_with_layer(ARRANGEMENTS[name], precisions=(precision,))
+
+
+@pytest.mark.parametrize("fusion", ["0", "1"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_bias_dropout_and_residual_are_the_same_fused_or_not(
+    name: str, fusion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_BIAS_DROPOUT_FUSION", fusion)
+    agree_with_layer(ARRANGEMENTS[name])
+
+
+@pytest.mark.parametrize("options", [{"seq_length": SEQ, "micro_batch_size": BATCH}, {"layer_number": 3}], ids=str)
+def test_options_that_only_tune_change_nothing(options: dict[str, Any]) -> None:
+    agree_with_layer(Arrangement(), **options)
+
+
+class Stack(nn.Module):
+    """An encoder layer whose output is the memory of a decoder layer, and a third layer on top."""
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.last = encoder, decoder, last
+
+    def forward(self, x: Tensor, y: Tensor, **masks: Any) -> Tensor:
+        memory = self.encoder(x, **masks)
+        return self.last(self.decoder(y, memory, **masks), **masks)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+def test_layers_stack_to_a_model(precision: str) -> None:
+    parts = {
+        "encoder": Arrangement("RMSNorm", "swiglu", bias=False, groups=GROUPS),
+        "decoder": Arrangement("RMSNorm", "swiglu", bias=False, groups=GROUPS, decoder=True),
+        "last": Arrangement(parallel=True, zero_centered=True, projections="interleaved"),
+    }
+
+    def call_te(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        return module.last(module.decoder(y, encoder_output=module.encoder(x)))
+
+    def build(te: ModuleType) -> parity.Pair:
+        return parity.Pair(
+            Stack(*(part.plain_layer() for part in parts.values())),
+            Stack(*(part.te_layer(te, layer_number=number) for number, part in enumerate(parts.values(), start=1))),
+            lambda rng: (rng.normal(BATCH, SEQ, HIDDEN), rng.normal(BATCH, SEQ, HIDDEN)),
+            {side: te_side for name, part in parts.items() for side, te_side in part.weights(f"{name}.", f"{name}.").items()},
+            call_reference=lambda module, x, y: module(x, y, masked=CAUSAL),
+            call_candidate=call_te,
+        )
+
+    assert_agree(build, (precision,))
