@@ -99,7 +99,8 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
     tensors = _judge(_tensors(prepared.golden), expected, candidate, precision.dtype)
     passed = all(tensor.passed for tensor in tensors)
-    findings = diagnose.findings(tensors, unreached, precision)
+    outputs = {name: tensor for (kind, name), tensor in candidate.items() if kind == "output"}
+    findings = diagnose.findings(tensors, outputs, unreached, prepared, precision)
     return result(status="passed" if passed else "failed", tensors=tensors, findings=findings)
 
 

@@ -3,23 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
+from parity import weights
+from parity.errors import measure
+from parity.execute import outputs_of
+from parity.hypotheses import Hypothesis, hypotheses
 from parity.precision import Precision
+from parity.prepare import Prepared, cast
 from parity.result import Finding, TensorResult
+from parity.tolerance import Tolerance, margin
 
 
-def findings(tensors: Sequence[TensorResult], unreached: Sequence[str], precision: Precision) -> tuple[Finding, ...]:
-    """Every known cause that the tensors show; none for a comparison that passed.
+def findings(
+    tensors: Sequence[TensorResult],
+    outputs: dict[str, Tensor],
+    unreached: Sequence[str],
+    prepared: Prepared,
+    precision: Precision,
+) -> tuple[Finding, ...]:
+    """Every known cause that explains a failure; none for a comparison that passed.
 
     Args:
         tensors: all compared tensors of one run.
+        outputs: the candidate's outputs, by name.
         unreached: names of TE parameters that the backward pass did not reach.
+        prepared: what was compared.
         precision: at which it ran.
     """
     failed = [tensor for tensor in tensors if not tensor.passed]
     if not failed:
         return ()
-    return (*_non_finite(failed, precision), *_unreached(unreached))
+    judged = [tensor for tensor in tensors if tensor.kind == "output"]
+    explained = () if all(tensor.passed for tensor in judged) else _explanations(judged, outputs, prepared, precision)
+    return (*_non_finite(failed, precision), *_unreached(unreached), *explained)
+
+
+def _explanations(
+    judged: Sequence[TensorResult], outputs: dict[str, Tensor], prepared: Prepared, precision: Precision
+) -> Iterator[Finding]:
+    """The hypotheses under which the reference computes the candidate's outputs within tolerance, best first."""
+    if not all(tensor.errors.finite for tensor in judged):
+        return
+    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+    explaining: list[tuple[float, float, Hypothesis]] = []
+    for hypothesis in hypotheses(prepared.weights, shapes):
+        golden = _golden_under(hypothesis, prepared)
+        errors = {name: measure(output, golden[name], precision.dtype) for name, output in outputs.items()}
+        worst = max(
+            margin(errors[tensor.name], Tolerance(tensor.tolerance_relative_l2, tensor.tolerance_max_abs))
+            for tensor in judged
+        )
+        if worst <= 1.0:
+            explaining.append((worst, max(error.relative_l2 for error in errors.values()), hypothesis))
+    before = max(tensor.errors.relative_l2 for tensor in judged)
+    titles = set()
+    for _, after, hypothesis in sorted(explaining, key=lambda entry: entry[0]):
+        if hypothesis.title in titles:  # the best of a kind, such as one of two activations that differ in noise
+            continue
+        titles.add(hypothesis.title)
+        yield Finding(
+            hypothesis.code,
+            hypothesis.title,
+            f"the outputs' relative error falls from {before:.2g} to {after:.2g}, what {precision.name} costs, if you "
+            f"{hypothesis.repair}",
+        )
+
+
+def _golden_under(hypothesis: Hypothesis, prepared: Prepared) -> dict[str, Tensor]:
+    """The outputs of the reference in FP64 as the hypothesis has it."""
+    with _weights_of(hypothesis, prepared), hypothesis.context(), torch.no_grad():
+        return outputs_of(prepared.reference, prepared.call, cast(prepared.inputs, torch.float64))
+
+
+@contextmanager
+def _weights_of(hypothesis: Hypothesis, prepared: Prepared) -> Iterator[None]:
+    """Within the context the reference, in FP64, holds the candidate's weights as the hypothesis reads them."""
+    prepared.reference.double()
+    parameters = dict(prepared.reference.named_parameters())
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    candidate = {name: tensor.double() for name, tensor in prepared.candidate_weights.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in kept.items()}
+    read = weights.to_reference(hypothesis.weights or prepared.weights, candidate, shapes)
+    try:
+        _fill(parameters, read)
+        yield
+    finally:
+        _fill(parameters, kept)
+
+
+def _fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
 
 
 def _non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator[Finding]:

@@ -81,8 +81,7 @@ def run(
     leaves: dict[str, Tensor] = {}
     args, kwargs = _differentiable(as_arguments(inputs), names, leaves)
     with forward_context or nullcontext():
-        returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
-    outputs = _named_outputs(returned)
+        outputs = _call(module, call, (args, kwargs))
     before_backward()
     gradients = cotangents(outputs)
     differentiable = [name for name, output in outputs.items() if output.requires_grad]
@@ -94,6 +93,16 @@ def run(
         weight_gradients={name: _gradient(parameter) for name, parameter in trained.items()},
         unreached=tuple(name for name, parameter in trained.items() if parameter.grad is None),
     )
+
+
+def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
+    """The outputs of a forward pass by name; arguments as for ``run``."""
+    return _call(module, call, as_arguments(inputs))
+
+
+def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> dict[str, Tensor]:
+    args, kwargs = arguments
+    return _named_outputs(call(module, *args, **kwargs) if call else module(*args, **kwargs))
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ class Rng:
     """
 
     def __init__(self, seed: int, purpose: str = "inputs") -> None:
-        self._generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(purpose.encode()))
+        # The CPU's generator takes 32 bits of a seed and drops the rest: mix seed and purpose into those.
+        digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=4).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         """Gaussian values of the given shape."""

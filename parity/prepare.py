@@ -17,6 +17,7 @@ from parity.execute import Pass, positional_names, run
 from parity.inputs import Rng
 from parity.te import Kernels
 from parity.validate import CheckedSize
+from parity.weights import WeightMap
 
 # Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
 CONSTANT_NOISE = 0.1
@@ -31,6 +32,7 @@ class Prepared:
         call: how to call the reference, or None.
         inputs: as the pair returns them, rounded, in the dtype and on the device.
         input_names: of the positional inputs, as the reference names them.
+        weights: the pair's weight map.
         candidate_weights: the candidate's parameters by name, in the dtype.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
@@ -40,6 +42,7 @@ class Prepared:
     call: Callable[..., Any] | None
     inputs: Any
     input_names: tuple[str, ...]
+    weights: WeightMap
     candidate_weights: dict[str, Tensor]
     cotangents: dict[str, Tensor]
     golden: Pass
@@ -79,7 +82,9 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
     names = positional_names(pair.reference, pair.call_reference, inputs)
     golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), names, draw_cotangents)
-    return Prepared(pair.reference, pair.call_reference, inputs, names, candidate_weights, cotangents, golden)
+    return Prepared(
+        pair.reference, pair.call_reference, inputs, names, pair.weights, candidate_weights, cotangents, golden
+    )
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:

@@ -114,7 +114,7 @@ def environment() -> dict[str, str]:
 
 def run_group(python: Path, arguments: Sequence[str], folder: Path, workers: str, keyword: str) -> GroupRun:
     """Run one group of tests with one Python; its record and its report go to ``folder``."""
-    results = folder / "results.xml"
+    results = folder / f"{Path(arguments[0]).stem}.xml"
     results.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider", "-n", workers]
     command += ["-k", keyword, f"--junit-xml={results}", f"--parity-report={folder}"]
@@ -223,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for group in options.groups:
             result = run_group(python, GROUPS[group], folder, options.workers, options.keyword)
             runs[version][group] = result
+            options.report.write_text(draw(runs), encoding="utf-8")
             print(f"TE {version}, {group}: {result} {result.broken or ''}", flush=True)
-    options.report.write_text(draw(runs), encoding="utf-8")
     print(f"report: {options.report}")
     return int(not all(run.good for groups in runs.values() for run in groups.values()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -83,9 +84,15 @@ class Stream:
 class Event:
     """An event that has always happened."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self._recorded = 0.0
 
-    def record(self, stream: Stream | None = None) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event's record to that of ``end_event``."""
+        return 1000.0 * (end_event._recorded - self._recorded)
 
     def wait(self, stream: Stream | None = None) -> None: ...
 

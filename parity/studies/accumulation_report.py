@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +23,21 @@ _LABELS = {
 }
 
 
+_INTRODUCTION = """\
+A Hopper's tensor core adds 32 FP8 products at a time to a sum of which it keeps 14 bits, and cuts off the rest.
+Without `use_split_accumulator`, which TE asks for in the forward pass of its per-tensor recipes, one such sum runs
+over all of K; with it, as TE asks backward, it is added to a sum in FP32 every {split} products. This study adds both
+ways with the CPU kernels' model of that unit (`parity/cpu/accumulation.py`, with its sources; no GPU was used) and
+compares with the FP64 product of the same FP8 numbers. `normal` is N(0, 1), `positive` is uniform on [0, 1),
+`outliers` is N(0, 1) plus N(0, 100) in one element of a thousand. {sums} sums a seed, seeds 0 to {last_seed}."""
+
+_CONCLUSION = """\
+- What is cut off is proportional to the sum so far, and always toward zero. Where terms cancel, that hides behind the
+  cast to FP8 at every K measured; where they are all of one sign, it grows faster than K until the sum stops growing.
+  Activations after ReLU, softmax or a sigmoid are of one sign; if the weights that meet them mostly are too, a long
+  forward GEMM wants `Float8CurrentScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))`."""
+
+
 def write(found: Mapping[Run, Costs], settings: Settings, folder: Path) -> Path:
     """Write ``fp8_accumulation.md`` and ``.png`` into the folder; returns the report's path."""
     _plot(found, settings).savefig(folder / "fp8_accumulation.png", dpi=110)
@@ -31,25 +47,19 @@ def write(found: Mapping[Run, Costs], settings: Settings, folder: Path) -> Path:
 
 
 def growth(found: Mapping[Run, Costs], settings: Settings, distribution: str, way: str) -> float:
-    """The exponent p of the law ``relative L2 error ~ K**p``: the slope of a line through the logarithms."""
-    points = [
-        (math.log(length), math.log(mean(found, distribution, length, way).relative_l2)) for length in settings.lengths
-    ]
-    middle_x, middle_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    return sum((x - middle_x) * (y - middle_y) for x, y in points) / sum((x - middle_x) ** 2 for x, y in points)
+    """The exponent p of the law ``relative L2 error ~ K**p``: the slope of a line through the logarithms.
+
+    NaN where an error is 0 or there is but one length.
+    """
+    errors = [mean(found, distribution, length, way).relative_l2 for length in settings.lengths]
+    if len(errors) < 2 or min(errors) == 0.0:
+        return math.nan
+    return statistics.linear_regression([math.log(k) for k in settings.lengths], [math.log(e) for e in errors]).slope
 
 
 def _sections(found: Mapping[Run, Costs], settings: Settings) -> Iterator[str]:
     yield "# What the short sums of FP8 tensor cores cost"
-    yield (
-        "A Hopper's tensor core adds 32 FP8 products at a time to a sum of which it keeps 14 bits, and cuts off the rest. "
-        "Without `use_split_accumulator`, which TE asks for in the forward pass of its per-tensor recipes, one such sum "
-        f"runs over all of K; with it, as TE asks backward, it is added to a sum in FP32 every {SPLIT} products. This study "
-        "adds both ways with the CPU kernels' model of that unit (`parity/cpu/accumulation.py`, with its sources; no GPU "
-        "was used) and compares with the FP64 product of the same FP8 numbers. `normal` is N(0, 1), `positive` is uniform "
-        "on [0, 1), `outliers` is N(0, 1) with one element in a thousand ten times larger. "
-        f"{settings.rows**2} sums a seed, seeds 0 to {settings.seeds - 1}."
-    )
+    yield _INTRODUCTION.format(split=SPLIT, sums=settings.rows**2, last_seed=settings.seeds - 1)
     yield "![Relative error over K](fp8_accumulation.png)"
     yield "## Over K"
     yield "Relative L2 error of the sums, and of the cast to E4M3 beside it. The last row is p in `error ~ K^p`."
@@ -70,7 +80,7 @@ def _by_length(found: Mapping[Run, Costs], settings: Settings) -> str:
         rows.append([str(length), *(short(cost.relative_l2) for cost in costs)])
     slopes = [growth(found, settings, name, way) for name in settings.distributions for way in _LABELS]
     headers = [f"{name}, {way}" for name in settings.distributions for way in ("fast", "split", "FP32", "cast")]
-    return _table([*rows, ["p", *(f"{slope:.2f}" for slope in slopes)]], ["K", *headers])
+    return _table([*rows, ["p", *(short(slope) if math.isnan(slope) else f"{slope:.2f}" for slope in slopes)]], ["K", *headers])
 
 
 def _by_interval(found: Mapping[Run, Costs], settings: Settings) -> str:
@@ -112,16 +122,11 @@ def _meaning(found: Mapping[Run, Costs], settings: Settings) -> str:
     for name in settings.distributions:
         fast, split, cast = (mean(found, name, length, way).relative_l2 for way in (FAST, SPLIT, "cast"))
         lines.append(
-            f"- **{name}**, K = {length}: fast sums lose {short(fast)}, split ones {short(split)}; the cast to FP8 has cost "
-            f"{short(cast)} before. A fast sum adds {short((math.hypot(fast, cast) / cast - 1) * 100)} % to that error."
+            f"- **{name}**, K = {length}: fast sums lose {short(fast)}, split ones {short(split)}, where the cast to "
+            f"FP8 has cost {short(cast)} before: together {ratio(math.hypot(fast, cast), cast)} and "
+            f"{ratio(math.hypot(split, cast), cast)} times the cast alone."
         )
-    lines.append(
-        "- What is cut off is proportional to the sum so far, and always toward zero. Where terms cancel, that hides behind "
-        "the cast to FP8 at any K that occurs; where they are all of one sign, it grows faster than K and the sum stops "
-        "growing at last. Activations after ReLU, softmax or a sigmoid are of one sign; if the weights that meet them mostly "
-        "are too, a long forward GEMM wants "
-        "`Float8CurrentScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))`."
-    )
+    lines.append(_CONCLUSION)
     return "\n".join(lines)
 
 
@@ -145,5 +150,7 @@ def _plot(found: Mapping[Run, Costs], settings: Settings) -> Figure:
         axis.set(title=name, xlabel="K, products in a sum")
         axis.grid(True, which="both", alpha=0.3)
     axes[0].set_ylabel("relative L2 error")
-    axes[-1].legend(fontsize="small")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_LABELS), fontsize="small"
+    )
     return figure

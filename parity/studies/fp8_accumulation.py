@@ -1,8 +1,8 @@
 """What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
 
 Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.accumulation`` adds: without
-``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64 product
-of the same FP8 numbers, so what is measured is the sum alone; the error of the cast to FP8 stands beside it.
+``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64
+product of the same FP8 numbers, so what is measured is the sum alone; the error of the cast to FP8 stands beside it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Run:
     seed: int
 
 
-# The costs of a run by how it adds: products between promotions (WHOLE for none), "fp32", and "cast" for the cast to FP8.
+# The costs of a run by how it adds: the products between promotions, or "fp32"; and "cast", that of the cast to FP8.
 Costs = Mapping[str, Cost]
 
 

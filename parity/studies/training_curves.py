@@ -1,11 +1,11 @@
 """Whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
 
-A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same batches.
-Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also trains under
-the precision's rounding model (``parity.rounding``), from several other seeds, and the differences between those losses
-and plain FP32's of the same seed are draws from what rounding does to a loss curve. One more such draw, which a faithful
-TE model's difference is, lies in their prediction band (``expectation.prediction_band``) but for the stated share of
-runs.
+A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
+batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also
+trains under the precision's rounding model (``parity.rounding``), from several other seeds, and the differences
+between those losses and plain FP32's of the same seed are draws from what rounding does to a loss curve. One more
+such draw, which a faithful TE model's difference is, lies in their prediction band (``expectation.prediction_band``)
+but for the stated share of runs.
 """
 
 from __future__ import annotations

@@ -16,6 +16,30 @@ from parity.report.numbers import short
 from parity.studies.training_curves import CANDIDATE_SEED, Outcome, Settings
 from parity.te import Kernels
 
+_OTHER_GPU = """\
+Another emulated GPU may run them: `PARITY_EMULATED_GPU=blackwell parity study training_curves` adds its runs to the
+record and draws this report again."""
+
+_METHOD = """\
+- **Models**: a GPT (LayerNorm, GELU, learned positions, biases) and a llama (RMSNorm, RoPE, grouped-query attention,
+  SwiGLU), in plain PyTorch and from `te.TransformerLayer` with `te.LayerNormLinear` as the head. The recipe covers the
+  whole TE model, head included; embeddings are PyTorch's, the loss is computed in FP32. The text is
+  `parity/studies/text.py`, read byte by byte.
+- **Weights**: AdamW holds FP32 masters. TE's parameters and gradients are BF16 and take the masters' rounding after
+  each step, as in Megatron-LM. Every run of a seed starts from the same BF16-exact weights and reads the same batches.
+  A recipe that scales by the past (delayed scaling) makes its warm-up passes on the first batch, without a step, before
+  training.
+- **Expectation**: from each of {seeds} other seeds, the plain model trains in FP32 and under the precision's rounding
+  model (`parity/rounding.py`, which shares no code with TE or the kernels), there with BF16 parameters and gradients as
+  above. The difference of the two losses is a draw from what rounding does to a curve. The band is where one more draw
+  lies at all steps together, but for {percent} % of draws: `mean ± t s sqrt(1 + 1/n)` at each step, with t from
+  Student's distribution and the share split over the steps (Bonferroni). Nothing in it is tuned, and TE has no part in
+  it.
+- **Final loss**: the mean of the last {final} steps. Its expected interval is made from the same draws in the same
+  way, as a single point.
+- **Margin**: the largest distance from the middle of the band in half widths; up to 1 is inside. TE trains from seed
+  {candidate_seed}."""
+
 
 def write(
     outcomes: Sequence[Outcome], missing: Mapping[str, str], settings: Settings, kernels: Kernels, folder: Path
@@ -54,10 +78,7 @@ def _sections(
     for name, reason in missing.items():
         yield f"- `{name}` did not run: {reason}"
     if missing and kernels.backend == "cpu":
-        yield (
-            "Another emulated GPU may run them: `PARITY_EMULATED_GPU=blackwell parity study training_curves` adds its runs "
-            "to the record and draws this report again."
-        )
+        yield _OTHER_GPU
     for model in shown:
         yield f"## {model}"
         yield (
@@ -66,7 +87,12 @@ def _sections(
         )
         yield f"![Loss curves of the {model}]({_picture(model)})"
     yield "## How it was done"
-    yield _method(settings)
+    yield _METHOD.format(
+        seeds=settings.seeds,
+        percent=f"{100 * settings.false_alarms:g}",
+        final=settings.final,
+        candidate_seed=CANDIDATE_SEED,
+    )
     yield "Made by `parity study training_curves`."
 
 
@@ -102,32 +128,6 @@ def _table(outcomes: Sequence[Outcome]) -> str:
         "margin",
     ]
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
-def _method(settings: Settings) -> str:
-    level = f"{100 * settings.false_alarms:g} %"
-    return "\n".join(
-        [
-            "- **Models**: a GPT (LayerNorm, GELU, learned positions, biases) and a llama (RMSNorm, RoPE, grouped-query "
-            "attention, SwiGLU), in plain PyTorch and from `te.TransformerLayer` with `te.LayerNormLinear` as the head. The "
-            "recipe covers the whole TE model, head included; embeddings are PyTorch's, the loss is computed in FP32. The "
-            "text is `parity/studies/text.py`, read byte by byte.",
-            "- **Weights**: AdamW holds FP32 masters. TE's parameters and gradients are BF16, and take the masters' "
-            "rounding after each step, as in Megatron-LM. Every run of a seed starts from the same BF16-exact weights and "
-            "reads the same batches. A recipe that scales by the past (delayed scaling) makes its warm-up passes on the "
-            "first batch, without a step, before training.",
-            f"- **Expectation**: for each of {settings.seeds} other seeds, the plain model trains in FP32 and under the "
-            "precision's rounding model (`parity/rounding.py`, which shares no code with TE or the kernels); masters and "
-            "parameters as above. The differences of the two losses are draws from what rounding does to a curve. The "
-            f"band is where one more draw lies, at all steps together, with a probability of {level[:-2]} % of leaving it: "
-            "`mean ± t s sqrt(1 + 1/n)` at each step, t from Student's distribution, the share split over the steps "
-            "(Bonferroni). Nothing in it is tuned, and TE has no part in it.",
-            f"- **Final loss**: the mean of the last {settings.final} steps; its expected interval is made in the same way "
-            "from the same draws, as a single point.",
-            f"- **Margin**: the largest distance from the middle of the band in half widths; up to 1 is inside. TE trains "
-            f"from seed {CANDIDATE_SEED}.",
-        ]
-    )
 
 
 def _picture(model: str) -> str:

@@ -29,6 +29,8 @@ TRAIN = """
     model = torch.nn.Sequential(Block(32), te.Linear(32, 16)).cuda(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, y = torch.randn(64, 32, device=device), torch.randn(64, 16).to(f"cuda:{rank}")
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
     losses = []
     for _ in range(parser.parse_args().steps):
         optimizer.zero_grad()
@@ -37,7 +39,9 @@ TRAIN = """
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    ended.record()
     torch.cuda.synchronize()
+    assert began.elapsed_time(ended) > 0
     assert x.is_cuda
     if __name__ == "__main__":
         print("losses", *losses)

@@ -1,0 +1,158 @@
+"""The study ``training_curves`` on small sizes: a faithful port follows the plain model, a wrong one does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+from parity import te
+from parity.studies import training_curves
+from parity.studies.language_model import ARCHITECTURES, Architecture, Size
+from parity.studies.training import Schedule, plain_pass, train
+from parity.studies.training_curves import Outcome, Run, Settings, outcomes
+from parity.te import Kernels
+from parity.user_error import UserError
+from parity.weights import WeightMap, stack
+
+SMALL = Settings(
+    models=("llama",), precisions=("bf16", "fp8_current", "fp8_delayed"), steps=8, seeds=4, batch=2, seq=32,
+    hidden=64, layers=1, heads=2, groups=1, warmup=4, final=3,
+)  # fmt: skip
+Losses = dict[Run, dict[str, Any] | None]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return te.kernels("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(kernels: Kernels) -> Losses:
+    return {run: _result(run, kernels) for run in training_curves._runs(SMALL)}
+
+
+def _result(run: Run, kernels: Kernels) -> dict[str, Any]:
+    return {"losses": training_curves.losses_of(run, SMALL, kernels), "gpu": "emulated"}
+
+
+def by_precision(found: Losses) -> dict[str, Outcome]:
+    return {outcome.run.precision: outcome for outcome in outcomes(SMALL, found)}
+
+
+@pytest.mark.parametrize("precision", SMALL.precisions)
+def test_te_follows_the_plain_model_within_the_expectation(found: Losses, precision: str) -> None:
+    outcome = by_precision(found)[precision]
+    assert outcome.margin <= 1
+    assert outcome.final_margin <= 1
+    assert outcome.te != outcome.plain
+    assert outcome.plain[-1] < outcome.plain[0] - 0.5  # it learns
+
+
+def test_fp8_moves_the_losses_further_than_bf16(found: Losses) -> None:
+    widths = {
+        name: sum(high - low for low, high in zip(outcome.band.low, outcome.band.high, strict=True))
+        for name, outcome in by_precision(found).items()
+    }
+    assert widths["fp8_current"] > 1.5 * widths["bf16"]
+
+
+def test_a_port_with_gate_and_up_exchanged_leaves_the_expectation(
+    found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faithful = ARCHITECTURES["llama"]
+    monkeypatch.setitem(ARCHITECTURES, "llama", dataclasses.replace(faithful, weight_map=_exchanged(faithful)))
+    for precision in SMALL.precisions:
+        run = Run("llama", "te", precision, training_curves.CANDIDATE_SEED)
+        assert by_precision(found | {run: _result(run, kernels)})[precision].margin > 1
+
+
+def _exchanged(faithful: Architecture) -> Any:
+    def weight_map(size: Size) -> WeightMap:
+        correct = dict(faithful.weight_map(size))
+        del correct[stack("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")]
+        wrong = stack("layers.0.mlp.up_proj.weight", "layers.0.mlp.gate_proj.weight")
+        return correct | {wrong: "layers.0.layernorm_mlp.fc1_weight"}
+
+    return weight_map
+
+
+def test_a_run_is_the_same_twice(found: Losses, kernels: Kernels) -> None:
+    run = Run("llama", "te", "fp8_delayed", training_curves.CANDIDATE_SEED)
+    assert _result(run, kernels) == found[run]
+
+
+def test_masters_keep_steps_that_bf16_parameters_would_lose() -> None:
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    model.weight.data.fill_(1.0)
+
+    def constant_gradient(module: torch.nn.Module, tokens: torch.Tensor) -> float:
+        assert isinstance(module, torch.nn.Linear)
+        module.weight.grad = torch.ones_like(module.weight)
+        return module.weight.item()
+
+    seen = train(model, Schedule(5e-4, 1), [torch.zeros(1)] * 9, constant_gradient, torch.bfloat16)
+    assert seen[:4] == [1.0] * 4  # three steps of 0.0005 are less than half an ulp below 1, which is 0.002
+    assert seen[-1] < 1.0
+
+
+def test_the_learning_rate_grows_linearly_during_warmup() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(0.0)
+
+    def constant_gradient(module: torch.nn.Module, tokens: torch.Tensor) -> float:
+        assert isinstance(module, torch.nn.Linear)
+        module.weight.grad = torch.ones_like(module.weight)
+        return module.weight.item()
+
+    seen = train(model, Schedule(0.4, 4), [torch.zeros(1)] * 6, constant_gradient, torch.float32)
+    steps = [before - after for before, after in itertools.pairwise(seen)]
+    assert steps == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4], rel=1e-2)
+
+
+def test_a_study_trains_only_what_its_record_lacks(
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=3, seeds=2, final=1)
+    report = training_curves.run(tiny, tmp_path).read_text()
+    assert "1 of 1 runs follow" in report or "0 of 1 runs follow" in report
+    assert (tmp_path / "training_curves_llama.png").stat().st_size > 0
+    trained: list[Run] = []
+    faithful = training_curves.losses_of
+    monkeypatch.setattr(training_curves, "losses_of", lambda run, *rest: trained.append(run) or faithful(run, *rest))
+    training_curves.train_missing(dataclasses.replace(tiny, seeds=3), tmp_path, kernels)
+    assert trained == [Run("llama", "plain", "", 3), Run("llama", "rounded", "bf16", 3)]
+    assert training_curves.run(tiny, tmp_path).read_text() == report
+
+
+def test_recipes_that_differ_in_when_they_scale_share_their_expectation() -> None:
+    runs = list(training_curves._runs(SMALL))
+    assert {run.precision for run in runs if run.kind == "te"} == set(SMALL.precisions)
+    assert {run.precision for run in runs if run.kind == "rounded"} == {"bf16", "fp8_delayed"}
+
+
+def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tmp_path: Path) -> None:
+    tiny = dataclasses.replace(SMALL, precisions=("bf16", "mxfp8"), steps=2, seeds=2, final=1)
+    report = training_curves.run(tiny, tmp_path).read_text()
+    assert "`mxfp8` did not run: Device compute capability 10.0 or higher" in report
+
+
+@pytest.mark.parametrize("field", ["models", "precisions"])
+def test_names_that_there_are_not_are_told(tmp_path: Path, field: str) -> None:
+    with pytest.raises(UserError, match=f"{field}: there is no 'bert'"):
+        training_curves.run(dataclasses.replace(SMALL, **{field: ("bert",)}), tmp_path)
+
+
+def test_a_plain_pass_leaves_the_gradients_of_the_mean_cross_entropy() -> None:
+    size = Size(256, 8, 16, 1, 2, 1, 16)
+    model = ARCHITECTURES["gpt"].reference(size)
+    tokens = torch.randint(256, (2, 9))
+    loss = plain_pass(model, tokens)
+    assert loss == pytest.approx(torch.log(torch.tensor(256.0)).item(), abs=1.0)
+    assert all(parameter.grad is not None for parameter in model.parameters())
