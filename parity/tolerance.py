@@ -9,8 +9,9 @@ import torch
 
 from parity.errors import Errors
 
-# A faithful kernel may order its sums and place its roundings differently from the rounding model. Over 20 seeds of the
-# default suite a norm's error stayed within a factor of 3 of the expected one; single elements scatter more.
+# A faithful kernel may order its sums and place its roundings differently from the rounding model. Measured on emulated
+# kernels (TE 2.20.2, 222 items of the default suite, 20 seeds): the norm of an output's error was 0.51 to 1.08 times
+# the expected one, of a gradient's 0.25 to 1.8 times; single elements reached 2.6 times.
 FACTOR_L2 = 3.0
 FACTOR_MAX = 5.0
 

@@ -252,7 +252,9 @@ def test_the_summary_says_the_verdict_and_where_the_report_is(pytester: pytest.P
     write(pytester, PAIRS)
     report = pytester.path / "reports" / "parity.md"
     result = run(pytester, "my_pairs.py")
-    result.stdout.fnmatch_lines(["*= parity =*", f"*2 of {COMPARED} items failed*{2 * len(UNAVAILABLE)} skipped*", f"report: {report}"])
+    result.stdout.fnmatch_lines(
+        ["*= parity =*", f"*2 of {COMPARED} items failed*{2 * len(UNAVAILABLE)} skipped*", f"report: {report}"]
+    )
     assert "my_pairs.py::fails[bf16-2x64]" in report.read_text()
 
 

@@ -1,5 +1,6 @@
 """A user's own file of pairs, on TE itself, in a folder of its own."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_pytest_runs_it_with_workers_and_no_other_set_up(folder: Path) -> None:
     ran = run(folder, "pytest", "-p", "parity.plugin", "my_pairs.py", "-n", "2")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "10 passed" in ran.stdout
+    assert re.search(r"(\d+) of \1 items passed", ran.stdout)
     assert "my_mlp" in (folder / "reports" / "parity.md").read_text()
 
 

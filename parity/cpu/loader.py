@@ -80,6 +80,9 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         vars(module).update(triton_kernels.replacements(module.__name__))
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
+        elif module.__name__ == f"{_ROOT}.pytorch.graph":
+            # A capture that failed later would leave TE's modules wrapped, with FP8 switched off.
+            vars(module)["set_capture_start"] = cuda.CUDAGraph
 
 
 class _ExtensionLoader(importlib.abc.Loader):

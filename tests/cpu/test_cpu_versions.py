@@ -60,6 +60,10 @@ def test_a_newer_version_is_warned_of_once(installed) -> None:
         assert versions.installed_version() == Version("2.98.0")
 
 
+@pytest.mark.skipif(
+    versions.installed_version().release[:2] < versions.NEWEST.release,
+    reason="only the newest TransformerEngine can pass for a later one",
+)
 def test_a_newer_version_is_tried(tmp_path: Path) -> None:
     """The installed TransformerEngine, under the number of a later one."""
     distribution = tmp_path / "transformer_engine-2.99.0.dist-info"

@@ -9,12 +9,14 @@ from typing import Any
 import plain
 import pytest
 import torch
-from agreement import FP32_AND_BF16, assert_agree, sequence_first
+from agreement import CAN_CHECKPOINT_CORE_ATTENTION, FP32_AND_BF16, assert_agree, sequence_first, te_on_cpu
+from packaging.version import Version
 from torch import Tensor, nn
 from weight_maps import Projections, cross_attention_weights, norm_weights, self_attention_weights
 
 import parity
 from parity import reference
+from parity.cpu import versions
 from parity.weights import WeightMap
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
@@ -80,8 +82,7 @@ def in_format(format_: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return sequence_first(call) if format_ == "sbhd" else call
 
 
-@pytest.mark.parametrize("format_", ["bshd", "sbhd"])
-@pytest.mark.parametrize("groups", [HEADS, 2, 1], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize(("groups", "format_"), [(HEADS, "bshd"), (HEADS, "sbhd"), (2, "sbhd"), (1, "bshd")])
 @pytest.mark.parametrize("projections", FUSED)
 def test_attention_reads_q_k_and_v_as_they_lie_in_its_parameters(
     projections: Projections, groups: int, format_: str
@@ -106,8 +107,7 @@ def test_kv_channels_is_the_width_of_a_head(kv_channels: int) -> None:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("zero_centered", [True, False])
-@pytest.mark.parametrize("returns_norm", [True, False])
+@pytest.mark.parametrize(("zero_centered", "returns_norm"), [(False, False), (True, True)])
 def test_an_input_norm_comes_before_the_projections(
     normalization: str, zero_centered: bool, returns_norm: bool
 ) -> None:
@@ -141,8 +141,7 @@ def rotary_positions(interleaved: bool) -> Tensor:
 
 @pytest.mark.parametrize("before_rope", [True, False])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "L2Normalization"])
-@pytest.mark.parametrize("groups", [HEADS, 2], ids=["MHA", "GQA"])
-def test_qk_norm_norms_each_head_before_or_after_rope(kind: str, before_rope: bool, groups: int) -> None:
+def test_qk_norm_norms_each_head_before_or_after_rope(kind: str, before_rope: bool) -> None:
     def head_norm(width: int) -> nn.Module:
         return plain.L2Norm(1e-3) if kind == "L2Normalization" else plain.norm(kind, width, eps=1e-3)
 
@@ -150,8 +149,10 @@ def test_qk_norm_norms_each_head_before_or_after_rope(kind: str, before_rope: bo
     agree_with_attention(
         {"qk_norm_type": kind, "qk_norm_eps": 1e-3, "qk_norm_before_rope": before_rope} | NO_MASK,
         {"head_norm": head_norm, "norm_before_rotation": before_rope, "rotate": reference.rotate_halves},
-        groups,
-        extra_weights={f"{side}_norm.{name}": f"{side[0]}_norm.{name}" for side in ("query", "key") for name in parameters},
+        groups=2,
+        extra_weights={
+            f"{side}_norm.{name}": f"{side[0]}_norm.{name}" for side in ("query", "key") for name in parameters
+        },
         call={"rotary_pos_emb": rotary_positions(interleaved=False)},
     )
 
@@ -223,6 +224,9 @@ def test_a_window_bounds_how_far_a_query_sees(window: str) -> None:
     agree_with_attention({"attn_mask_type": mask_type, "window_size": window_size}, masked=masked)
 
 
+@pytest.mark.skipif(
+    versions.installed_version() < Version("2.20"), reason="TE's MultiheadAttention takes softcap from 2.20 on"
+)
 @pytest.mark.parametrize("when", ["built", "called"])
 def test_softcap_bounds_the_scores(when: str) -> None:
     options: dict[str, Any] = {"softcap": 0.3}
@@ -241,6 +245,7 @@ def test_a_softmax_sink_takes_part_of_the_attention(kind: str) -> None:
     )
 
 
+@CAN_CHECKPOINT_CORE_ATTENTION
 def test_checkpoint_core_attention_recomputes_the_same() -> None:
     agree_with_attention({}, masked=plain.causal(*SEEN), call={"checkpoint_core_attention": True})
 
@@ -286,8 +291,7 @@ def agree_with_cross_attention(
     assert_agree(build)
 
 
-@pytest.mark.parametrize("format_", ["bshd", "sbhd"])
-@pytest.mark.parametrize("groups", [HEADS, 2], ids=["MHA", "GQA"])
+@pytest.mark.parametrize(("groups", "format_"), [(HEADS, "bshd"), (2, "sbhd")])
 @pytest.mark.parametrize("projections", FUSED)
 def test_cross_attention_takes_keys_and_values_from_the_memory(
     projections: Projections, groups: int, format_: str
@@ -304,3 +308,21 @@ def test_cross_attentions_norm_is_of_the_queries_alone(projections: Projections,
 @pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right"])
 def test_a_causal_mask_starts_at_the_first_or_ends_at_the_last_key(mask_type: str) -> None:
     agree_with_cross_attention("separate", HEADS, bias=True, normed=False, format_="bshd", mask_type=mask_type)
+
+
+@pytest.mark.parametrize("scaled_by_layer", [True, False])
+def test_qk_layer_scaling_keeps_scores_within_fp16(scaled_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of 90000 exceed FP16; divided by the layer's number they do not, and equal ones weigh values equally."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_APPLY_QK_LAYER_SCALING", str(int(scaled_by_layer)))
+    core = te_on_cpu().DotProductAttention(
+        HEADS, HEAD_DIM, attention_dropout=0.0, attn_mask_type="no_mask", qkv_format="bshd", layer_number=8
+    )
+    query = torch.full((1, 4, HEADS, HEAD_DIM), 150.0, dtype=torch.float16)
+    value = torch.randn(1, 4, HEADS, HEAD_DIM, dtype=torch.float16)
+    context = core(query, query, value)
+    expected = value.float().mean(dim=1).flatten().expand(1, 4, -1)
+    if scaled_by_layer:
+        torch.testing.assert_close(context.float(), expected, rtol=2.0**-9, atol=2.0**-9)
+    else:
+        assert context.isnan().all()

@@ -7,8 +7,7 @@ from typing import Any
 
 import plain
 import pytest
-import torch
-from agreement import FP32_AND_BF16, assert_agree, te_on_cpu
+from agreement import FP32_AND_BF16, assert_agree
 from weight_maps import kinds, norm_weights
 
 import parity
@@ -102,17 +101,3 @@ def test_layernorm_linear_agrees_in_fp8(normalization: str, returns_norm: bool, 
     agree_with_norm_and_linear(
         normalization, tokens=(4, 16), precisions=(precision,), return_layernorm_output=returns_norm
     )
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_delayed_weight_gradient_comes_when_it_is_called_for(bias: bool) -> None:
-    te = te_on_cpu()
-    at_once, delayed = (te.LayerNormLinear(IN, OUT, bias=bias, delay_wgrad_compute=delay) for delay in (False, True))
-    delayed.load_state_dict(at_once.state_dict())
-    x, gradient = torch.randn(*TOKENS, IN), torch.randn(*TOKENS, OUT)
-    for module in (at_once, delayed):
-        module(x).backward(gradient)
-    assert delayed.weight.grad is None
-    delayed.backward_dw()
-    for (name, expected), parameter in zip(at_once.named_parameters(), delayed.parameters(), strict=True):
-        assert torch.equal(parameter.grad, expected.grad), name

@@ -8,7 +8,7 @@ from typing import Any
 import plain
 import pytest
 import torch
-from agreement import FP32_AND_BF16, assert_agree, te_on_cpu
+from agreement import FP32_AND_BF16, assert_agree
 from torch import Tensor
 from weight_maps import mlp_weights, norm_weights
 
@@ -75,9 +75,7 @@ def test_layernorm_mlp_takes_any_number_of_leading_dimensions(tokens: tuple[int,
 @EITHER_NORM
 @pytest.mark.parametrize("gathered", [True, False])
 def test_return_layernorm_output_returns_it_with_its_gradient(normalization: str, gathered: bool) -> None:
-    agree_with_mlp(
-        normalization=normalization, return_layernorm_output=True, return_layernorm_output_gathered=gathered
-    )
+    agree_with_mlp(normalization=normalization, return_layernorm_output=True, return_layernorm_output_gathered=gathered)
 
 
 def test_return_bias_leaves_the_second_bias_to_the_caller() -> None:
@@ -109,18 +107,3 @@ def test_checkpoint_recomputes_the_same(activation: str, bias: bool) -> None:
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_layernorm_mlp_agrees_in_fp8(activation: str, precision: str, checkpoint: bool) -> None:
     agree_with_mlp(activation, tokens=(4, 16), precisions=(precision,), checkpoint=checkpoint)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_delayed_weight_gradients_come_when_they_are_called_for(bias: bool) -> None:
-    te = te_on_cpu()
-    at_once, delayed = (te.LayerNormMLP(HIDDEN, FFN, bias=bias, delay_wgrad_compute=delay) for delay in (False, True))
-    delayed.load_state_dict(at_once.state_dict())
-    x, gradient = torch.randn(*TOKENS, HIDDEN), torch.randn(*TOKENS, HIDDEN)
-    for module in (at_once, delayed):
-        module(x).backward(gradient)
-    assert delayed.fc1_weight.grad is None
-    assert delayed.fc2_weight.grad is None
-    delayed.backward_dw()
-    for (name, expected), parameter in zip(at_once.named_parameters(), delayed.parameters(), strict=True):
-        assert torch.equal(parameter.grad, expected.grad), name

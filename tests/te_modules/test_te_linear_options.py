@@ -8,10 +8,12 @@ from typing import Any
 import plain
 import pytest
 import torch
-from agreement import assert_agree, te_on_cpu
+from agreement import assert_agree, gradient, te_on_cpu
+from packaging.version import Version
 from weight_maps import kinds
 
 import parity
+from parity.cpu import versions
 from parity.weights import WeightMap
 
 IN, OUT = 64, 48
@@ -23,7 +25,9 @@ def agree_with_linear(
 ) -> None:
     def build(te: ModuleType) -> parity.Pair:
         candidate = te.Linear(IN, OUT, bias=bias, return_bias=bias_apart, **options)
-        return parity.Pair(plain.linear(IN, OUT, bias, bias_apart), candidate, lambda rng: rng.normal(*tokens, IN), weights)
+        return parity.Pair(
+            plain.linear(IN, OUT, bias, bias_apart), candidate, lambda rng: rng.normal(*tokens, IN), weights
+        )
 
     assert_agree(build)
 
@@ -38,6 +42,10 @@ def test_linear_takes_any_number_of_leading_dimensions(tokens: tuple[int, ...]) 
     agree_with_linear({"weight": "weight", "bias": "bias"}, tokens=tokens)
 
 
+@pytest.mark.skipif(
+    versions.installed_version() < Version("2.20"),
+    reason="the backward pass of TE's Linear takes vectors from 2.20 on",
+)
 def test_a_vector_counts_as_one_token() -> None:
     def build(te: ModuleType) -> parity.Pair:
         return parity.Pair(
@@ -104,14 +112,14 @@ def test_a_delayed_weight_gradient_comes_when_it_is_called_for(bias: bool) -> No
     te = te_on_cpu()
     at_once, delayed = (te.Linear(IN, OUT, bias=bias, delay_wgrad_compute=delay) for delay in (False, True))
     delayed.load_state_dict(at_once.state_dict())
-    x, gradient = torch.randn(*TOKENS, IN), torch.randn(*TOKENS, OUT)
+    x, of_output = torch.randn(*TOKENS, IN), torch.randn(*TOKENS, OUT)
     for module in (at_once, delayed):
-        module(x).backward(gradient)
+        module(x).backward(of_output)
     assert delayed.weight.grad is None
     delayed.backward_dw()
-    assert torch.equal(delayed.weight.grad, at_once.weight.grad)
+    assert torch.equal(gradient(delayed.weight), gradient(at_once.weight))
     if bias:
-        assert torch.equal(delayed.bias.grad, at_once.bias.grad)
+        assert torch.equal(gradient(delayed.bias), gradient(at_once.bias))
 
 
 def test_meta_parameters_are_filled_by_reset_parameters() -> None:

@@ -1,0 +1,297 @@
+"""What else TE exports: RoPE, layouts, wrapping quantizers, offloading, export, and what a CPU cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import plain
+import pytest
+import torch
+from agreement import gradient, te_on_cpu
+from packaging.version import Version
+from torch import Tensor, nn
+
+from parity import te as backend
+
+WIDTH, ROWS = 64, 32
+FROM_2_20 = pytest.mark.skipif(not backend.version().startswith("2.20"), reason="new in TransformerEngine 2.20")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def angles_of(embedding: nn.Module, seq: int) -> Tensor:
+    """The angles ``[seq, dim / 2]`` in a ``RotaryPositionEmbedding``'s output, whose halves are equal."""
+    full = embedding(seq)[:, 0, 0, :]
+    first, second = full.chunk(2, dim=-1)
+    assert torch.equal(first, second)
+    return first
+
+
+def test_rotary_angles_are_positions_over_wavelengths() -> None:
+    te = te_on_cpu()
+    torch.testing.assert_close(angles_of(te.RotaryPositionEmbedding(16), 12), plain.rotary_angles(12, 16))
+    base_16 = torch.arange(12.0)[:, None] * 16.0 ** (-torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(angles_of(te.RotaryPositionEmbedding(16, rotary_base=16.0), 12), base_16)
+
+
+def test_rotary_percent_rotates_the_first_part_of_a_head() -> None:
+    embedding = te_on_cpu().RotaryPositionEmbedding(32, rotary_percent=0.5)
+    torch.testing.assert_close(angles_of(embedding, 12), plain.rotary_angles(12, 16))
+
+
+def test_rotary_positions_are_interpolated_by_a_factor_and_beyond_it_by_the_length() -> None:
+    options = {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 8}
+    embedding = te_on_cpu().RotaryPositionEmbedding(16, **options)
+    torch.testing.assert_close(angles_of(embedding, 12), plain.rotary_angles(12, 16) / 2)
+    torch.testing.assert_close(angles_of(embedding, 24), plain.rotary_angles(24, 16) / 3)
+
+
+def test_interleaved_rotary_angles_stand_in_pairs() -> None:
+    full = te_on_cpu().RotaryPositionEmbedding(16, interleaved=True)(12)[:, 0, 0, :]
+    torch.testing.assert_close(full, plain.rotary_angles(12, 16).repeat_interleave(2, dim=-1))
+
+
+@pytest.mark.skipif(Version(backend.version()) < Version("2.18"), reason="exported from TransformerEngine 2.18 on")
+def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
+    te, gate, up = te_on_cpu(), torch.randn(64, 3), torch.randn(64, 3)
+    interleaved = te.interleave_glu_tensor(torch.cat([gate, up]), 32)
+    assert torch.equal(interleaved, torch.cat([gate[:32], up[:32], gate[32:], up[32:]]))
+    assert torch.equal(te.deinterleave_glu_tensor(interleaved, 32), torch.cat([gate, up]))
+
+
+SCALED: dict[str, tuple[dict[str, float], Any]] = {
+    "ScaledSReLU": ({}, lambda x: x.relu().square()),
+    "ScaledTanhSReLU": ({"tanh_clamp_scale": 2.0}, lambda x: (2 * (x.relu() / 2).tanh()).square()),
+    "ScaledSiTUGLU": ({}, lambda x: situglu(*x.chunk(2, -1))),
+    "ScaledClampedQGeGLU": ({"limit": 1.0}, lambda x: plain.reference.activation.clamped_swiglu(*x.chunk(2, -1), 1.0)),
+}
+
+
+def situglu(gate: Tensor, up: Tensor) -> Tensor:
+    return 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
+
+
+@FROM_2_20
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scaled_activation_multiplies_each_row_by_its_scale(name: str) -> None:
+    options, formula = SCALED[name]
+    x, scales = torch.randn(ROWS, WIDTH, requires_grad=True), torch.rand(ROWS, requires_grad=True)
+    y = getattr(te_on_cpu().ops, name)(**options)(x, scales)
+    of_output = torch.randn_like(y)
+    y.backward(of_output)
+    x64, scales64 = (tensor.detach().double().requires_grad_() for tensor in (x, scales))
+    expected = formula(x64) * scales64[:, None]
+    expected.backward(of_output.double())
+    for actual, exact in ((y, expected), (gradient(x), gradient(x64)), (gradient(scales), gradient(scales64))):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens() -> None:
+    te = te_on_cpu()
+    from transformer_engine.common import recipe
+
+    linear = te.ops.Linear(WIDTH, ROWS, device="cpu", dtype=torch.bfloat16)
+    x, of_output = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), torch.randn(ROWS, ROWS, dtype=torch.bfloat16)
+    results = []
+    for operations in ([linear], [te.ops.Quantize(), linear]):
+        leaf = x.clone().requires_grad_()
+        linear.zero_grad()
+        with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
+            y = te.ops.Sequential(*operations)(leaf)
+        y.backward(of_output)
+        results.append((y.detach(), gradient(leaf), gradient(linear.weight)))
+    torch.testing.assert_close(results[0], results[1], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", ["AllGather", "AllReduce", "ReduceScatter"])
+def test_communication_of_one_process_changes_nothing(name: str) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    y = getattr(te_on_cpu().ops, name)()(x)
+    of_output = torch.randn_like(y)
+    y.backward(of_output)
+    assert torch.equal(y, x)
+    assert torch.equal(gradient(x), of_output)
+
+
+@FROM_2_20
+def test_an_identity_quantizer_keeps_its_tensor() -> None:
+    te, x = te_on_cpu(), torch.randn(ROWS, WIDTH)
+    quantized = te.IdentityQuantizer()(x)
+    assert isinstance(quantized, te.IdentityTensor)
+    assert isinstance(quantized, te.IdentityTensorStorage)
+    assert torch.equal(quantized.dequantize(), x)
+
+
+@FROM_2_20
+def test_a_hybrid_quantizer_has_a_format_for_each_direction() -> None:
+    te, x = te_on_cpu(), torch.randn(ROWS, WIDTH)
+    rowwise = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    hybrid = te.HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=te.IdentityQuantizer())(x)
+    assert isinstance(hybrid, te.HybridQuantizedTensor)
+    assert isinstance(hybrid, te.HybridQuantizedTensorStorage)
+    assert torch.equal(hybrid.dequantize(), rowwise(x).dequantize())
+
+
+def test_quantized_tensors_are_saved_for_the_backward_pass_as_plain_ones() -> None:
+    te, x = te_on_cpu(), torch.randn(ROWS, WIDTH)
+    from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_saved
+
+    quantizer = te.Float8CurrentScalingQuantizer(rowwise_dtype(), device="cpu")
+    quantizer.internal = True
+    quantized = quantizer(x)
+    expected = quantized.dequantize().clone()
+    tensors, objects = prepare_for_saving(x, quantized)
+    assert all(tensor is None or type(tensor) is Tensor for tensor in tensors)
+    restored = restore_from_saved(objects, tensors)
+    assert restored[0] is x
+    assert torch.equal(restored[1].dequantize(), expected)
+
+
+def rowwise_dtype() -> Any:
+    import transformer_engine_torch as tex
+
+    return tex.DType.kFloat8E4M3
+
+
+def test_offloading_activations_changes_no_bit() -> None:
+    te = te_on_cpu()
+    layers = [te.LayerNormMLP(WIDTH, 96) for _ in range(3)]
+    x, gradients = torch.randn(ROWS, WIDTH), []
+    for enabled in (False, True):
+        context, synchronize = te.get_cpu_offload_context(enabled=enabled, num_layers=1, model_layers=3)
+        leaf = x.clone().requires_grad_()
+        hidden = leaf
+        for layer in layers:
+            with context:
+                hidden = layer(hidden)
+            hidden = synchronize(hidden)
+        hidden.sum().backward()
+        gradients.append(gradient(leaf))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_modules_in_onnx_export_compute_the_same_up_to_tf32(name: str) -> None:
+    te, x = te_on_cpu(), torch.randn(ROWS, WIDTH)
+    module = getattr(te, name)(WIDTH, 96).eval()
+    with torch.no_grad():
+        expected = module(x)
+        with te.onnx_export(enabled=True):
+            actual = module(x)
+    assert (actual - expected).norm() < 2.0**-9 * expected.norm()
+
+
+def test_cuda_graphs_are_refused_and_leave_modules_as_they_were() -> None:
+    te = te_on_cpu()
+    call = te.Linear.__call__
+    with pytest.raises(NotImplementedError, match="CUDA graphs"):
+        te.make_graphed_callables(te.Linear(WIDTH, WIDTH), (torch.randn(ROWS, WIDTH),))
+    assert te.Linear.__call__ is call
+
+
+@FROM_2_20
+@pytest.mark.parametrize("variant", ["GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"])
+def test_linear_attention_says_that_it_needs_cudnns_frontend(variant: str) -> None:
+    from transformer_engine.pytorch.attention.linear_attention import base
+
+    getattr(te_on_cpu(), variant)(4, 64)
+    with pytest.raises(ImportError, match="nvidia-cudnn-frontend"):
+        base._import_linear_attention_op("gated_delta_net", variant)
+
+
+@FROM_2_20
+def test_the_fused_mla_projection_is_for_blackwells_cudnn_alone() -> None:
+    assert not te_on_cpu().FusedMLAQUpProjRopeQuant.is_supported()
+
+
+@FROM_2_20
+@pytest.mark.usefixtures("one_process")
+def test_newton_schulz_needs_nccl() -> None:
+    with pytest.raises(RuntimeError, match="NCCL"):
+        te_on_cpu().CusolverMpCtx(torch.distributed.group.WORLD)
+
+
+def test_te_tells_the_emulated_gpu_and_its_default_recipe() -> None:
+    te = te_on_cpu()
+    assert te.get_device_compute_capability() == (9, 0)
+    assert te.get_cudnn_version() >= (9, 0, 0)
+    assert type(te.get_default_recipe()).__name__ == "DelayedScaling"
+    assert te.is_bf16_available()
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_old_names_of_autocast_and_model_init_do_the_same(old: bool) -> None:
+    te, x = te_on_cpu(), torch.randn(ROWS, WIDTH)
+    from transformer_engine.common import recipe
+
+    current = recipe.Float8CurrentScaling()
+    torch.manual_seed(0)
+    with te.fp8_model_init(enabled=True, recipe=current) if old else te.quantized_model_init(recipe=current):
+        module = te.Linear(WIDTH, ROWS)
+    assert isinstance(module.weight, te.Float8Tensor)
+    with te.fp8_autocast(enabled=True, fp8_recipe=current) if old else te.autocast(enabled=True, recipe=current):
+        actual = module(x)
+    with te.autocast(enabled=True, recipe=current):
+        assert torch.equal(actual, module(x))
+    assert not torch.equal(actual, module(x))
+
+
+@FROM_2_20
+@pytest.mark.parametrize("kind", ["forward", "backward", "forward_backward"])
+def test_a_registered_fusion_is_offered_the_operations(kind: str) -> None:
+    ops = te_on_cpu().ops
+    from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+    offered: list[str] = []
+
+    def fuse(operations: list[Any], **_: Any) -> list[Any]:
+        offered.extend(type(operation).__name__ for operation in operations)
+        return operations
+
+    getattr(ops, f"register_{kind}_fusion")(fuse)
+    try:
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        ops.Sequential(ops.GELU(), ops.ConstantScale(2.0))(x).sum().backward()
+    finally:
+        getattr(OperationFuser, f"{kind}_fusion_functions").remove(fuse)
+    assert set(offered) == {"GELU", "ConstantScale"}
+
+
+@FROM_2_20
+def test_offloading_by_hand_changes_no_bit() -> None:
+    te = te_on_cpu()
+    layer, x = te.LayerNormMLP(WIDTH, 96), torch.randn(ROWS, WIDTH, requires_grad=True)
+    layer(x).sum().backward()
+    expected, x.grad = gradient(x), None
+    context, synchronize, manual = te.get_cpu_offload_context(
+        enabled=True, model_layers=1, num_layers=1, manual_synchronization=True
+    )
+    assert isinstance(manual, te.ManualOffloadSynchronizer)
+    with context:
+        output = layer(x)
+    output = synchronize(output)
+    manual.start_offload_layer(0)
+    manual.release_activation_forward_gpu_memory(0)
+    manual.start_reload_layer(0)
+    output.sum().backward()
+    assert torch.equal(gradient(x), expected)
+
+
+@FROM_2_20
+def test_grouped_tensors_are_for_blackwell() -> None:
+    assert not te_on_cpu().ops.is_op_fuser_grouped_tensor_path_supported(None, torch.bfloat16)
+
+
+@FROM_2_20
+def test_marking_a_tensor_keeps_it_from_offloading() -> None:
+    tensor: Any = torch.ones(4)
+    te_on_cpu().mark_not_offload(tensor)
+    assert tensor._TE_do_not_offload
