@@ -80,7 +80,9 @@ def _by_length(found: Mapping[Run, Costs], settings: Settings) -> str:
         rows.append([str(length), *(short(cost.relative_l2) for cost in costs)])
     slopes = [growth(found, settings, name, way) for name in settings.distributions for way in _LABELS]
     headers = [f"{name}, {way}" for name in settings.distributions for way in ("fast", "split", "FP32", "cast")]
-    return _table([*rows, ["p", *(short(slope) if math.isnan(slope) else f"{slope:.2f}" for slope in slopes)]], ["K", *headers])
+    return _table(
+        [*rows, ["p", *(short(slope) if math.isnan(slope) else f"{slope:.2f}" for slope in slopes)]], ["K", *headers]
+    )
 
 
 def _by_interval(found: Mapping[Run, Costs], settings: Settings) -> str:

@@ -38,6 +38,7 @@ DISTRIBUTIONS: dict[str, Callable[[Rng, int, int], Tensor]] = {
     ),
 }
 WHOLE = 0  # as an interval: never promoted
+_SIDES = ("left", "right")  # the streams of the two matrices
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def run(settings: Settings, folder: Path) -> Path:
 def costs_of(entry: Run, settings: Settings) -> Costs:
     """Multiply one pair of matrices in each way of adding, and measure."""
     draw = DISTRIBUTIONS[entry.distribution]
-    exact = [draw(Rng(entry.seed, purpose), settings.rows, entry.length) for purpose in ("left", "right")]
+    exact = [draw(Rng(entry.seed, purpose), settings.rows, entry.length) for purpose in _SIDES]
     scales = [float8.scale_from_amax(float8.amax_of(values), torch.finfo(E4M3).max) for values in exact]
     a, b = (_e4m3(values, scale) for values, scale in zip(exact, scales, strict=True))
     golden = b.double() @ a.double().t()
@@ -183,7 +184,9 @@ def _costs(recorded: Mapping[str, Any]) -> Costs:
 
 
 def _identity(entry: Run, settings: Settings) -> dict[str, Any]:
-    return dataclasses.asdict(entry) | {"rows": settings.rows, "intervals": list(_intervals(entry, settings))}
+    start = record.fingerprint(DISTRIBUTIONS[entry.distribution](Rng(entry.seed, side), 1, 16) for side in _SIDES)
+    chosen = {"rows": settings.rows, "intervals": list(_intervals(entry, settings)), "start": start}
+    return dataclasses.asdict(entry) | chosen
 
 
 def _check(settings: Settings) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -34,3 +37,11 @@ def append(path: Path, run: Mapping[str, Any], result: Any) -> None:
 def key(run: Mapping[str, Any]) -> str:
     """A run's name: everything that its result depends on, as sorted JSON."""
     return json.dumps(run, sort_keys=True)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A checksum of what a run starts from; as part of its name it keeps runs on other data from being taken for it."""
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)
+    return checksum

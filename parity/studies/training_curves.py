@@ -2,15 +2,19 @@
 
 A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
 batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also
-trains under the precision's rounding model (``parity.rounding``), from several other seeds, and the differences
-between those losses and plain FP32's of the same seed are draws from what rounding does to a loss curve. One more
-such draw, which a faithful TE model's difference is, lies in their prediction band (``expectation.prediction_band``)
-but for the stated share of runs.
+trains, on the same weights and batches, under several realisations of the precision's rounding model
+(``parity.rounding``, ``dither``), and the differences between those losses and plain FP32's are draws from what
+rounding does to this loss curve. One more such draw, which a faithful TE model's difference is, lies in their
+prediction band (``expectation.prediction_band``) but for the stated share of runs.
+
+The draws have to share TE's weights and batches: how far training carries a small error differs tenfold from one seed
+to the next.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from parity import te
 from parity.cpu import cuda
 from parity.precision import PRECISIONS, why_unavailable
 from parity.studies import record
+from parity.studies.dither import dithered
 from parity.studies.expectation import Band, prediction_band
 from parity.studies.language_model import ARCHITECTURES, LanguageModel, Size, initial_weights, load, load_candidate
 from parity.studies.text import VOCABULARY, batches
@@ -33,7 +38,6 @@ from parity.user_error import UserError
 
 Kind = Literal["plain", "rounded", "te"]
 RECORD = "training_curves.jsonl"
-CANDIDATE_SEED = 0
 # BF16 and the recipes that compute in it.
 TRAINED = {name: precision for name, precision in PRECISIONS.items() if precision.dtype == torch.bfloat16}
 
@@ -46,7 +50,8 @@ class Settings:
         models: names of ``language_model.ARCHITECTURES``.
         precisions: names of ``TRAINED``.
         steps: of training.
-        seeds: how many seeds, from 1, the expectation is drawn from; TE's model trains from seed 0.
+        draws: realisations of the rounding model that the expectation is made from.
+        seed: of weights and batches.
         batch: sequences a step.
         seq: bytes a sequence.
         hidden, layers, heads, groups: sizes of the models; ``groups`` of the llama.
@@ -59,7 +64,8 @@ class Settings:
     models: tuple[str, ...] = tuple(ARCHITECTURES)
     precisions: tuple[str, ...] = tuple(TRAINED)
     steps: int = 50
-    seeds: int = 8
+    draws: int = 8
+    seed: int = 0
     batch: int = 4
     seq: int = 64
     hidden: int = 128
@@ -73,7 +79,7 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(precisions=("bf16", "fp8_current"), steps=12, seeds=3, final=4, seq=32, hidden=64, heads=2, groups=1)
+QUICK = Settings(precisions=("bf16", "fp8_current"), steps=12, draws=4, final=4, seq=32, hidden=64, heads=2, groups=1)
 
 
 @dataclass(frozen=True)
@@ -84,13 +90,13 @@ class Run:
         model: name of an architecture.
         kind: plain FP32, the plain model under a rounding model, or TE.
         precision: empty for plain FP32.
-        seed: of weights and batches.
+        draw: which realisation of the rounding model, from 1; 0 for the others.
     """
 
     model: str
     kind: Kind
-    precision: str
-    seed: int
+    precision: str = ""
+    draw: int = 0
 
 
 # What the record holds of each run: its losses, and the GPU of TE's; None if it has not been made.
@@ -142,7 +148,7 @@ def run(settings: Settings, folder: Path) -> Path:
         The report's path.
 
     Raises:
-        UserError: for a model or precision that there is not.
+        UserError: for a model or precision that there is not, or fewer than two draws.
     """
     from parity.studies import training_report
 
@@ -189,13 +195,15 @@ def _check(settings: Settings) -> None:
         for name in chosen:
             if name not in known:
                 raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    if settings.draws < 2:
+        raise UserError(f"draws: a spread takes at least 2, not {settings.draws}")
 
 
 def losses_of(entry: Run, settings: Settings, kernels: Kernels) -> list[float]:
     """Train one model; its loss at each step, in nats a byte."""
-    torch.manual_seed(entry.seed)
+    torch.manual_seed(settings.seed + entry.draw)  # of stochastic rounding
     model, forward_backward, dtype = _prepared(entry, settings, kernels)
-    data = batches(entry.seed, settings.steps, settings.batch, settings.seq)
+    data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
     if entry.kind == "te":
         # A recipe that scales by the past gets one before it counts, as in every comparison of parity's.
         for _ in range(TRAINED[entry.precision].warmup_passes):
@@ -206,7 +214,7 @@ def losses_of(entry: Run, settings: Settings, kernels: Kernels) -> list[float]:
 def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, Pass, torch.dtype]:
     """The model at step 0, how its passes compute, and the dtype that weights and gradients are rounded to."""
     architecture, size = ARCHITECTURES[entry.model], size_of(entry.model, settings)
-    initial = initial_weights(architecture, size, entry.seed, torch.bfloat16)
+    initial = initial_weights(architecture, size, settings.seed, torch.bfloat16)
     if entry.kind == "te":
         precision = TRAINED[entry.precision]
         model = architecture.candidate(size, kernels).to(precision.dtype)
@@ -217,7 +225,7 @@ def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[Languag
     if entry.kind == "plain":
         return model, plain_pass, torch.float32
     precision = TRAINED[entry.precision]
-    return model, rounded_pass(precision.rounding), precision.dtype
+    return model, rounded_pass(dithered(precision.rounding, entry.draw)), precision.dtype
 
 
 def outcomes(settings: Settings, found: Results) -> list[Outcome]:
@@ -230,16 +238,14 @@ def outcomes(settings: Settings, found: Results) -> list[Outcome]:
 
 
 def _outcome(entry: Run, settings: Settings, found: Results) -> Outcome:
-    def losses(kind: Kind, precision: str, seed: int) -> tuple[float, ...]:
-        result = found[Run(entry.model, kind, precision, seed)]
+    def losses(of: Run) -> tuple[float, ...]:
+        result = found[of]
         assert result is not None, "every run but TE's can run anywhere"
         return tuple(result["losses"])
 
-    draws = [
-        _difference(losses("rounded", _rounds_alike(entry.precision), seed), losses("plain", "", seed))
-        for seed in _expectation_seeds(settings)
-    ]
-    plain, candidate = losses("plain", "", entry.seed), losses("te", entry.precision, entry.seed)
+    plain, candidate = losses(Run(entry.model, "plain")), losses(entry)
+    shared = _rounds_alike(entry.precision)
+    draws = [_difference(losses(draw), plain) for draw in _draws(entry.model, shared, settings)]
     return Outcome(
         run=entry,
         gpu=(found[entry] or {})["gpu"],
@@ -266,16 +272,16 @@ def size_of(model: str, settings: Settings) -> Size:
     return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
 
 
-def _expectation_seeds(settings: Settings) -> range:
-    return range(CANDIDATE_SEED + 1, CANDIDATE_SEED + 1 + settings.seeds)
-
-
 def _runs(settings: Settings) -> Iterator[Run]:
     for model in settings.models:
-        yield from (Run(model, "plain", "", seed) for seed in (CANDIDATE_SEED, *_expectation_seeds(settings)))
-        yield from (Run(model, "te", precision, CANDIDATE_SEED) for precision in settings.precisions)
+        yield Run(model, "plain")
+        yield from (Run(model, "te", precision) for precision in settings.precisions)
         for precision in dict.fromkeys(map(_rounds_alike, settings.precisions)):
-            yield from (Run(model, "rounded", precision, seed) for seed in _expectation_seeds(settings))
+            yield from _draws(model, precision, settings)
+
+
+def _draws(model: str, precision: str, settings: Settings) -> Iterator[Run]:
+    return (Run(model, "rounded", precision, draw) for draw in range(1, 1 + settings.draws))
 
 
 def _rounds_alike(precision: str) -> str:
@@ -285,10 +291,18 @@ def _rounds_alike(precision: str) -> str:
 
 def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
     """All that a run's losses depend on; not which other runs there are."""
-    selection = {"models", "precisions", "seeds", "final", "false_alarms"}
+    selection = {"models", "precisions", "draws", "final", "false_alarms"}
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
-    identity |= dataclasses.asdict(entry)
+    identity |= dataclasses.asdict(entry) | {"start": _fingerprint(entry.model, settings)}
     return identity | ({"kernels": kernels.backend, "te": te.version()} if entry.kind == "te" else {})
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(model: str, settings: Settings) -> int:
+    """Of the weights and batches."""
+    initial = initial_weights(ARCHITECTURES[model], size_of(model, settings), settings.seed, torch.bfloat16)
+    data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
+    return record.fingerprint([*initial.values(), *data])
 
 
 def _gpu(kernels: Kernels) -> str:

@@ -24,14 +24,11 @@ def test_no_more_than_the_stated_share_of_new_curves_leaves_the_band(correlated:
     rng = np.random.default_rng(0)
     trials, count, points, share = 2000, 6, 10, 0.1
 
-    def curve() -> np.ndarray:
+    def curve() -> list[float]:
         noise = rng.normal(size=points)
-        return 3.0 + (noise.cumsum() if correlated else noise)
+        return (3.0 + (noise.cumsum() if correlated else noise)).tolist()
 
-    left = sum(
-        prediction_band([curve() for _ in range(count)], share).margin(curve()) > 1  # type: ignore[misc]
-        for _ in range(trials)
-    )
+    left = sum(prediction_band([curve() for _ in range(count)], share).margin(curve()) > 1 for _ in range(trials))
     assert left / trials < share + 3 * math.sqrt(share * (1 - share) / trials)
     assert left > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.studies import training_curves
-from parity.studies.language_model import ARCHITECTURES, Architecture, Size
+from parity.studies.language_model import ARCHITECTURES, Size
+from parity.studies.text import batches
 from parity.studies.training import Schedule, plain_pass, train
 from parity.studies.training_curves import Outcome, Run, Settings, outcomes
 from parity.te import Kernels
@@ -22,7 +24,7 @@ from parity.user_error import UserError
 from parity.weights import WeightMap, stack
 
 SMALL = Settings(
-    models=("llama",), precisions=("bf16", "fp8_current", "fp8_delayed"), steps=8, seeds=4, batch=2, seq=32,
+    models=("llama",), precisions=("bf16", "fp8_current", "fp8_delayed"), steps=8, draws=6, batch=2, seq=32,
     hidden=64, layers=1, heads=2, groups=1, warmup=4, final=3,
 )  # fmt: skip
 Losses = dict[Run, dict[str, Any] | None]
@@ -63,28 +65,46 @@ def test_fp8_moves_the_losses_further_than_bf16(found: Losses) -> None:
     assert widths["fp8_current"] > 1.5 * widths["bf16"]
 
 
-def test_a_port_with_gate_and_up_exchanged_leaves_the_expectation(
+KEY, VALUE = "layers.0.attention.k_proj.weight", "layers.0.attention.v_proj.weight"
+GATE, UP = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"
+
+
+def keys_and_values_exchanged(weight_map: dict[Any, Any]) -> WeightMap:
+    return weight_map | {KEY: weight_map[VALUE], VALUE: weight_map[KEY]}
+
+
+def gate_and_up_exchanged(weight_map: dict[Any, Any]) -> WeightMap:
+    fused = weight_map.pop(stack(GATE, UP))
+    return weight_map | {stack(UP, GATE): fused}
+
+
+def margins_with(
+    mistake: Callable[[dict[Any, Any]], WeightMap], found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """The margins of the small study if TE's model is ported with a mistake."""
+    faithful = ARCHITECTURES["llama"]
+    mistaken = dataclasses.replace(faithful, weight_map=lambda size: mistake(dict(faithful.weight_map(size))))
+    monkeypatch.setitem(ARCHITECTURES, "llama", mistaken)
+    runs = [Run("llama", "te", precision) for precision in SMALL.precisions]
+    return [outcome.margin for outcome in outcomes(SMALL, found | {run: _result(run, kernels) for run in runs})]
+
+
+def test_a_port_with_keys_and_values_exchanged_leaves_the_expectation(
     found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faithful = ARCHITECTURES["llama"]
-    monkeypatch.setitem(ARCHITECTURES, "llama", dataclasses.replace(faithful, weight_map=_exchanged(faithful)))
-    for precision in SMALL.precisions:
-        run = Run("llama", "te", precision, training_curves.CANDIDATE_SEED)
-        assert by_precision(found | {run: _result(run, kernels)})[precision].margin > 1
+    assert min(margins_with(keys_and_values_exchanged, found, kernels, monkeypatch)) > 1
 
 
-def _exchanged(faithful: Architecture) -> Any:
-    def weight_map(size: Size) -> WeightMap:
-        correct = dict(faithful.weight_map(size))
-        del correct[stack("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")]
-        wrong = stack("layers.0.mlp.up_proj.weight", "layers.0.mlp.gate_proj.weight")
-        return correct | {wrong: "layers.0.layernorm_mlp.fc1_weight"}
-
-    return weight_map
+def test_exchanged_gate_and_up_leave_it_in_bf16_and_hide_in_the_rounding_of_fp8(
+    found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bf16, *fp8 = margins_with(gate_and_up_exchanged, found, kernels, monkeypatch)
+    assert bf16 > 1
+    assert max(fp8) <= 1
 
 
 def test_a_run_is_the_same_twice(found: Losses, kernels: Kernels) -> None:
-    run = Run("llama", "te", "fp8_delayed", training_curves.CANDIDATE_SEED)
+    run = Run("llama", "te", "fp8_delayed")
     assert _result(run, kernels) == found[run]
 
 
@@ -119,16 +139,34 @@ def test_the_learning_rate_grows_linearly_during_warmup() -> None:
 def test_a_study_trains_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=3, seeds=2, final=1)
+    tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=3, draws=2, final=1)
     report = training_curves.run(tiny, tmp_path).read_text()
     assert "1 of 1 runs follow" in report or "0 of 1 runs follow" in report
     assert (tmp_path / "training_curves_llama.png").stat().st_size > 0
     trained: list[Run] = []
     faithful = training_curves.losses_of
-    monkeypatch.setattr(training_curves, "losses_of", lambda run, *rest: trained.append(run) or faithful(run, *rest))
-    training_curves.train_missing(dataclasses.replace(tiny, seeds=3), tmp_path, kernels)
-    assert trained == [Run("llama", "plain", "", 3), Run("llama", "rounded", "bf16", 3)]
+
+    def noted(run: Run, settings: Settings, kernels: Kernels) -> list[float]:
+        trained.append(run)
+        return faithful(run, settings, kernels)
+
+    monkeypatch.setattr(training_curves, "losses_of", noted)
+    training_curves.train_missing(dataclasses.replace(tiny, draws=3), tmp_path, kernels)
+    assert trained == [Run("llama", "rounded", "bf16", 3)]
     assert training_curves.run(tiny, tmp_path).read_text() == report
+
+
+def test_a_run_on_other_data_is_not_taken_for_a_recorded_one(
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=2, draws=2, final=1)
+    training_curves.train_missing(tiny, tmp_path, kernels)
+    lines = len((tmp_path / training_curves.RECORD).read_text().splitlines())
+    monkeypatch.setattr(training_curves, "batches", lambda seed, *sizes: batches(seed + 100, *sizes))
+    training_curves._fingerprint.cache_clear()
+    training_curves.train_missing(tiny, tmp_path, kernels)
+    training_curves._fingerprint.cache_clear()
+    assert len((tmp_path / training_curves.RECORD).read_text().splitlines()) == 2 * lines
 
 
 def test_recipes_that_differ_in_when_they_scale_share_their_expectation() -> None:
@@ -138,15 +176,26 @@ def test_recipes_that_differ_in_when_they_scale_share_their_expectation() -> Non
 
 
 def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tmp_path: Path) -> None:
-    tiny = dataclasses.replace(SMALL, precisions=("bf16", "mxfp8"), steps=2, seeds=2, final=1)
+    tiny = dataclasses.replace(SMALL, precisions=("bf16", "mxfp8"), steps=2, draws=2, final=1)
     report = training_curves.run(tiny, tmp_path).read_text()
     assert "`mxfp8` did not run: Device compute capability 10.0 or higher" in report
 
 
-@pytest.mark.parametrize("field", ["models", "precisions"])
-def test_names_that_there_are_not_are_told(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (dataclasses.replace(SMALL, models=("bert",)), "models"),
+        (dataclasses.replace(SMALL, precisions=("bert",)), "precisions"),
+    ],
+)
+def test_names_that_there_are_not_are_told(tmp_path: Path, settings: Settings, field: str) -> None:
     with pytest.raises(UserError, match=f"{field}: there is no 'bert'"):
-        training_curves.run(dataclasses.replace(SMALL, **{field: ("bert",)}), tmp_path)
+        training_curves.run(settings, tmp_path)
+
+
+def test_one_draw_is_too_few_for_a_spread(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least 2, not 1"):
+        training_curves.run(dataclasses.replace(SMALL, draws=1), tmp_path)
 
 
 def test_a_plain_pass_leaves_the_gradients_of_the_mean_cross_entropy() -> None:

@@ -295,3 +295,26 @@ def test_marking_a_tensor_keeps_it_from_offloading() -> None:
     tensor: Any = torch.ones(4)
     te_on_cpu().mark_not_offload(tensor)
     assert tensor._TE_do_not_offload
+
+
+def test_chunks_of_tokens_change_places() -> None:
+    te, x = te_on_cpu(), torch.randn(6, 4, requires_grad=True)
+    y = te.moe_sort_chunks_by_index(x, torch.tensor([1, 3, 2]), torch.tensor([2, 0, 1]))
+    first, second, third = x.split([1, 3, 2])
+    assert torch.equal(y, torch.cat([third, first, second]))
+    y.backward(2 * y.detach())
+    assert torch.equal(gradient(x), 2 * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["multi_tensor_scale", "multi_tensor_scale_tensor"])
+def test_a_list_of_tensors_is_scaled_through_the_applier(name: str, dtype: torch.dtype) -> None:
+    optimizers = te_on_cpu().optimizers
+    sources = [torch.randn(shape).to(dtype) for shape in ((3,), (2, 5))]
+    targets = [torch.empty_like(source) for source in sources]
+    factor = torch.tensor(0.5) if name.endswith("_tensor") else 0.5
+    flag = torch.zeros(1, dtype=torch.int32)
+    optimizers.MultiTensorApply(2048)(getattr(optimizers, name), flag, [sources, targets], factor)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, source / 2)
+    assert flag.item() == 0
