@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch
 
-from parity.cpu import loader, versions
+from parity.cpu import versions
+from parity.cpu.loading import loader
 
 Backend = Literal["gpu", "cpu"]
 _lock = threading.Lock()

@@ -97,7 +97,7 @@ def execute(
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
-    from parity.cpu.script import run as run_script
+    from parity.cpu.loading.script import run as run_script
     from parity.cpu.versions import UnsupportedTEVersion
 
     try:

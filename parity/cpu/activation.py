@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.cpu.quantize import is_delayed, is_mxfp8, store
+from parity.cpu.quantized.quantize import is_delayed, is_mxfp8, store
 
 __all__ = [
     "clamped_dswiglu",

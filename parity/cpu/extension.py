@@ -9,42 +9,21 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import (
-    activation,
-    adam,
-    attention,
-    aux_loss,
-    cuda,
-    dropout,
-    enums,
-    fused_attention,
-    gemm,
-    grouped_gemm,
-    grouped_tensor_gemm,
-    info,
-    kv_cache,
-    multi_tensor,
-    norm,
-    padding,
-    permutation,
-    quantize,
-    recipe,
-    rope,
-    router,
-    sgd,
-    softmax,
-    swizzle,
-    versions,
-)
+from parity.cpu import activation, cuda, dropout, enums, info, norm, versions
+from parity.cpu.attention import backend_choice, fused, kv_cache, rope, softmax
+from parity.cpu.mixture import aux_loss, padding, permutation, router
+from parity.cpu.optimizers import adam, multi_tensor, sgd
+from parity.cpu.products import gemm, grouped_gemm, grouped_tensor_gemm
+from parity.cpu.quantized import quantize, recipe, swizzle
 
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
     activation,
     adam,
-    attention,
+    backend_choice,
     aux_loss,
     dropout,
-    fused_attention,
+    fused,
     gemm,
     grouped_gemm,
     grouped_tensor_gemm,

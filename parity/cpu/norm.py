@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.quantize import store
+from parity.cpu.quantized.quantize import store
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
 

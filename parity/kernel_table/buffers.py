@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float8, formats
+from parity.cpu.quantized import float8, formats
 
 _SCALE_DTYPES = {"MXFP8Tensor": torch.float8_e8m0fnu, "NVFP4Tensor": torch.float8_e4m3fn}
 

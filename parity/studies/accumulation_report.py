@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from parity.cpu.accumulation import HOPPER
+from parity.cpu.products.accumulation import HOPPER
 from parity.report.numbers import ratio, short
 from parity.studies.fp8_accumulation import WHOLE, Cost, Costs, Run, Settings, mean
 

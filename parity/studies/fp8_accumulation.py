@@ -1,6 +1,6 @@
 """What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
 
-Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.accumulation`` adds: without
+Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.products.accumulation`` adds: without
 ``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64
 product of the same FP8 numbers, so what is measured is the sum alone; the error of the cast to FP8 stands beside it.
 """
@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from parity.cpu import accumulation, float8
-from parity.cpu.accumulation import HOPPER, Factor
+from parity.cpu.products import accumulation
+from parity.cpu.products.accumulation import HOPPER, Factor
+from parity.cpu.quantized import float8
 from parity.errors import measure
 from parity.inputs import Rng
 from parity.studies import record

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import accumulation
-from parity.cpu.accumulation import HOPPER, Factor, TensorCore
+from parity.cpu.products import accumulation
+from parity.cpu.products.accumulation import HOPPER, Factor, TensorCore
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE_PRODUCT = TensorCore(products=1, promote_every=1)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from parity.cpu import attention, cuda
+from parity.cpu import cuda
+from parity.cpu.attention import backend_choice
 from parity.cpu.enums import (
     DType,
     NVTE_Bias_Type,
@@ -50,7 +51,7 @@ def configuration(**changes: Any) -> dict[str, Any]:
 
 def answer(**changes: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
     """As TE 2.20 asks."""
-    result = attention.get_fused_attn_backend(SimpleNamespace(**configuration(**changes)))
+    result = backend_choice.get_fused_attn_backend(SimpleNamespace(**configuration(**changes)))
     assert isinstance(result, tuple)
     return result
 
@@ -121,7 +122,7 @@ def test_hopper_refuses_and_says_why(changes: dict[str, Any], reason: str) -> No
 def test_an_older_te_passes_each_property_and_gets_the_backend_alone() -> None:
     for changes, expected in ((dict(), FUSED), (dict(head_dim_qk=60), NONE)):
         values = list(configuration(**changes).values())
-        assert attention.get_fused_attn_backend(*values[:2], DType.kBFloat16, *values[2:]) == expected
+        assert backend_choice.get_fused_attn_backend(*values[:2], DType.kBFloat16, *values[2:]) == expected
 
 
 def test_ada_has_no_packed_sequences_and_heads_up_to_128(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import attention_mask, flash_attention
-from parity.cpu.attention_mask import Band
+from parity.cpu.attention import flash, masks
+from parity.cpu.attention.flash import Attention
+from parity.cpu.attention.masks import Band
 from parity.cpu.enums import NVTE_Mask_Type
-from parity.cpu.flash_attention import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EVERYTHING = Band(None, None, False)
@@ -43,10 +43,10 @@ def in_band(band: Band, queries: int, keys: int) -> Tensor:
 def test_a_block_sees_exactly_the_keys_of_the_band(band: Band, queries: int, keys: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, queries - 1))
     rows = range(start, data.draw(st.integers(start + 1, queries)))
-    columns = attention_mask.visible_keys(band, rows, queries, keys)
+    columns = masks.visible_keys(band, rows, queries, keys)
     seen = torch.zeros(len(rows), keys, dtype=torch.bool)
     if columns:
-        hidden = attention_mask.hidden_keys(band, rows, columns, queries, keys)
+        hidden = masks.hidden_keys(band, rows, columns, queries, keys)
         shape = (len(rows), len(columns))
         seen[:, columns.start : columns.stop] = torch.ones(shape, dtype=torch.bool) if hidden is None else ~hidden
     assert torch.equal(seen, in_band(band, queries, keys)[0, 0, rows.start : rows.stop])
@@ -70,9 +70,9 @@ def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
     attention = Attention(scale=0.25, band=band, sink=sink)
     with pytest.MonkeyPatch.context() as patch:
         if small_blocks:
-            patch.setattr(flash_attention, "_SCORES_IN_A_BLOCK", 1)
-        output, lse, _ = flash_attention.forward(*tensors[:3], attention)
-        gradients = flash_attention.backward(*tensors[:3], output, tensors[3], lse, attention)
+            patch.setattr(flash, "_SCORES_IN_A_BLOCK", 1)
+        output, lse, _ = flash.forward(*tensors[:3], attention)
+        gradients = flash.backward(*tensors[:3], output, tensors[3], lse, attention)
     q, k, v = (tensor.double().transpose(1, 2).requires_grad_() for tensor in tensors[:3])
     exact_sink = sink.double().requires_grad_()
     exact = oracle.attend(q, k, v, in_band(band, queries, keys), sink=exact_sink)
@@ -90,7 +90,7 @@ def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
 
 def test_log_sum_exp_and_largest_score_are_fp32() -> None:
     query, key, value, _ = draw(BF16, 2, 4, 2, 30, 40)
-    _, lse, largest = flash_attention.forward(query, key, value, Attention(scale=0.3, band=EVERYTHING))
+    _, lse, largest = flash.forward(query, key, value, Attention(scale=0.3, band=EVERYTHING))
     scores = 0.3 * query.double() @ key.double().repeat_interleave(2, 1).mT
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1, keepdim=True), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(largest.double(), scores.amax(-1, keepdim=True), rtol=2e-6, atol=2e-6)
@@ -101,7 +101,7 @@ def test_scores_are_not_rounded_to_the_dtype_of_the_operands() -> None:
     query = torch.tensor([256.0, 0.25]).to(BF16).view(1, 1, 1, 2)
     key = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).to(BF16).view(1, 1, 2, 2)
     value = torch.tensor([[0.0], [1.0]]).to(BF16).view(1, 1, 2, 1)
-    output, lse, _ = flash_attention.forward(query, key, value, Attention(scale=1.0, band=EVERYTHING))
+    output, lse, _ = flash.forward(query, key, value, Attention(scale=1.0, band=EVERYTHING))
     assert output.item() == torch.tensor(0.25).sigmoid().to(BF16).item()
     assert lse.item() == pytest.approx(256 + math.log(1 + math.exp(0.25)), abs=2e-5)
 
@@ -112,7 +112,7 @@ def test_weights_are_rounded_before_they_multiply_values_and_their_sum_is_not() 
     key = torch.stack([torch.zeros_like(score), score]).view(1, 1, 2, 1)
     value = torch.stack([weight.to(BF16), torch.tensor(-1.0).to(BF16)]).view(1, 1, 2, 1)
     attention = Attention(scale=1.0, band=EVERYTHING)
-    output, lse, _ = flash_attention.forward(query, key, value, attention)
+    output, lse, _ = flash.forward(query, key, value, attention)
     assert weight.to(BF16) != weight
     assert output.item() == 0
     assert lse.item() == pytest.approx(math.log(1 + weight.item()), abs=1e-7)
@@ -121,12 +121,12 @@ def test_weights_are_rounded_before_they_multiply_values_and_their_sum_is_not() 
 def test_queries_without_keys_give_zero_and_pass_no_gradient() -> None:
     tensors = draw(BF16, 1, 2, 2, 20, 5)
     attention = Attention(scale=0.25, band=Band(None, 0, True))
-    output, lse, largest = flash_attention.forward(*tensors[:3], attention)
+    output, lse, largest = flash.forward(*tensors[:3], attention)
     assert not output[:, :, :15].any()
     assert output[:, :, 15:].all()
     assert (lse[:, :, :15] == -math.inf).all()
     assert (largest[:, :, :15] == -math.inf).all()
-    gradients = flash_attention.backward(*tensors[:3], output, tensors[3], lse, attention)
+    gradients = flash.backward(*tensors[:3], output, tensors[3], lse, attention)
     assert not gradients.query[:, :, :15].any()
     assert all(gradient.isfinite().all() for gradient in (gradients.query, gradients.key, gradients.value))
 
@@ -142,8 +142,8 @@ def test_bias_gradient_is_summed_over_what_the_bias_is_shared_by() -> None:
 
 def _bias_gradient(tensors: tuple[Tensor, Tensor, Tensor, Tensor], bias: Tensor) -> Tensor:
     attention = Attention(scale=0.25, band=EVERYTHING, bias=bias)
-    output, lse, _ = flash_attention.forward(*tensors[:3], attention)
-    gradient = flash_attention.backward(*tensors[:3], output, tensors[3], lse, attention).bias
+    output, lse, _ = flash.forward(*tensors[:3], attention)
+    gradient = flash.backward(*tensors[:3], output, tensors[3], lse, attention).bias
     assert gradient is not None
     return gradient
 
@@ -153,12 +153,12 @@ def _bias_gradient(tensors: tuple[Tensor, Tensor, Tensor, Tensor], bias: Tensor)
 )
 def test_alibi_slopes_are_those_of_the_paper(heads: int, exponents: list[float]) -> None:
     expected = [2.0**-exponent for exponent in exponents]
-    torch.testing.assert_close(attention_mask.alibi_slopes(heads), torch.tensor(expected))
+    torch.testing.assert_close(masks.alibi_slopes(heads), torch.tensor(expected))
 
 
 def test_a_mask_type_tells_whether_it_is_causal_and_whether_it_pads() -> None:
     names = {member.name for member in NVTE_Mask_Type}
-    causal = {name for name in names if attention_mask.is_causal(NVTE_Mask_Type[name])}
-    padding = {name for name in names if attention_mask.is_padding(NVTE_Mask_Type[name])}
+    causal = {name for name in names if masks.is_causal(NVTE_Mask_Type[name])}
+    padding = {name for name in names if masks.is_padding(NVTE_Mask_Type[name])}
     assert names - causal == {"NVTE_NO_MASK", "NVTE_PADDING_MASK"}
     assert names - padding == {"NVTE_NO_MASK", "NVTE_CAUSAL_MASK", "NVTE_CAUSAL_BOTTOM_RIGHT_MASK"}

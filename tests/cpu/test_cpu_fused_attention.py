@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.cpu import fused_attention
+from parity.cpu.attention import fused
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BATCH, HEADS, FEATURES = 2, 4, 16
@@ -48,7 +48,7 @@ def fused_calls(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[
 
     backend_choice.choose_again()
     calls: list[str] = []
-    for name in fused_attention.__all__:
+    for name in fused.__all__:
         monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name), calls))
     return calls
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from parity.cpu.fusion import fuse
+from parity.cpu.loading.fusion import fuse
 
 
 def scaled_twice(x):

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from parity import te
-from parity.cpu import float8, gemm, quantize
 from parity.cpu.enums import DType
+from parity.cpu.products import gemm
+from parity.cpu.quantized import float8, quantize
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TE_DTYPE = {FP32: DType.kFloat32, BF16: DType.kBFloat16, FP16: DType.kFloat16}

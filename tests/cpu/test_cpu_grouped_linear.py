@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import grouped_gemm, padding
+from parity.cpu.mixture import padding
+from parity.cpu.products import grouped_gemm
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 IN, OUT = 32, 48

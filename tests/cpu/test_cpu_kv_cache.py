@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import kv_cache
+from parity.cpu.attention import kv_cache
 from parity.cpu.enums import NVTE_QKV_Format
 
 BF16 = torch.bfloat16

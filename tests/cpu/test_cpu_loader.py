@@ -4,15 +4,15 @@ import ast
 
 import pytest
 
-from parity.cpu.loader import _StandIns
+from parity.cpu.loading.loader import _StandIns
 
 
 @pytest.mark.parametrize(
     ("written", "read"),
     [
         ("torch.compile(f)", "__parity_compile__(f)"),
-        ("import triton.language as tl", "import parity.cpu.triton_stand_in as tl"),
-        ("from triton import jit", "from parity.cpu.triton_stand_in import jit"),
+        ("import triton.language as tl", "import parity.cpu.triton.stand_in as tl"),
+        ("from triton import jit", "from parity.cpu.triton.stand_in import jit"),
     ],
 )
 def test_compilers_have_stand_ins(written, read):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import permutation
+from parity.cpu.mixture import permutation
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDING = {FP32: 2.0**-22, BF16: 2.0**-8, FP16: 2.0**-11}

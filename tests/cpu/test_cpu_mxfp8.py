@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import activation, cuda, gemm, mxfp8
+from parity.cpu import activation, cuda
 from parity.cpu.enums import DType
+from parity.cpu.products import gemm
+from parity.cpu.quantized import mxfp8
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ML_DTYPE = {DType.kFloat8E4M3: ml_dtypes.float8_e4m3fn, DType.kFloat8E5M2: ml_dtypes.float8_e5m2}

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import cuda, float4, gemm, hadamard
+from parity.cpu import cuda
 from parity.cpu.enums import DType
+from parity.cpu.products import gemm
+from parity.cpu.quantized import float4, hadamard
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, COLUMNS = 80, 96

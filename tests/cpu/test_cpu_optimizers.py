@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import adam, multi_tensor, sgd
+from parity.cpu.optimizers import adam, multi_tensor, sgd
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(5, 7), (3,), (2, 2, 2)]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity import te
-from parity.cpu import float8, quantize
 from parity.cpu.enums import DType
+from parity.cpu.quantized import float8, quantize
 
 LIMIT = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 FP32_MAX = torch.finfo(torch.float32).max

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from parity import te
-from parity.cpu import topk as selection
 from parity.cpu import versions
+from parity.cpu.mixture import topk as selection
 
 SCORE_FUNCTIONS = ["softmax", "sigmoid", "sqrtsoftplus"]
 TOKENS, EXPERTS = 9, 40

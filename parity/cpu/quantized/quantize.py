@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float4, float8, formats, versions
+from parity.cpu import versions
 from parity.cpu.enums import TORCH_DTYPE
+from parity.cpu.quantized import float4, float8, formats
 
 __all__ = [
     "bgrad_quantize",

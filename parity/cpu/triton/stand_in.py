@@ -1,7 +1,7 @@
 """What TransformerEngine's modules get for ``triton``: enough to be imported, and an error where a kernel is launched.
 
 Triton has no CPU target and cannot be installed on macOS. The wrappers that TE's features call are replaced
-(``triton_kernels.py``), so its kernels need only be defined.
+(``replacements.py``), so its kernels need only be defined.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from parity.cpu import topk as selection
 from parity.cpu.enums import NVTERoutingMapFormat
+from parity.cpu.mixture import topk as selection
 
 __all__ = [
     "fused_score_for_moe_aux_loss_bwd",

@@ -4,7 +4,7 @@ Up to 2.19 TransformerEngine writes the rules down (``nvte_get_fused_attn_backen
 ``common/fused_attn/fused_attn.cpp``); 2.20 asks cuDNN itself, which cannot be asked here. So every version gets the
 written rules, for the cuDNN that ``parity.cpu.info`` names (the rules for older ones, and the kernels for short
 sequences that TE 2.14 and 2.15 still had beside them, are left out) and for the configurations that
-``parity.cpu.fused_attention`` computes.
+``parity.cpu.attention.fused`` computes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from parity.cpu import attention_layout, attention_mask, cuda, info
-from parity.cpu.attention_layout import Layout
+from parity.cpu import cuda, info
+from parity.cpu.attention import layouts, masks
+from parity.cpu.attention.layouts import Layout
 from parity.cpu.enums import DType, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_QKV_Layout
 
 __all__ = ["get_fused_attn_backend"]
@@ -79,14 +80,14 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
         yield "here fused attention takes FP16 and BF16 (TE emulates FP8 with NVTE_UnfusedDPA_Emulate_FP8=1)"
     if architecture < 80:
         yield f"fused attention needs compute capability 8.0, and the GPU has {architecture / 10}"
-    layout = attention_layout.parse(c.qkv_layout)
+    layout = layouts.parse(c.qkv_layout)
     if c.qkv_layout == NVTE_QKV_Layout.NVTE_BHSD_BHSD_BHSD:
         yield "the layout bhsd_bhsd_bhsd is for FP8"
-    if layout.query == "thd" and not attention_mask.is_padding(c.attn_mask_type):
+    if layout.query == "thd" and not masks.is_padding(c.attn_mask_type):
         yield "packed sequences (thd) need a padding mask"
     if "thd" in (layout.query, layout.key) and architecture < 90:
         yield "packed sequences (thd) need compute capability 9.0"
-    if layout.paged and not attention_mask.is_padding(c.attn_mask_type):
+    if layout.paged and not masks.is_padding(c.attn_mask_type):
         yield "a paged cache needs a padding mask"
     if not _head_dimensions_fit(c, layout, architecture):
         yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not served"
@@ -96,7 +97,7 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
     if architecture >= 100 and c.is_training and (c.deterministic or dropout_and_bias):
         yield "on Blackwell, the backward is neither deterministic nor does it serve dropout with a bias"
     in_graph = c.cuda_graph and c.is_training and info.get_cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
-    if in_graph and c.max_seqlen_kv % 128 and not attention_mask.is_padding(c.attn_mask_type):
+    if in_graph and c.max_seqlen_kv % 128 and not masks.is_padding(c.attn_mask_type):
         yield "in a CUDA graph, this cuDNN needs keys in multiples of 128"
 
 
@@ -123,7 +124,7 @@ def _objections_to_bias(c: _Configuration, architecture: int) -> Iterator[str]:
     if c.bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         yield "cuDNN has no bias that is added before scaling"
     if c.bias_type == NVTE_Bias_Type.NVTE_ALIBI:
-        if not attention_mask.is_causal(c.attn_mask_type) or attention_mask.is_padding(c.attn_mask_type):
+        if not masks.is_causal(c.attn_mask_type) or masks.is_padding(c.attn_mask_type):
             yield "ALiBi needs a causal mask without padding"
         if "BOTTOM_RIGHT" in NVTE_Mask_Type(c.attn_mask_type).name and c.max_seqlen_q != c.max_seqlen_kv:
             yield "with a bottom-right mask of unequal lengths, TE does not say where cuDNN's ALiBi starts"

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_forward
 
-from parity.cpu import accumulation, float8, formats, quantize, versions
+from parity.cpu import versions
 from parity.cpu.enums import TORCH_DTYPE
+from parity.cpu.products import accumulation
+from parity.cpu.quantized import float8, formats, quantize
 
 __all__ = ["generic_gemm"]
 

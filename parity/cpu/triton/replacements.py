@@ -6,21 +6,15 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from parity.cpu import (
-    triton_cross_entropy,
-    triton_cross_entropy_before_2_19,
-    triton_grouped_dbias,
-    triton_pad,
-    triton_permutation,
-    versions,
-)
+from parity.cpu import versions
+from parity.cpu.triton import cross_entropy, cross_entropy_before_2_19, grouped_dbias, pad, permutation
 
 _WRAPPERS = "transformer_engine.pytorch.triton"
 _FAMILIES: dict[str, ModuleType] = {
-    f"{_WRAPPERS}.cross_entropy": triton_cross_entropy,
-    f"{_WRAPPERS}.grouped_dbias_dscales": triton_grouped_dbias,
-    f"{_WRAPPERS}.pad": triton_pad,
-    f"{_WRAPPERS}.permutation": triton_permutation,
+    f"{_WRAPPERS}.cross_entropy": cross_entropy,
+    f"{_WRAPPERS}.grouped_dbias_dscales": grouped_dbias,
+    f"{_WRAPPERS}.pad": pad,
+    f"{_WRAPPERS}.permutation": permutation,
 }
 
 
@@ -30,10 +24,10 @@ def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
     if family is None:
         return {}
     version = versions.installed_version()
-    if family is triton_cross_entropy and versions.has_cross_entropy_gradient_in_forward(version):
+    if family is cross_entropy and versions.has_cross_entropy_gradient_in_forward(version):
         gradient_in_fp32 = versions.has_cross_entropy_gradient_in_fp32(version)
         return {
-            "cross_entropy_forward": triton_cross_entropy_before_2_19.forward(gradient_in_fp32),
-            "cross_entropy_backward": triton_cross_entropy_before_2_19.cross_entropy_backward,
+            "cross_entropy_forward": cross_entropy_before_2_19.forward(gradient_in_fp32),
+            "cross_entropy_backward": cross_entropy_before_2_19.cross_entropy_backward,
         }
     return {name: getattr(family, name) for name in family.__all__}

@@ -1,18 +1,18 @@
 """Loads TransformerEngine's own Python so that it computes on the CPU.
 
 TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
-happens on the syntax tree (``parity.cpu.rewrite``) while a ``transformer_engine.*`` module is imported, so nothing
+happens on the syntax tree (``rewrite.py``) while a ``transformer_engine.*`` module is imported, so nothing
 outside TE is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after
 any exception. Two more names have stand-ins in TE's sources:
 
 =====================================  =====================================  =======================================
 TE writes                              is read as                             because
 =====================================  =====================================  =======================================
-``torch.compile``                      ``parity.cpu.fusion.fuse``             it rounds as the compiled GPU code does
-``triton``                             ``parity.cpu.triton_stand_in``         it has no CPU target
+``torch.compile``                      ``parity.cpu.loading.fusion.fuse``     it rounds as the compiled GPU code does
+``triton``                             ``parity.cpu.triton.stand_in``         it has no CPU target
 =====================================  =====================================  =======================================
 
-Functions of TE that launch Triton kernels are replaced once their module is loaded (``parity.cpu.triton_kernels``).
+Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity.cpu.triton``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import cuda, extension, fusion, rewrite, triton_kernels, versions
+from parity.cpu import cuda, extension, versions
+from parity.cpu.loading import fusion, rewrite
+from parity.cpu.triton import replacements
 
 _ROOT = "transformer_engine"
-_TRITON_MODULE = "parity.cpu.triton_stand_in"
-# What TE's modules find ``parity.cpu.fusion.fuse`` under; it is set before a module is executed.
+_TRITON_MODULE = "parity.cpu.triton.stand_in"
+# What TE's modules find ``parity.cpu.loading.fusion.fuse`` under; it is set before a module is executed.
 _COMPILE_NAME = "__parity_compile__"
 
 
@@ -77,7 +79,7 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         vars(module).update({rewrite.CUDA_NAME: cuda, _COMPILE_NAME: fusion.fuse})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
-        vars(module).update(triton_kernels.replacements(module.__name__))
+        vars(module).update(replacements.replacements(module.__name__))
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float4, float8
+from parity.cpu.quantized import float4, float8
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_FP32 = torch.finfo(torch.float32).max

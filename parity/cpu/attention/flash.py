@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.cpu import attention_mask
-from parity.cpu.attention_mask import Band
+from parity.cpu.attention import masks
+from parity.cpu.attention.masks import Band
 
 # Scores in memory at a time, FP32: few enough for the caches, enough to keep the matrix products busy.
 _SCORES_IN_A_BLOCK = 1 << 20
@@ -166,7 +166,7 @@ def _blocks(attention: Attention, rows_at_once: int, queries: int, keys: int) ->
     size = max(16, _SCORES_IN_A_BLOCK // max(1, rows_at_once * keys))
     for start in range(0, queries, size):
         rows = range(start, min(start + size, queries))
-        yield _Block(rows, attention_mask.visible_keys(attention.band, rows, queries, keys))
+        yield _Block(rows, masks.visible_keys(attention.band, rows, queries, keys))
 
 
 def _scores(query: Tensor, key: Tensor, attention: Attention, block: _Block, queries: int) -> Tensor:
@@ -183,8 +183,8 @@ def _scores(query: Tensor, key: Tensor, attention: Attention, block: _Block, que
     if attention.bias is not None:
         scores += _part_of_bias(attention.bias, block)
     if attention.alibi:
-        scores += attention_mask.alibi(heads, block.rows, block.columns)
-    hidden = attention_mask.hidden_keys(attention.band, block.rows, block.columns, queries, key.shape[2])
+        scores += masks.alibi(heads, block.rows, block.columns)
+    hidden = masks.hidden_keys(attention.band, block.rows, block.columns, queries, key.shape[2])
     return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import gemm, versions
+from parity.cpu import versions
+from parity.cpu.products import gemm
 
 __all__ = [
     "get_grouped_gemm_setup_workspace_size",

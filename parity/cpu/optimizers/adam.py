@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.cpu import float8
 from parity.cpu.enums import TORCH_DTYPE
+from parity.cpu.quantized import float8
 
 __all__ = [
     "multi_tensor_adam",

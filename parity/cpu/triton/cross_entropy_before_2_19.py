@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import triton_cross_entropy as later
+from parity.cpu.triton import cross_entropy as later
 
 Forward = Callable[[Tensor, Tensor, float, bool, Any, int], tuple[Tensor, Tensor]]
 

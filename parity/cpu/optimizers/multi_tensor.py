@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parity.cpu import float8
+from parity.cpu.quantized import float8
 
 __all__ = [
     "multi_tensor_compute_scale_and_scale_inv",

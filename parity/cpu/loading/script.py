@@ -11,7 +11,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import cuda, rewrite
+from parity.cpu import cuda
+from parity.cpu.loading import rewrite
 
 
 def run(script: Path, arguments: Sequence[str]) -> None:

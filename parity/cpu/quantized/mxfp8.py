@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import blocks, float8
+from parity.cpu.quantized import blocks, float8
 
 _LENGTH = 32
 _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.cpu import blocks, float4, float8
-from parity.cpu.nvfp4_scales import E4M3, encoding_scale
+from parity.cpu.quantized import blocks, float4, float8
+from parity.cpu.quantized.nvfp4_scales import E4M3, encoding_scale
 
 
 @dataclass(frozen=True)

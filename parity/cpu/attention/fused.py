@@ -1,6 +1,6 @@
 """Fused attention, forward and backward, in FP16 and BF16: what TransformerEngine asks of cuDNN.
 
-Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``parity.cpu.flash_attention`` computes; here lies what is
+Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``parity.cpu.attention.flash`` computes; here lies what is
 around it: layouts, sequence lengths, pages, and the tensors that the forward hands to the backward.
 """
 
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import attention_layout, attention_mask, flash_attention, versions
-from parity.cpu.attention_layout import Layout, Sequences
-from parity.cpu.attention_mask import Band
+from parity.cpu import versions
+from parity.cpu.attention import flash, layouts, masks
+from parity.cpu.attention.flash import Attention
+from parity.cpu.attention.layouts import Layout, Sequences
+from parity.cpu.attention.masks import Band
 from parity.cpu.enums import NVTE_Bias_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
-from parity.cpu.flash_attention import Attention
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
@@ -105,13 +106,13 @@ def fused_attn_fwd(
     rng_state = _draw_rng_state(dropout, rng_gen)
     bias = Bias if bias_type == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS else None
     sink = SoftmaxOffset if softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX else None
-    band = attention_mask.band(attn_mask_type, window_size, bottom_right_diagonal)
+    band = masks.band(attn_mask_type, window_size, bottom_right_diagonal)
     problem = _Problem(
-        layout=attention_layout.parse(qkv_layout),
+        layout=layouts.parse(qkv_layout),
         attention=_attention(attn_scale, band, bias_type, sink, dropout),
         bias=bias,
         seed=int(rng_state[0]),
-        is_padded=attention_mask.is_padding(attn_mask_type),
+        is_padded=masks.is_padding(attn_mask_type),
         cumulative=(cu_seqlens_q, cu_seqlens_kv),
         padded=(cu_seqlens_q_padded, cu_seqlens_kv_padded),
         page_table=page_table_k,
@@ -125,15 +126,13 @@ def _forward(
     problem: _Problem, query: Tensor, key: Tensor, value: Tensor, o_format: int, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = problem.layout
-    output_format = attention_layout.format_name(o_format, layout.query)
-    shape = attention_layout.reshaped((*query.shape[:-1], value.shape[-1]), layout.query, output_format)
+    output_format = layouts.format_name(o_format, layout.query)
+    shape = layouts.reshaped((*query.shape[:-1], value.shape[-1]), layout.query, output_format)
     output = query.new_zeros(shape) if problem.is_padded else query.new_empty(shape)
     lse = torch.full(_stats_shape(layout, query, max_seqlen_q), float("-inf"))
     largest = lse.clone()
     for sequences, attention in _parts(problem, query, key):
-        part = flash_attention.forward(
-            sequences.query.of(query), sequences.key.of(key), sequences.key.of(value), attention
-        )
+        part = flash.forward(sequences.query.of(query), sequences.key.of(key), sequences.key.of(value), attention)
         where = (sequences.query.in_format(output_format), sequences.per_query, sequences.per_query)
         for whole, place, result in zip((output, lse, largest), where, part, strict=True):
             place.of(whole).copy_(result)
@@ -199,19 +198,19 @@ def fused_attn_bwd(
     lse, rng_state, *rest = Aux_CTX_Tensors
     bias = rest.pop(0) if bias_type == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS else None
     sink = rest.pop(0) if softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX else None
-    band = attention_mask.band(attn_mask_type, window_size, bottom_right_diagonal)
+    band = masks.band(attn_mask_type, window_size, bottom_right_diagonal)
     problem = _Problem(
-        layout=attention_layout.parse(qkv_layout),
+        layout=layouts.parse(qkv_layout),
         attention=_attention(attn_scale, band, bias_type, sink, p_dropout),
         bias=bias,
         seed=int(rng_state[0]),
-        is_padded=attention_mask.is_padding(attn_mask_type),
+        is_padded=masks.is_padding(attn_mask_type),
         cumulative=(cu_seqlens_q, cu_seqlens_kv),
         padded=(cu_seqlens_q_padded, cu_seqlens_kv_padded),
     )
     unset = dqkv_layout == NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
-    layout = problem.layout if unset else attention_layout.parse(dqkv_layout)
-    formats = [attention_layout.format_name(name, problem.layout.query) for name in (o_format, do_format)]
+    layout = problem.layout if unset else layouts.parse(dqkv_layout)
+    formats = [layouts.format_name(name, problem.layout.query) for name in (o_format, do_format)]
     return _backward(problem, _Tensors(Q, K, V, O, dO, lse), layout, *formats)
 
 
@@ -231,19 +230,19 @@ def _backward(
     problem: _Problem, tensors: _Tensors, layout: Layout, output_format: str, output_grad_format: str
 ) -> list[Tensor | None]:
     shapes = [
-        attention_layout.reshaped(tensor.shape, old, new)
+        layouts.reshaped(tensor.shape, old, new)
         for tensor, old, new in (
             (tensors.query, problem.layout.query, layout.query),
             (tensors.key, problem.layout.key, layout.key),
             (tensors.value, problem.layout.key, layout.key),
         )
     ]
-    buffers = attention_layout.gradient_buffers(layout, shapes, tensors.query.dtype)
+    buffers = layouts.gradient_buffers(layout, shapes, tensors.query.dtype)
     sink = problem.attention.sink
     bias_grad = None if problem.bias is None else torch.zeros(problem.bias.shape)
     sink_grad = None if sink is None else torch.zeros(1, sink.numel(), 1, 1)
     for sequences, attention in _parts(problem, tensors.query, tensors.key):
-        part = flash_attention.backward(
+        part = flash.backward(
             sequences.query.of(tensors.query),
             sequences.key.of(tensors.key),
             sequences.key.of(tensors.value),
@@ -275,11 +274,11 @@ def _attention(scale: float, band: Band, bias_type: int, sink: Tensor | None, dr
 def _parts(problem: _Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Sequences, Attention]]:
     """The sequences to work on, each with its part of the bias and a seed of its own."""
     if problem.is_padded:
-        query_lengths = attention_layout.lengths(problem.cumulative[0], problem.padded[0])
-        key_lengths = attention_layout.lengths(problem.cumulative[1], problem.padded[1])
-        parts = attention_layout.each_sequence(problem.layout, query_lengths, key_lengths, problem.page_table)
+        query_lengths = layouts.lengths(problem.cumulative[0], problem.padded[0])
+        key_lengths = layouts.lengths(problem.cumulative[1], problem.padded[1])
+        parts = layouts.each_sequence(problem.layout, query_lengths, key_lengths, problem.page_table)
     else:
-        parts = attention_layout.whole_batch(problem.layout, query, key)
+        parts = layouts.whole_batch(problem.layout, query, key)
     for number, sequences in enumerate(parts):
         bias = None if problem.bias is None else _part_of_bias(problem.bias, sequences)
         yield sequences, replace(problem.attention, bias=bias, seed=problem.seed + number)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import blocks, float4, float8, four_over_six, hadamard
-from parity.cpu.nvfp4_scales import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+from parity.cpu.quantized import blocks, float4, float8, four_over_six, hadamard
+from parity.cpu.quantized.nvfp4_scales import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
 
 _LENGTH = 16
 # Each came with a version of TE: 2.16 (rows), 2.18 (4over6).

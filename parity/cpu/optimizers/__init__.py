@@ -1,0 +1,1 @@
+"""Optimizer steps and the kernels on lists of tensors that they use."""
