@@ -20,6 +20,7 @@ import torch
 from tabulate import tabulate
 
 from parity import registry, te
+from parity.calibration.table import packaged
 from parity.cli import suite
 from parity.comparison import compare_at
 from parity.execute import run
@@ -82,7 +83,7 @@ def main() -> None:
                         whole,
                         seconds(
                             lambda case=case, checked=checked: [
-                                compare_at(case, checked, precision, 0, kernels) for precision in precisions
+                                compare_at(case, checked, precision, 0, kernels, packaged()) for precision in precisions
                             ]
                         ),
                     )

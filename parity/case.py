@@ -53,6 +53,8 @@ class Case:
         marks: pytest marks, besides the precision's own.
         vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
             that one that was never copied shows.
+        probe: whether the outputs are compared on probing inputs, too, see ``parity.probes``; False where
+            floating-point inputs may not take any value, such as probabilities.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
     """
@@ -63,6 +65,7 @@ class Case:
     precisions: tuple[str, ...] | None = None
     marks: tuple[str, ...] = ()
     vary_constants: bool = True
+    probe: bool = True
     path: Path = Path()
     line: int = 0
 

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from parity import weights
 from parity.case import Case, Pair, draw_inputs
-from parity.execute import Pass, positional_names, run
+from parity.execute import Pass, outputs_of, positional_names, run
 from parity.inputs import Rng
+from parity.probes import probe
 from parity.te import Kernels
 from parity.validate import CheckedSize
 from parity.weights import WeightMap
@@ -23,7 +24,7 @@ from parity.weights import WeightMap
 CONSTANT_NOISE = 0.1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A case at one size and seed, rounded to one dtype, with its golden pass.
 
@@ -36,6 +37,8 @@ class Prepared:
         candidate_weights: the candidate's parameters by name, in the dtype.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
+        probe: the probing inputs, like ``inputs``; None where the case has no probe.
+        probed: golden outputs for ``probe``, FP64.
     """
 
     reference: nn.Module
@@ -46,6 +49,8 @@ class Prepared:
     candidate_weights: dict[str, Tensor]
     cotangents: dict[str, Tensor]
     golden: Pass
+    probe: Any
+    probed: dict[str, Tensor]
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
@@ -82,8 +87,21 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
     names = positional_names(pair.reference, pair.call_reference, inputs)
     golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), names, draw_cotangents)
+    probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
+    with torch.no_grad():
+        exact = cast(probing, torch.float64)
+        probed = outputs_of(pair.reference, pair.call_reference, exact) if case.probe else {}
     return Prepared(
-        pair.reference, pair.call_reference, inputs, names, pair.weights, candidate_weights, cotangents, golden
+        pair.reference,
+        pair.call_reference,
+        inputs,
+        names,
+        pair.weights,
+        candidate_weights,
+        cotangents,
+        golden,
+        probing,
+        probed,
     )
 
 

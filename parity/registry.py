@@ -30,6 +30,7 @@ def pair(
     precisions: Iterable[str] | None = None,
     marks: Iterable[str] = (),
     vary_constants: bool = True,
+    probe: bool = True,
 ) -> Callable[[Callable[..., Pair]], Case]:
     """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
 
@@ -38,7 +39,7 @@ def pair(
         sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
         precisions: names from ``parity.precision.PRECISIONS``; None means each that the run asks for.
         marks: names of pytest marks.
-        vary_constants: see ``Case``.
+        vary_constants, probe: see ``Case``.
 
     Returns:
         A decorator that returns the ``Case`` in the factory's place.
@@ -58,6 +59,7 @@ def pair(
                 precisions=checked_precisions(precisions),
                 marks=checked_marks(marks),
                 vary_constants=vary_constants,
+                probe=probe,
                 path=path,
                 line=line,
             )

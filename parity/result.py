@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from parity.errors import Errors
 
-Kind = Literal["output", "input gradient", "weight gradient"]
+Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 Status = Literal["passed", "failed", "skipped", "error"]
 
 
@@ -29,6 +29,28 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Check:
+    """One statistic of one tensor, against its limit.
+
+    Attributes:
+        statistic: a name of ``parity.statistics``.
+        value: of the candidate; its sign, if it has one, tells a direction.
+        limit: for the value's magnitude: what a faithful port exceeds with a known, small probability.
+        where: the worst place, or the mistake that the error resembles; empty where there is none to name.
+    """
+
+    statistic: str
+    value: float
+    limit: float
+    where: str = ""
+
+    @property
+    def margin(self) -> float:
+        """The value divided by its limit: up to 1 passes."""
+        return abs(self.value) / self.limit
+
+
+@dataclass(frozen=True)
 class TensorResult:
     """One compared tensor of one run.
 
@@ -38,9 +60,10 @@ class TensorResult:
         shape: in the reference's layout.
         errors: candidate against golden.
         expected: the reference under the precision's rounding model against golden; what a faithful port costs.
-        tolerance_relative_l2: bound on ``errors.relative_l2``.
-        tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units.
-        margin: the largest of the errors divided by its tolerance; below 1 passes; infinite where a NaN or Inf is.
+        tolerance_relative_l2: bound on ``errors.relative_l2``, which the check ``norm`` sets.
+        tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units, which the check ``largest`` sets.
+        margin: the largest of the checks' margins; up to 1 passes; infinite where a NaN or Inf is.
+        checks: every statistic that was judged.
     """
 
     name: str
@@ -51,15 +74,23 @@ class TensorResult:
     tolerance_relative_l2: float
     tolerance_max_abs: float
     margin: float
+    checks: tuple[Check, ...] = ()
 
     @property
     def label(self) -> str:
-        """``output``, ``d input`` or ``d up_proj.weight``."""
-        return self.name if self.kind == "output" else f"d {self.name}"
+        """``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
+        if self.kind.endswith("gradient"):
+            return f"d {self.name}"
+        return self.name if self.kind == "output" else f"probed {self.name}"
 
     @property
     def passed(self) -> bool:
         return self.margin <= 1.0
+
+    @property
+    def worst_check(self) -> Check | None:
+        """The check that sets the margin."""
+        return max(self.checks, key=lambda check: check.margin, default=None)
 
 
 @dataclass(frozen=True)
@@ -134,6 +165,7 @@ def from_json(record: dict[str, Any]) -> Result:
                 "shape": tuple(tensor["shape"]),
                 "errors": _errors(tensor["errors"]),
                 "expected": _errors(tensor["expected"]),
+                "checks": tuple(Check(**check) for check in tensor["checks"]),
             }
         )
         for tensor in decoded.pop("tensors")

@@ -15,6 +15,7 @@ Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,34 @@ class Rounding:
         return x if x.dtype == self.storage else x.to(self.storage).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Freedom:
+    """What a faithful kernel may do in one way or another.
+
+    Attributes:
+        stores_scores: whether attention's scores, and their gradient, are rounded to the dtype: an unfused kernel
+            stores them, flash and fused kernels hold them in FP32.
+        stores_sums: whether a residual sum is rounded by itself, or within a fused kernel goes on in FP32.
+        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as where nothing is fused.
+        parts_of_k: into how many parts a GEMM splits the summed dimension; FP32 partial sums are then added up.
+    """
+
+    stores_scores: bool
+    stores_sums: bool
+    stores_pointwise: bool
+    parts_of_k: int = 1
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Freedom:
+        """One of all the combinations, each as likely."""
+        toss = (rng.random() < 0.5 for _ in range(3))
+        return cls(next(toss), next(toss), next(toss), rng.choice((1, 2, 3, 4)))
+
+
+FUSED = Freedom(stores_scores=False, stores_sums=False, stores_pointwise=False)
+UNFUSED = Freedom(stores_scores=True, stores_sums=True, stores_pointwise=True, parts_of_k=3)
+
+
 @dataclass
 class Phase:
     """Whether the backward pass runs; GEMM operands that the forward pass has not seen are gradients then."""
@@ -63,40 +92,100 @@ class Phase:
 
 
 @contextmanager
-def rounded(rounding: Rounding, weights: Iterable[Tensor] = ()) -> Iterator[Phase]:
+def rounded(rounding: Rounding, weights: Iterable[Tensor] = (), freedom: Freedom = UNFUSED) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
     Args:
         rounding: what is rounded.
         weights: the model's parameters.
+        freedom: the choices of the kernel that is modelled.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights)
+    mode = _RoundingMode(rounding, weights, freedom)
     with sdpa_kernel(SDPBackend.MATH), mode:
         yield mode.phase
 
 
 class _RoundingMode(TorchDispatchMode):
-    def __init__(self, rounding: Rounding, weights: Iterable[Tensor]) -> None:
+    def __init__(self, rounding: Rounding, weights: Iterable[Tensor], freedom: Freedom) -> None:
         super().__init__()
         self.rounding = rounding
+        self.freedom = freedom
         self.phase = Phase()
         self._weights = {_address(weight) for weight in weights}
-        self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
+        # By address; kept so that no address is given out again.
+        self._inputs: dict[int, Tensor] = {}
+        self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
+        self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
+        self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         position = _FIRST_OPERAND.get(func)
         if position is not None:
-            operands = self._gemm_operands(args[position], args[position + 1])
-            args = (*args[:position], *operands, *args[position + 2 :])
-            return self.rounding.store(func(*args, **kwargs))
+            left, right = self._gemm_operands(args[position], args[position + 1])
+            result = self._product(func, args[:position], left, right, args[position + 2 :], kwargs)
+            if _is_linear_layer(left):
+                return self.rounding.store(result)
+            return self._attention_result(result, args[position], args[position + 1], left)
+        if func is _SOFTMAX_BACKWARD and not self.freedom.stores_scores:
+            flash = self._flash_softmax_backward(*args[:2])
+            if flash is not None:
+                return flash
         if func in _SUMS and _are_activations(args[:2]):
+            if not self.freedom.stores_sums:
+                return func(*args, **kwargs)
             stored = self.rounding.store(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.freedom.stores_pointwise and func in _POINTWISE:
+            result = self.rounding.store(result)
+        if func in _SOFTMAX or (func in _POINTWISE and _addresses(args) & self._probabilities.keys()):
+            self._probabilities[_address(result)] = result
+        return result
+
+    def _product(
+        self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any
+    ) -> Tensor:
+        """The GEMM, in as many parts along the summed dimension as the kernel takes; ``before`` is added once."""
+        lefts = left.tensor_split(self.freedom.parts_of_k, -1)
+        rights = right.tensor_split(self.freedom.parts_of_k, -2)
+        result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
+        multiply = _aten.mm.default if left.dim() == 2 else _aten.bmm.default
+        alpha = kwargs.get("alpha", 1)
+        for part, other in zip(lefts[1:], rights[1:], strict=True):
+            if part.shape[-1]:
+                result = result.add(multiply(part, other), alpha=alpha)
+        return result
+
+    def _attention_result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:
+        """The result as it is stored, if it is: scores and their gradients may stay in a kernel."""
+        probabilities = {_address(left), _address(right)} & self._probabilities.keys()
+        if probabilities:
+            result = self.rounding.store(result)
+            if _address(left) in probabilities and not self.phase.backward:
+                self._contexts[_address(left)] = result
+            return result
+        if self.phase.backward:
+            self._output_gradients[_address(result)] = (result, stored_left)
+        return self.rounding.store(result) if self.freedom.stores_scores else result
+
+    def _flash_softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
+        """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
+
+        ``P * (dP - sum(dO * O))``, where ``sum(dO * O)`` equals ``sum(dP * P)`` but for the rounding of O (Dao et al.,
+        FlashAttention, arXiv 2205.14135, appendix B.2, equation 4).
+        """
+        context = self._contexts.get(_address(probabilities))
+        _, output_gradient = self._output_gradients.get(_address(gradient), (None, None))
+        if context is None or output_gradient is None:
+            return None
+        mean = (output_gradient * context).sum(-1).reshape(*gradient.shape[:-1], 1)
+        result = probabilities * (gradient - mean)
+        self._probabilities[_address(result)] = result
+        return result
 
     def _gemm_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
@@ -129,6 +218,22 @@ _FIRST_OPERAND = {
     _aten.addmm.default: 1,
     _aten.baddbmm.default: 1,
 }
+_SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
+_SOFTMAX = (_aten._softmax.default, _aten._safe_softmax.default, _SOFTMAX_BACKWARD)
+_POINTWISE = (
+    _aten.mul.Tensor,
+    _aten.mul.Scalar,
+    _aten.where.self,
+    _aten.masked_fill.Scalar,
+    _aten.silu.default,
+    _aten.gelu.default,
+    _aten.relu.default,
+    _aten.sigmoid.default,
+    _aten.silu_backward.default,
+    _aten.gelu_backward.default,
+    _aten.threshold_backward.default,
+    *_SOFTMAX,
+)
 _SUM_IN_PLACE = _aten.add_.Tensor
 _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
 
@@ -136,6 +241,10 @@ _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
 def _address(x: Tensor) -> int:
     """Views of one tensor share it."""
     return x.untyped_storage().data_ptr()
+
+
+def _addresses(operands: tuple[Any, ...]) -> set[int]:
+    return {_address(x) for x in operands if isinstance(x, Tensor)}
 
 
 def _is_linear_layer(operand: Tensor) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from parity.calibration.table import Table
 from parity.case import Case
 from parity.errors import Errors
 from parity.precision import Precision
 from parity.report.environment import Environment
-from parity.result import Finding, Kind, Result, TensorResult
+from parity.result import Check, Finding, Kind, Result, TensorResult
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize
@@ -62,6 +63,7 @@ def tensor(name: str = "output", kind: Kind = "output", margin: float = 0.43, **
         expected=errors(1e-3),
         tolerance_relative_l2=tolerance,
         tolerance_max_abs=4 * tolerance,
+        checks=(Check("norm", 1.8 * margin, 1.8), Check("row", 0.9, 1.8, "row at 0, 7")),
         margin=margin,
     )
 
@@ -83,7 +85,9 @@ def result(case: str = "mlp", precision: str = "bf16", seed: int = 0, margin: fl
     return replace(complete, **fields)
 
 
-def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels) -> Result:
+def compare_at(
+    case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels, calibration: Table
+) -> Result:
     """The case's name says what comes out; FP8 is not available here."""
     chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path))
     if precision.recipe is not None:

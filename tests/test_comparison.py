@@ -70,7 +70,7 @@ def test_a_precision_that_the_gpu_cannot_run_is_skipped_with_te_s_reason_and_not
         assert "compute capability" in result.reason
 
 
-def test_outputs_input_gradients_and_every_parameters_gradient_are_compared():
+def test_outputs_gradients_and_outputs_on_probing_inputs_are_compared():
     (result,) = parity.compare(as_case(swiglu_pair), ["bf16"])
     assert [tensor.label for tensor in result.tensors] == [
         "output",
@@ -79,7 +79,62 @@ def test_outputs_input_gradients_and_every_parameters_gradient_are_compared():
         "d gate_proj.weight",
         "d up_proj.weight",
         "d down_proj.weight",
+        "probed output",
     ]
+
+
+def test_a_case_whose_inputs_may_not_take_any_value_is_not_probed():
+    (result,) = parity.compare(dataclasses.replace(as_case(swiglu_pair), probe=False), ["bf16"])
+    assert "probed output" not in [tensor.label for tensor in result.tensors]
+
+
+def rmsnorm_pair(te, eps, **_):
+    return parity.Pair(
+        nn.RMSNorm(256, eps=1e-6),
+        te.RMSNorm(256, eps=eps),
+        lambda rng: rng.normal(4, 64, 256),
+        {"weight": "weight"},
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-8])
+def test_a_wrong_eps_far_below_the_noise_shows_on_probing_inputs(precision, eps):
+    right, wrong = (
+        parity.compare(as_case(lambda te, eps=e, **_: rmsnorm_pair(te, eps)), [precision])[0] for e in (1e-6, eps)
+    )
+    assert right.passed
+    assert not wrong.passed
+    assert next(tensor for tensor in wrong.tensors if tensor.label == "probed output").margin > 1
+
+
+def test_erf_for_tanh_gelu_shows_by_its_direction_in_fp32_where_no_norm_shows_it():
+    class GeluMLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(256, 128)
+
+        def forward(self, x):
+            return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    names = {
+        "norm.weight": "layer_norm_weight",
+        "norm.bias": "layer_norm_bias",
+        "up.weight": "fc1_weight",
+        "up.bias": "fc1_bias",
+        "down.weight": "fc2_weight",
+        "down.bias": "fc2_bias",
+    }
+    # TransformerEngine's "gelu" is the tanh approximation.
+    case = as_case(
+        lambda te, **_: parity.Pair(GeluMLP(), te.LayerNormMLP(128, 256), lambda rng: rng.normal(2, 128, 128), names)
+    )
+    (result,) = parity.compare(dataclasses.replace(case, probe=False), ["fp32"])
+    (output,) = [tensor for tensor in result.tensors if tensor.kind == "output"]
+    margins = {check.statistic: check.margin for check in output.checks}
+    assert output.worst_check.statistic == "mistake"
+    assert output.worst_check.where == "activation gelu (tanh)"
+    assert margins["norm"] < 1 < margins["mistake"]
 
 
 def test_the_same_seed_gives_the_same_result_and_another_seed_another():

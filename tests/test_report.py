@@ -11,7 +11,7 @@ from fakes import ENVIRONMENT, result, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity import tolerance
+from parity.calibration import law
 from parity.report import environment, failure, items, markdown, matrix, numbers, record
 from parity.report.record import Record
 from parity.result import Result
@@ -194,7 +194,7 @@ def test_the_report_says_prominently_whether_kernels_were_emulated() -> None:
 
 
 def test_the_report_explains_how_tolerances_are_set() -> None:
-    assert tolerance.describe() in markdown.draw(run_of(result()), "run")
+    assert law.describe() in markdown.draw(run_of(result()), "run")
 
 
 def test_the_report_shows_the_expected_fp32_error_as_that_of_tf32() -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parity.formats import e4m3, e5m2, tf32
-from parity.rounding import Rounding, rounded
+from parity.rounding import FUSED, UNFUSED, Rounding, rounded
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, tf32, tf32, tf32)
@@ -58,11 +58,13 @@ def test_a_residual_sum_is_stored_and_a_broadcast_sum_is_not():
         assert not torch.equal(x + row, bf16(x + row))
 
 
-def test_pointwise_code_between_gemms_stays_in_fp32():
+def test_pointwise_code_between_gemms_stays_in_fp32_where_it_is_fused():
     x = torch.randn(4, 64)
     exact = F.silu(F.rms_norm(x, (64,)))
-    with rounded(BF16):
+    with rounded(BF16, freedom=FUSED):
         assert torch.equal(F.silu(F.rms_norm(x, (64,))), exact)
+    with rounded(BF16, freedom=UNFUSED):
+        assert torch.equal(F.silu(x), bf16(F.silu(x.double()).float()))
 
 
 def test_scaled_dot_product_attention_is_taken_apart():

@@ -108,6 +108,29 @@ def execute(
 
 
 @app.command()
+def calibrate(
+    paths: Paths = None,
+    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "4",
+    draws: Annotated[int, typer.Option(help="Random kernels a case, precision and seed.")] = 2,
+    workers: Annotated[int, typer.Option("-n", help="Processes.")] = os.cpu_count() or 1,
+    output: Annotated[Path, typer.Option("-o", help="The table.")] = Path("parity-calibration.json"),
+    report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
+) -> None:
+    """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
+    from parity.calibration import command
+    from parity.cli import suite
+    from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
+    from parity.precision import PRECISIONS
+
+    chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
+    settings = command.Settings(tuple(suite.files(paths)), chosen, parse_seeds(seeds), draws, parse_backend(backend))
+    command.make_table(settings, workers, output, report)
+    print(f"table: {output}")
+
+
+@app.command()
 def kernels(
     keyword: Annotated[str, typer.Option("-k", help="Only kernels whose name and variant contain this text.")] = "",
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,

@@ -49,13 +49,15 @@ class ParityItem(pytest.Item):
             self.add_marker(mark)
 
     def runtest(self) -> None:
+        from parity.calibration import table
         from parity.comparison import compare_at
         from parity.report import failure
         from parity.report.items import Item
 
         self.results.clear()
+        calibration = table.load(self.options.calibration) if self.options.calibration else table.packaged()
         for seed in self.options.seeds:
-            result = compare_at(self.case, self.checked, self.precision, seed, self.kernels)
+            result = compare_at(self.case, self.checked, self.precision, seed, self.kernels, calibration)
             self.results.append(dataclasses.replace(result, path=self._path_to_show()))
             if result.status == "skipped":
                 pytest.skip(result.reason)

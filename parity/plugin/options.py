@@ -24,6 +24,7 @@ class Options:
         seeds: of every comparison, in this order.
         folder: where the record and the report go.
         name: of both files, without their endings.
+        calibration: the table of limits; None for the packaged one.
     """
 
     precisions: tuple[str, ...] | None
@@ -31,6 +32,7 @@ class Options:
     seeds: tuple[int, ...]
     folder: Path
     name: str
+    calibration: Path | None = None
 
     @property
     def record(self) -> Path:
@@ -50,6 +52,7 @@ def declare(parser: pytest.Parser) -> None:
         ("seeds", "1", "N|S,S", "20 for the seeds 0 to 19; 0,3,7 for these; 3, for seed 3 alone (default: 1)"),
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
+        ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -68,20 +71,30 @@ def read(config: pytest.Config) -> Options:
         given = config.getoption(f"parity_{name}")
         return str(config.getini(f"parity_{name}") if given is None else given).strip()
 
-    backend, name = value("backend"), value("name")
-    if backend not in BACKENDS:
-        raise UserError(f"--parity-backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
+    name = value("name")
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"--parity-name is {name!r}, but must be a file name of letters, digits, '_', '-' and '.'")
     from_ini = config.getoption("parity_report") is None and config.inipath is not None
     start = config.rootpath if from_ini else config.invocation_params.dir
     return Options(
         precisions=parse_precisions(value("precisions")),
-        backend=cast(Literal["auto", "gpu", "cpu"], backend),
+        backend=parse_backend(value("backend")),
         seeds=parse_seeds(value("seeds")),
         folder=start / value("report"),
         name=name,
+        calibration=start / value("calibration") if value("calibration") else None,
     )
+
+
+def parse_backend(text: str) -> Literal["auto", "gpu", "cpu"]:
+    """One of ``BACKENDS``.
+
+    Raises:
+        UserError: if it is none.
+    """
+    if text not in BACKENDS:
+        raise UserError(f"the backend is {text!r}, but must be one of {', '.join(BACKENDS)}")
+    return cast(Literal["auto", "gpu", "cpu"], text)
 
 
 def parse_precisions(text: str) -> tuple[str, ...] | None:

@@ -45,8 +45,17 @@ def measures(result: Result) -> Iterator[str]:
     headers = ["", "error", "tolerance", "expected"]
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", *["right"] * 3))
     yield from (f"  {line}" for line in table.splitlines())
+    yield from _beyond(worst)
     if not errors.finite:
         yield f"  {non_finite(worst)}"
+
+
+def _beyond(tensor: TensorResult) -> Iterator[str]:
+    """The checks that failed, worst first."""
+    failed = [check for check in tensor.checks if check.margin > 1]
+    for check in sorted(failed, key=lambda check: check.margin, reverse=True):
+        where = f" ({check.where})" if check.where else ""
+        yield f"  {check.statistic} {short(check.value)} beyond {short(check.limit)}{where}"
 
 
 def non_finite(tensor: TensorResult) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from parity import tolerance
+from parity.calibration import law
 from parity.report import failure, matrix
 from parity.report.environment import Environment
 from parity.report.items import Item, gather, incomplete
@@ -101,7 +101,7 @@ def _how_to_read(record: Record) -> str:
         "",
         "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
         "- **expected**: the error of that reference under the precision's rounding model: what a faithful port costs.",
-        f"- **tolerance**: {tolerance.describe()}",
+        f"- **tolerance**: {law.describe()}",
         "- Errors are those of the TransformerEngine module against golden, in outputs, input gradients and weight "
         "gradients, all in the reference's layout.",
     ]

@@ -1,0 +1,105 @@
+"""``parity calibrate``: samples from many cases in parallel, laws from samples, a table and its report."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.progress import track
+
+from parity import registry, te
+from parity.calibration import table
+from parity.calibration.measure import Sample, draw, laws
+from parity.calibration.table import Table
+from parity.precision import PRECISIONS, why_unavailable
+from parity.report import environment
+from parity.te import Backend
+from parity.user_error import UserError
+from parity.validate import check_case
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        files: of pairs that are known to agree.
+        precisions: names; those that this machine cannot run are left out.
+        seeds: of weights and inputs.
+        draws: random kernels a case, precision and seed.
+        backend: whose kernels run the TE modules.
+    """
+
+    files: tuple[str, ...]
+    precisions: tuple[str, ...]
+    seeds: tuple[int, ...]
+    draws: int
+    backend: Backend | Literal["auto"]
+
+
+def make_table(settings: Settings, workers: int, output: Path, report_file: Path | None) -> None:
+    """Measure, and write the table; laws of other precisions that the file has already stay.
+
+    Raises:
+        UserError: if nothing could be measured, or the file is no table.
+    """
+    samples = _measure(settings, workers)
+    if not samples:
+        raise UserError("nothing was measured: no precision of these cases runs on this machine")
+    measured = {sample.precision for sample in samples}
+    before = table.load(output) if output.exists() else Table({}, {})
+    kept = {key: law for key, law in before.laws.items() if key[0] not in measured}
+    provenance = {**before.provenance, **dict.fromkeys(sorted(measured), _provenance(settings))}
+    made = Table(kept | laws(samples), provenance)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    table.save(made, output)
+    if report_file is not None:
+        from parity.calibration import report
+
+        report.write(made, samples, report_file)
+
+
+def _measure(settings: Settings, workers: int) -> list[Sample]:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        jobs = [
+            pool.submit(_measure_case, settings, file, case.name)
+            for file in settings.files
+            for case in registry.load_file(Path(file))
+        ]
+        return [sample for job in track(as_completed(jobs), "calibrating", total=len(jobs)) for sample in job.result()]
+
+
+def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
+    """All samples of one case; in a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    kernels = te.kernels(settings.backend)
+    case = next(case for case in registry.load_file(Path(file)) if case.name == name)
+    return [
+        sample
+        for checked in check_case(case, kernels.te)
+        for precision in map(PRECISIONS.__getitem__, settings.precisions)
+        if (case.precisions is None or precision.name in case.precisions)
+        and why_unavailable(precision, kernels) is None
+        for seed in settings.seeds
+        for sample in draw(case, checked, precision, seed, kernels, settings.draws)
+    ]
+
+
+def _provenance(settings: Settings) -> dict[str, Any]:
+    here = environment.measure(te.kernels(settings.backend).backend, settings.seeds, 0)
+    return {
+        "kernels": here.kernels,
+        "device": here.device,
+        "transformer_engine": here.transformer_engine,
+        "torch": here.torch,
+        "date": here.date,
+        "seeds": list(settings.seeds),
+        "draws": settings.draws,
+        "files": [Path(file).name for file in settings.files],
+    }

@@ -1,0 +1,120 @@
+"""The distribution of one statistic over faithful ports, and the limit that it sets.
+
+The logarithm of a ratio is taken as normal above its center, the median or 0 where that is lower: an error below the
+model's is none too many, so the lower side, which has another shape, does not count. A signed statistic is taken as
+normal around zero. Tensors differ, so tails are heavier than normal near the top: the spread is that of the narrowest
+normal distribution whose upper tail lies nowhere below the measured one. The limit is the quantile of Student's t
+distribution, which allows for the spread being known from finitely many tensors; tensors count once, however many
+seeds they were measured with, since one tensor's values resemble each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from parity.user_error import UserError
+
+# A whole run of the default suite is to raise a false alarm less often than once in a thousand runs.
+FALSE_ALARMS_A_RUN = 1e-3
+# Statistics that such a run judges, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
+STATISTICS_A_RUN = 20_000
+
+SIGNED = ("gain", "mistake")
+# No model of rounding is trusted more closely than this: a spread of the logarithm, and of standard deviations.
+_LEAST_SPREAD = 0.1
+_LEAST_SIGNED_SPREAD = 0.5
+# With fewer the quantiles of Student's distribution are astronomic, and a limit that nothing exceeds is none.
+FEWEST_TENSORS = 8
+# In standard deviations; nearer to the center a law need not fit.
+_TAIL_BEGINS = 1.0
+# Ratios below count as this one: they have no logarithm, and do not matter.
+SMALLEST_RATIO = 1e-3
+
+
+def describe() -> str:
+    """How limits are set, in two sentences."""
+    return (
+        "Each tensor is judged by several statistics of its error: the norm, the largest element, the worst row and "
+        "slice, what leans, what resembles a known mistake; on Gaussian and on probing inputs. A limit is what a "
+        "faithful port exceeds so rarely that a whole run of the default suite raises a false alarm less often than "
+        f"once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs."
+    )
+
+
+@dataclass(frozen=True)
+class Law:
+    """What faithful ports show.
+
+    Attributes:
+        center: median of the ratio's logarithm, at least 0; 0 for a signed statistic.
+        spread: standard deviation of a normal distribution around the center that bounds the upper tail.
+        tensors: how many different tensors were measured.
+        samples: how many values.
+        largest: the largest value that was seen, as a ratio or in standard deviations.
+    """
+
+    center: float
+    spread: float
+    tensors: int
+    samples: int
+    largest: float
+
+    def limit(self, signed: bool, probability: float = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN) -> float:
+        """The value that a faithful port exceeds with this probability.
+
+        Args:
+            signed: whether the statistic has a sign, see ``SIGNED``; the limit then holds for its magnitude.
+            probability: of a false alarm from one statistic of one tensor.
+        """
+        quantile = -special.stdtrit(self.tensors - 1, probability / 2 if signed else probability)
+        distance = float(quantile * self._trusted(signed))
+        return distance if signed else math.exp(self.center + distance)
+
+    def deviations(self, value: float, signed: bool) -> float:
+        """How many standard deviations a value lies above the center; the magnitude of a signed one."""
+        distance = abs(value) if signed else math.log(max(value, SMALLEST_RATIO)) - self.center
+        return distance / self._trusted(signed)
+
+    def _trusted(self, signed: bool) -> float:
+        return max(self.spread, _LEAST_SIGNED_SPREAD if signed else _LEAST_SPREAD)
+
+
+def fit(values: Sequence[float], tensors: Sequence[str], signed: bool) -> Law:
+    """The law of values that faithful ports gave.
+
+    Args:
+        values: finite, at least one.
+        tensors: the tensor that each value is of, by any name.
+        signed: whether the statistic has a sign.
+
+    Raises:
+        UserError: if there are too few different tensors to extrapolate from.
+    """
+    count = len(set(tensors))
+    if count < FEWEST_TENSORS:
+        raise UserError(
+            f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
+            f"{FEWEST_TENSORS} of each kind"
+        )
+    measured = np.asarray(values, dtype=float)
+    if signed:
+        center, distances = 0.0, np.abs(measured)
+    else:
+        logarithms = np.log(np.maximum(measured, SMALLEST_RATIO))
+        center = max(0.0, float(np.median(logarithms)))
+        distances = logarithms - center
+    return Law(center, _spread(np.sort(distances), signed), count, len(measured), float(np.abs(measured).max()))
+
+
+def _spread(distances: NDArray[np.float64], signed: bool) -> float:
+    """Of the narrowest normal distribution (half-normal for magnitudes) that bounds the tail of sorted distances."""
+    ranks = (np.arange(len(distances)) + 0.5) / len(distances)
+    quantiles = special.ndtri((1 + ranks) / 2 if signed else ranks)
+    tail = quantiles >= _TAIL_BEGINS
+    return max(0.0, float(np.max(distances[tail] / quantiles[tail], initial=0.0)))

@@ -1,0 +1,92 @@
+"""Draws the samples that laws are fitted to: how faithful ports compare with the rounding model.
+
+Two kinds of faithful port are known to be right: the reference itself under the rounding model, with every freedom that
+a kernel has drawn at random; and the TransformerEngine modules of the cases, which must be pairs of which nobody doubts
+that they agree, such as those of the default suite.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from parity.calibration.law import SIGNED, Law, fit
+from parity.calibration.table import Key
+from parity.case import Case
+from parity.directions import directions
+from parity.judge import observe
+from parity.passes import Tensors, golden_tensors, run_candidate, run_model
+from parity.precision import Precision
+from parity.prepare import prepare
+from parity.rounding import FUSED, UNFUSED, Freedom
+from parity.te import Kernels
+from parity.validate import CheckedSize
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One statistic of one tensor of one faithful port.
+
+    Attributes:
+        case: the case's name and size.
+        precision: the precision's name.
+        kind: of the tensor.
+        tensor: its name.
+        port: ``model`` or ``te``.
+        seed: of weights and inputs.
+        statistic: its name.
+        value: as ``parity.statistics`` defines it.
+    """
+
+    case: str
+    precision: str
+    kind: str
+    tensor: str
+    port: str
+    seed: int
+    statistic: str
+    value: float
+
+
+def draw(
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    draws: int,
+    with_te: bool = True,
+) -> Iterator[Sample]:
+    """Samples of one case at one size, precision and seed.
+
+    Args:
+        case, checked, precision, seed, kernels: what is run.
+        draws: how many kernels' freedoms are drawn.
+    """
+    prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    golden = golden_tensors(prepared)
+    models = [run_model(prepared, precision, freedom) for freedom in (FUSED, UNFUSED)]
+    rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
+    ports: list[tuple[str, Tensors]] = [
+        ("model", run_model(prepared, precision, Freedom.draw(rng))) for _ in range(draws)
+    ]
+    ports.append(("te", run_candidate(case, checked, prepared, precision, seed, kernels)[0]))
+    for port, tensors in ports:
+        for key in golden:
+            for found in observe(key, golden, models, tensors, precision.dtype, directions(prepared)):
+                yield Sample(f"{case.name} {checked.label}", precision.name, *key, port, seed, found.name, found.value)
+
+
+def laws(samples: Iterable[Sample]) -> dict[Key, Law]:
+    """The law of every precision, kind of tensor and statistic that was sampled."""
+    grouped: dict[Key, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        grouped[sample.precision, sample.kind, sample.statistic].append(sample)
+    return {key: _law(key, group) for key, group in grouped.items()}
+
+
+def _law(key: Key, group: Sequence[Sample]) -> Law:
+    tensors = [f"{sample.case} {sample.tensor}" for sample in group]
+    return fit([sample.value for sample in group], tensors, signed=key[2] in SIGNED)

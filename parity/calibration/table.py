@@ -1,0 +1,93 @@
+"""Laws by precision, kind of tensor and statistic, as a JSON file with its provenance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from parity.calibration.law import SIGNED, Law
+from parity.user_error import UserError
+
+PACKAGED = Path(__file__).with_name("packaged.json")
+_FORMAT = 1
+
+Key = tuple[str, str, str]
+"""Precision, kind of tensor, statistic."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What ``parity calibrate`` has measured.
+
+    Attributes:
+        laws: by precision, kind of tensor and statistic.
+        provenance: versions, device, cases, sizes and seeds.
+    """
+
+    laws: Mapping[Key, Law]
+    provenance: Mapping[str, Any]
+
+    def limit(self, precision: str, kind: str, statistic: str) -> float:
+        """The largest value that passes.
+
+        Raises:
+            UserError: if the table has no law for it.
+        """
+        law = self.laws.get((precision, kind, statistic))
+        if law is None:
+            raise UserError(
+                f"the calibration table has no law for {statistic!r} of a {kind} in {precision}; "
+                f"make one with: parity calibrate --precision {precision}"
+            )
+        return _limit(law, statistic in SIGNED)
+
+
+@lru_cache(maxsize=1024)
+def _limit(law: Law, signed: bool) -> float:
+    return law.limit(signed)
+
+
+def save(table: Table, file: Path) -> None:
+    """Write the table, sorted, one law a line, so that two tables can be compared by eye."""
+    laws = [
+        json.dumps({"precision": key[0], "kind": key[1], "statistic": key[2], **_rounded(dataclasses.asdict(law))})
+        for key, law in sorted(table.laws.items())
+    ]
+    provenance = json.dumps(dict(table.provenance), indent=2).replace("\n", "\n  ")
+    text = f'{{\n  "format": {_FORMAT},\n  "provenance": {provenance},\n  "laws": [\n    '
+    file.write_text(text + ",\n    ".join(laws) + "\n  ]\n}\n", encoding="utf-8")
+
+
+@lru_cache(maxsize=4)
+def load(file: Path) -> Table:
+    """Read a table.
+
+    Raises:
+        UserError: if there is none in the file.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise UserError(f"{file} has format {record['format']}; make a new table with: parity calibrate")
+        laws = {(law.pop("precision"), law.pop("kind"), law.pop("statistic")): Law(**law) for law in record["laws"]}
+        return Table(laws, record["provenance"])
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no calibration table {file}; make one with: parity calibrate --output {file}"
+        ) from None
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is no calibration table ({error!r}); make one with: parity calibrate") from None
+
+
+def packaged() -> Table:
+    """The table that comes with parity."""
+    return load(PACKAGED)
+
+
+def _rounded(law: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in law.items()}

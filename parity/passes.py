@@ -1,0 +1,122 @@
+"""The passes that a comparison takes besides golden: the rounding model's and the candidate's, as named tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from parity import weights
+from parity.case import Case, Pair
+from parity.execute import Pass, outputs_of, run
+from parity.precision import Precision
+from parity.prepare import Prepared, build, cast
+from parity.result import Kind
+from parity.rounding import Freedom, rounded
+from parity.te import Kernels
+from parity.user_error import UserError
+from parity.validate import CheckedSize
+
+Tensors = dict[tuple[Kind, str], Tensor]
+
+
+def tensors_of(ran: Pass) -> Tensors:
+    """All tensors of a pass by kind and name."""
+    tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
+    tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
+    tensors.update({("weight gradient", name): tensor for name, tensor in ran.weight_gradients.items()})
+    return tensors
+
+
+def golden_tensors(prepared: Prepared) -> Tensors:
+    """Golden, on the inputs and on the probing ones."""
+    return tensors_of(prepared.golden) | _probed(prepared.probed)
+
+
+def _probed(outputs: dict[str, Tensor]) -> Tensors:
+    return {("probed output", name): output.detach() for name, output in outputs.items()}
+
+
+def run_model(prepared: Prepared, precision: Precision, freedom: Freedom) -> Tensors:
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
+    prepared.reference.float()
+    store = precision.rounding.store
+    with rounded(precision.rounding, prepared.reference.parameters(), freedom) as phase:
+        ran = run(
+            prepared.reference,
+            prepared.call,
+            cast(prepared.inputs, torch.float32),
+            prepared.input_names,
+            lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+            before_backward=phase.begin_backward,
+        )
+    tensors = tensors_of(ran)
+    if prepared.probed:
+        with torch.no_grad(), rounded(precision.rounding, prepared.reference.parameters(), freedom):
+            inputs = cast(prepared.probe, torch.float32)
+            tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
+    return {key: store(tensor) for key, tensor in tensors.items()}
+
+
+def run_candidate(
+    case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
+) -> tuple[Tensors, tuple[str, ...]]:
+    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached."""
+    pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+    candidate = pair.candidate
+    parameters = dict(candidate.named_parameters())
+    for _ in range(1 + precision.warmup_passes):
+        ran = run(
+            candidate,
+            pair.call_candidate,
+            prepared.inputs,
+            prepared.input_names,
+            lambda outputs: _fitting(prepared.cotangents, outputs),
+            forward_context=precision.autocast(kernels),
+        )
+    gradients = {
+        name: ran.weight_gradients.get(name, torch.zeros_like(parameter)).double()
+        for name, parameter in parameters.items()
+    }
+    frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
+    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+    in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
+    tensors = tensors_of(dataclasses.replace(ran, weight_gradients=in_reference_layout))
+    if prepared.probed:
+        if precision.warmup_passes:  # scales that come from other inputs would not fit these
+            pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+        tensors |= _probed(_probe_candidate(pair, prepared, precision, kernels))
+    return tensors, ran.unreached + frozen
+
+
+def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
+    """The pair, its candidate in the precision's dtype and with the prepared weights."""
+    parameters = dict(pair.candidate.to(precision.dtype).named_parameters())
+    with torch.no_grad():
+        for name, tensor in prepared.candidate_weights.items():
+            parameters[name].copy_(tensor)
+    return pair
+
+
+def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
+    for _ in range(1 + precision.warmup_passes):
+        with precision.autocast(kernels):
+            outputs = outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
+    return outputs
+
+
+def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The cotangents in the candidate's dtype.
+
+    Raises:
+        UserError: if the candidate's outputs are not as many or not of the shapes of the reference's.
+    """
+    reference = {name: tuple(cotangent.shape) for name, cotangent in cotangents.items()}
+    candidate = {name: tuple(output.shape) for name, output in outputs.items()}
+    if reference != candidate:
+        raise UserError(
+            f"the candidate returns {candidate} where the reference returns {reference}; "
+            "bring them to one shape in the pair's call_candidate or call_reference"
+        )
+    return {name: cotangents[name].to(output.dtype) for name, output in outputs.items()}

@@ -1,0 +1,177 @@
+"""How a tensor's error compares with the error that the rounding model has there: the numbers that tolerances judge.
+
+Each statistic looks at the error from another side, because a mistake that touches one head, one row or one column
+hides in the norm of the whole:
+
+===========  =======================================================================================================
+statistic    what it compares, candidate over model
+===========  =======================================================================================================
+``norm``     the Euclidean norm of the error
+``largest``  the largest error of an element
+``row``      the norm in the worst row (along the last dimension, at least 32 elements)
+``slice``    the norm in the worst slice across any one dimension: a sequence of the batch, a position, a head, a column
+``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
+``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
+             deviations that independent errors would give it
+===========  =======================================================================================================
+
+All but ``gain`` are ratios, near 1 for a faithful port.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A slice of fewer elements says too little about its own error.
+SMALLEST_SLICE = 32
+# How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
+# slice in which the model happened to be lucky from failing.
+_PRIOR_ELEMENTS = 8
+# What the result's own rounding costs, of the unit roundoff, on average over mantissas.
+_MEAN_ROUNDING = 0.5
+# Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
+_LEANING = 0.02
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One comparison of a candidate's error with the model's.
+
+    Attributes:
+        name: as in the table above.
+        value: as in the table; infinite if the model expects no error where there is one.
+        where: the worst place, such as ``dim 2 at 5``, empty where the whole tensor is meant.
+    """
+
+    name: str
+    value: float
+    where: str = ""
+
+
+def least_error(dtype: torch.dtype, summed_terms: int) -> float:
+    """The relative error that no model may fall below: the rounding of the result, and the order of FP32 sums.
+
+    Adding n terms of random sign one after the other loses about ``u sqrt(n / 6)`` relative to the sum, with u the unit
+    roundoff: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
+    and they add up as a random walk (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019).
+
+    Args:
+        dtype: in which the candidate returns the tensor.
+        summed_terms: how many terms a kernel accumulates for one element.
+    """
+    rounding = _MEAN_ROUNDING * torch.finfo(dtype).eps / 2
+    return max(rounding, torch.finfo(torch.float32).eps / 2 * math.sqrt(summed_terms / 6))
+
+
+def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, least: float) -> Iterator[Statistic]:
+    """Every statistic that a tensor of this shape has.
+
+    Args:
+        error: candidate minus golden, FP64, finite.
+        model_errors: rounding model minus golden for each way in which faithful kernels compute, FP64, same shape,
+            finite; what any of them loses is expected.
+        golden: FP64, same shape, finite.
+        least: see ``least_error``.
+    """
+    if not golden.numel():
+        return
+    errors, truth = error.square(), golden.square()
+    models = [model_error.square() for model_error in model_errors]
+    total_truth = truth.sum()
+    total = torch.maximum(torch.stack([model.sum() for model in models]).max(), least**2 * total_truth)
+    yield Statistic("norm", _root_ratio(errors.sum(), total))
+    yield _largest(error, model_errors, least, (total_truth / golden.numel()).sqrt())
+    yield Statistic("gain", component(error, model_errors, golden, total.sqrt().item()))
+    relative = total / total_truth if total_truth > 0 else torch.zeros_like(total)
+    worst: dict[str, Statistic] = {}
+    for name, label, dims in _slices(golden.shape):
+        count, truth_there = math.prod(golden.shape[dim] for dim in dims), truth.sum(dims)
+        own = torch.stack([model.sum(dims) for model in models]).amax(0)
+        expected = (count * own + _PRIOR_ELEMENTS * relative * truth_there) / (count + _PRIOR_ELEMENTS)
+        # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
+        # gradient is zero but for rounding, of which no model knows the size.
+        expected = torch.maximum(expected, total * count / golden.numel())
+        found = _worst(name, label, errors.sum(dims), expected)
+        if name not in worst or worst[name].value < found.value:
+            worst[name] = found
+    yield from worst.values()
+    if golden.dim() > 1 and golden.shape[-1] >= SMALLEST_SLICE <= golden.numel() // golden.shape[-1]:
+        yield Statistic("shift", _shift(error, model_errors, total))
+
+
+def _slices(shape: torch.Size) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The statistic, what its slices are called, and the dimensions that are summed over."""
+    every = tuple(range(len(shape)))
+    for dim in every:
+        others = tuple(other for other in every if other != dim)
+        if shape[dim] > 1 and others and math.prod(shape[other] for other in others) >= SMALLEST_SLICE:
+            yield "slice", f"dim {dim}", others
+    if len(shape) > 2 and shape[-1] >= SMALLEST_SLICE:
+        yield "row", "row", (every[-1],)
+
+
+def _worst(name: str, label: str, errors: Tensor, expected: Tensor) -> Statistic:
+    ratios = torch.where(errors > 0, errors / expected, 0.0).sqrt()
+    place = _place(int(ratios.argmax()), ratios.shape)
+    return Statistic(name, ratios.max().item(), f"{label} at {place}")
+
+
+def _place(flat: int, shape: torch.Size) -> str:
+    return ", ".join(str(int(index)) for index in torch.unravel_index(torch.tensor(flat), shape))
+
+
+def _largest(error: Tensor, model_errors: Sequence[Tensor], least: float, rms: Tensor) -> Statistic:
+    magnitudes = error.abs()
+    worst = int(magnitudes.argmax())
+    expected = torch.maximum(torch.stack([model_error.abs().max() for model_error in model_errors]).max(), least * rms)
+    return Statistic("largest", _ratio(magnitudes.flatten()[worst], expected), f"element {_place(worst, error.shape)}")
+
+
+def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, expected_norm: float) -> float:
+    """How far the error's component along a direction lies outside of what the models have.
+
+    Args:
+        error, model_errors: as in ``statistics``.
+        direction: any tensor of that shape, FP64.
+        expected_norm: of the error.
+
+    Returns:
+        The signed distance in standard deviations: those of the component of independent errors as large as the models'
+        in each element, and of the leaning that rounding errors have; infinite where no error is expected.
+    """
+    flat = direction.flatten()
+    modelled = [torch.dot(model_error.flatten(), flat).item() for model_error in model_errors]
+    product = torch.dot(error.flatten(), flat).item()
+    outside = product - min(max(product, min(modelled)), max(modelled))
+    if outside == 0.0:
+        return 0.0
+    independent = max(_norm(model_error.flatten() * flat) for model_error in model_errors)
+    deviation = math.hypot(independent, _LEANING * expected_norm * _norm(flat))
+    return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
+
+
+def _shift(error: Tensor, model_errors: Sequence[Tensor], total: Tensor) -> float:
+    """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
+    leading = tuple(range(error.dim() - 1))
+    modelled = [model_error.sum(leading).square().sum() for model_error in model_errors]
+    return _root_ratio(error.sum(leading).square().sum(), torch.maximum(torch.stack(modelled).max(), total))
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+def _root_ratio(error: Tensor, expected: Tensor) -> float:
+    return math.sqrt(_ratio(error, expected))
+
+
+def _ratio(error: Tensor, expected: Tensor) -> float:
+    """Of two that are not negative."""
+    if error == 0:
+        return 0.0
+    return (error / expected).item() if expected > 0 else math.inf

@@ -1,0 +1,138 @@
+"""From what faithful ports show to limits, and the table that keeps them."""
+
+import dataclasses
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.calibration import table
+from parity.calibration.law import FALSE_ALARMS_A_RUN, FEWEST_TENSORS, SIGNED, STATISTICS_A_RUN, Law, fit
+from parity.calibration.measure import Sample, laws
+from parity.calibration.table import Table
+from parity.precision import PRECISIONS
+from parity.user_error import UserError
+
+LAW = Law(center=0.1, spread=0.2, tensors=40, samples=160, largest=1.8)
+
+
+def tensors(count):
+    return [f"tensor {i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_faithful_port_exceeds_a_limit_no_more_often_than_it_is_allowed_to(signed):
+    rng = np.random.default_rng(0)
+    normal = rng.normal(0, 2.0 if signed else 0.3, 100_000)
+    values = normal if signed else np.exp(normal)
+    law = fit(values[:500], tensors(500), signed)
+    exceeding = np.mean(np.abs(values) > law.limit(signed, probability=1e-2))
+    assert 1e-4 < exceeding < 1e-2
+
+
+@given(values=st.lists(st.floats(0.5, 20), min_size=FEWEST_TENSORS, max_size=50))
+def test_the_law_bounds_every_value_that_it_was_fitted_to(values):
+    law = fit(values, tensors(len(values)), False)
+    quantiles = statistics.NormalDist()
+    for i, value in enumerate(sorted(values)):
+        quantile = quantiles.inv_cdf((i + 0.5) / len(values))
+        assert quantile < 1 or law.deviations(value, False) <= quantile + 1e-9
+
+
+def test_errors_far_below_the_models_do_not_lower_the_limit_nor_raise_it():
+    values = [1.05, 1.1, 0.95, 1.02, 1.08, 0.97, 1.03, 1.06]
+    small = [value if value > 1 else value / 1000 for value in values]
+    names = tensors(len(values))
+    assert fit(small, names, False).limit(False) == pytest.approx(fit(values, names, False).limit(False), rel=0.01)
+
+
+@given(tensors=st.integers(FEWEST_TENSORS, 500))
+def test_the_more_tensors_were_measured_the_closer_the_limit(tensors):
+    fewer, more = (dataclasses.replace(LAW, tensors=count) for count in (tensors, tensors + 1))
+    assert more.limit(False) <= fewer.limit(False)
+
+
+def test_many_seeds_of_one_tensor_are_one_tensor():
+    values = list(np.exp(np.random.default_rng(0).normal(0, 0.1, 80)))
+    assert fit(values, tensors(8) * 10, False).tensors == 8
+
+
+def test_too_few_tensors_are_refused_instead_of_giving_a_limit_that_nothing_exceeds():
+    with pytest.raises(UserError, match="3 different tensors"):
+        fit([1.0, 1.1, 0.9], tensors(3), False)
+
+
+def test_no_model_is_trusted_to_the_last_percent():
+    exact = fit([1.0] * 100, tensors(100), False)
+    assert exact.limit(False) > 1.5
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_deviations_put_the_limit_where_its_quantile_is(signed):
+    normal = dataclasses.replace(LAW, tensors=10**6, spread=1.0)
+    limit = normal.limit(signed, probability=0.02275 * (2 if signed else 1))
+    assert normal.deviations(limit, signed) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_laws_are_kept_apart_by_precision_kind_and_statistic():
+    def sample(precision, statistic, i):
+        return Sample("case", precision, "output", f"tensor {i}", "te", 0, statistic, 1.0)
+
+    found = laws(sample(p, s, i) for p in ("bf16", "fp32") for s in ("norm", "gain") for i in range(FEWEST_TENSORS))
+    assert set(found) == {(p, "output", s) for p in ("bf16", "fp32") for s in ("norm", "gain")}
+
+
+def test_a_table_comes_back_from_its_file_as_it_was(tmp_path):
+    stored = Table({("bf16", "output", "norm"): LAW, ("bf16", "output", "gain"): LAW}, {"bf16": {"device": "CPU"}})
+    table.save(stored, tmp_path / "table.json")
+    loaded = table.load(tmp_path / "table.json")
+    assert (loaded.laws, loaded.provenance) == (stored.laws, stored.provenance)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99, "laws": []}', '{"format": 1, "laws": [1]}'])
+def test_a_file_that_is_no_table_is_named(tmp_path, text):
+    file = tmp_path / "table.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"table\.json.*parity calibrate"):
+        table.load(file)
+
+
+def test_a_missing_table_and_a_missing_law_say_how_to_make_them(tmp_path):
+    with pytest.raises(UserError, match="parity calibrate --output"):
+        table.load(tmp_path / "none.json")
+    with pytest.raises(UserError, match="parity calibrate --precision nvfp4"):
+        Table({}, {}).limit("nvfp4", "output", "norm")
+
+
+def test_the_packaged_table_has_a_law_for_every_statistic_at_every_precision():
+    packaged = table.packaged()
+    for precision in PRECISIONS:
+        there = {(kind, name) for p, kind, name in packaged.laws if p == precision}
+        for kind in ("output", "probed output", "input gradient", "weight gradient"):
+            assert {name for k, name in there if k == kind} >= {"norm", "largest", "gain", "slice", "shift"}
+        assert ("output", "mistake") in there
+        assert packaged.provenance[precision]["kernels"].startswith(("emulated", "real"))
+
+
+def test_packaged_limits_are_above_what_faithful_ports_showed_and_not_absurd():
+    for (precision, kind, statistic), law in table.packaged().laws.items():
+        limit = table.packaged().limit(precision, kind, statistic)
+        assert law.largest < limit < 100, (precision, kind, statistic)
+
+
+def test_a_run_of_the_default_suite_is_rarely_a_false_alarm_by_construction():
+    probability = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN
+    normal = dataclasses.replace(LAW, tensors=10**6, center=0.0, spread=1.0)
+    assert SIGNED
+    assert math.erfc(math.log(normal.limit(False)) / math.sqrt(2)) / 2 == pytest.approx(probability, rel=1e-2)
+
+
+def test_a_tables_json_has_a_law_a_line(tmp_path):
+    table.save(Table({("bf16", "output", "norm"): LAW}, {}), tmp_path / "table.json")
+    text = (tmp_path / "table.json").read_text()
+    assert json.loads(text)["laws"][0]["statistic"] == "norm"
+    assert sum('"statistic"' in line for line in text.splitlines()) == 1

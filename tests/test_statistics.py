@@ -1,0 +1,139 @@
+"""What each statistic of an error sees, and what it does not."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.statistics import component, least_error, statistics
+
+LEAST = 1e-9
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def observed(error, model_errors, golden, least=LEAST):
+    return {statistic.name: statistic for statistic in statistics(error, model_errors, golden, least)}
+
+
+def values(*arguments):
+    return {name: statistic.value for name, statistic in observed(*arguments).items()}
+
+
+GOLDEN = draw(4, 32, 64)
+MODEL = 1e-3 * draw(4, 32, 64, seed=1)
+FAITHFUL = 1e-3 * draw(4, 32, 64, seed=2)
+
+
+def test_the_models_own_error_has_ratios_of_about_one_and_no_gain():
+    found = values(MODEL, [MODEL], GOLDEN)
+    assert found.pop("gain") == 0.0
+    assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.15)
+
+
+def test_an_independent_error_of_the_same_size_stays_near_one():
+    found = values(FAITHFUL, [MODEL], GOLDEN)
+    assert abs(found.pop("gain")) < 4
+    assert all(0.8 < value < 1.6 for value in found.values()), found
+
+
+def test_what_any_model_loses_is_expected():
+    assert values(2 * MODEL, [MODEL, 2 * MODEL], GOLDEN)["norm"] == pytest.approx(1.0)
+
+
+def test_one_wrong_row_hides_in_the_norm_and_shows_in_its_row():
+    error = FAITHFUL.clone()
+    error[2, 5] *= 10
+    found = observed(error, [MODEL], GOLDEN)
+    assert found["norm"].value < 1.5
+    assert found["row"].value > 5
+    assert found["row"].where == "row at 2, 5"
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_one_wrong_sequence_position_or_column_shows_in_its_slice(dim):
+    error = FAITHFUL.clone()
+    error.select(dim, 3).mul_(10)
+    found = observed(error, [MODEL], GOLDEN)["slice"]
+    assert found.value > 5
+    assert found.where == f"dim {dim} at 3"
+
+
+def test_a_lucky_slice_of_the_model_fails_nobody():
+    lucky = MODEL.clone()
+    lucky[:, 7] *= 1e-3
+    assert values(FAITHFUL, [lucky], GOLDEN)["slice"] < 1.6
+
+
+def test_one_wrong_element_shows_as_the_largest():
+    error = FAITHFUL.clone()
+    error[1, 2, 3] = 0.1
+    found = observed(error, [MODEL], GOLDEN)["largest"]
+    assert found.value > 20
+    assert found.where == "element 1, 2, 3"
+
+
+def test_a_missing_bias_below_the_noise_of_an_element_shows_in_the_shift():
+    error = FAITHFUL + 3e-4 * draw(64, seed=3)
+    found = values(error, [MODEL], GOLDEN)
+    assert found["norm"] < 1.2
+    assert found["shift"] > 3
+
+
+@pytest.mark.parametrize("factor", [1e-3, -1e-3])
+def test_a_wrong_factor_as_small_as_the_noise_shows_in_the_gain_with_its_sign(factor):
+    gain = values(FAITHFUL + factor * GOLDEN, [MODEL], GOLDEN)["gain"]
+    assert math.copysign(1, gain) == math.copysign(1, factor)
+    assert abs(gain) > 20
+
+
+def test_an_error_where_none_is_expected_is_infinitely_too_large():
+    zero = torch.zeros(64, dtype=torch.float64)
+    assert values(zero + 1, [zero], zero)["norm"] == math.inf
+    assert values(zero, [zero], zero)["norm"] == 0.0
+
+
+def test_a_vector_has_no_slices_and_an_empty_tensor_no_statistics():
+    vector = draw(64)
+    assert set(values(vector, [vector], vector)) == {"norm", "largest", "gain"}
+    empty = torch.zeros(0, 8, dtype=torch.float64)
+    assert observed(empty, [empty], empty) == {}
+
+
+@given(exponent=st.integers(-40, 40))
+def test_no_statistic_depends_on_the_unit(exponent):
+    factor = 2.0**exponent
+    scaled = values(factor * FAITHFUL, [factor * MODEL], factor * GOLDEN)
+    assert scaled == pytest.approx(values(FAITHFUL, [MODEL], GOLDEN), rel=1e-9)
+
+
+@given(seed=st.integers(0, 2**31))
+def test_no_statistic_depends_on_the_order_of_rows(seed):
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(seed))
+    reordered = values(FAITHFUL[:, order], [MODEL[:, order]], GOLDEN[:, order])
+    assert reordered == pytest.approx(values(FAITHFUL, [MODEL], GOLDEN), rel=1e-9)
+
+
+def test_a_component_within_what_the_models_have_counts_for_nothing():
+    direction = draw(4, 32, 64, seed=4)
+    models = [MODEL + 1e-4 * direction, MODEL - 1e-4 * direction]
+    norm = torch.linalg.vector_norm(MODEL).item()
+    assert component(MODEL, models, direction, norm) == 0.0
+    assert component(MODEL + 1e-3 * direction, models, direction, norm) > 10
+
+
+def test_the_least_error_is_the_results_rounding_or_the_order_of_a_long_fp32_sum():
+    assert least_error(torch.bfloat16, 4096) == pytest.approx(2**-9)
+    short, long = least_error(torch.float32, 1), least_error(torch.float32, 4096)
+    assert short == pytest.approx(2**-25)
+    terms = draw(4096, 64, seed=5).float()
+    one_by_one = terms[0].clone()
+    for row in terms[1:]:
+        one_by_one += row
+    golden = terms.double().sum(0)
+    lost = ((one_by_one.double() - golden).norm() / golden.norm()).item()
+    assert short < lost < 3 * long
