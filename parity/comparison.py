@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parity import diagnose, te, weights
+from parity import te, weights
 from parity.case import Case, Pair
+from parity.diagnosis import Failure, findings
 from parity.errors import measure
 from parity.execute import Pass, run
 from parity.precision import PRECISIONS, Precision, why_unavailable
@@ -99,9 +100,8 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
     tensors = _judge(_tensors(prepared.golden), expected, candidate, precision.dtype)
     passed = all(tensor.passed for tensor in tensors)
-    outputs = {name: tensor for (kind, name), tensor in candidate.items() if kind == "output"}
-    findings = diagnose.findings(tensors, outputs, unreached, prepared, precision)
-    return result(status="passed" if passed else "failed", tensors=tensors, findings=findings)
+    failure = Failure(tensors, candidate, prepared, precision, time.perf_counter() - began)
+    return result(status="passed" if passed else "failed", tensors=tensors, findings=findings(failure, unreached))
 
 
 def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:

@@ -116,15 +116,14 @@ def gated_units(trace: Trace) -> list[GatedUnit]:
 def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's activations and gated units."""
     found, units = activations(trace), gated_units(trace)
-    yield from everywhere_and_somewhere(_others(found), found, lambda one: one.call.module, module)
-    yield from everywhere_and_somewhere(_unit_mistakes(units), units, lambda one: one.call.module, module)
+    yield from everywhere_and_somewhere(_others(found), found, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_unit_mistakes(units), units, module, lambda one: one.call.module)
 
 
 def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
     right = " or ".join(sorted({one.name for one in found}))
     for name in ACTIVATIONS:
         yield Mistake(
-            "PAR202",
             "activation",
             f"activation {name}",
             f"give TE the reference's activation, {right}; it computes {name}",
@@ -132,7 +131,6 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             subtle=name in GELUS and all(one.name in GELUS for one in found),
         )
     yield Mistake(
-        "PAR202",
         "activation",
         "activation missing",
         f"give TE the reference's activation, {right}; it computes none",
@@ -142,7 +140,6 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
 
 def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
     yield Mistake(
-        "PAR101",
         "gate-up-swapped",
         "gate and up swapped",
         "exchange the halves of fc1_weight: the gate, which is activated, comes first",
@@ -158,8 +155,7 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
     for activation, limit, offset in variants:
         computed = _clamping(activation, limit, offset)
         yield Mistake(
-            "PAR207",
-            "gated-unit-clamping",
+            "activation",
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
             _clamped(activation, limit, offset),

@@ -5,8 +5,9 @@ A reference is anybody's code, so nothing is known of its modules' names. What i
 find in this trace a norm, an activation, a rotation, written out or not, and say what another port would have computed
 there; ``edited`` computes that instead. Autograd differentiates what was edited like anything else.
 
-A call is known by the submodule that makes it, how often that submodule was called before, and the number of the call
-in its ``forward``: code around the module, such as a pair's ``call_reference``, is not traced.
+A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
+how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as one
+more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-Site = tuple[str, int, int]
+Site = tuple[str, int, str, int]
+
+_OUTSIDE = "around the module"
 
 
 class Misfit(RuntimeError):
@@ -78,8 +81,8 @@ class Call:
 
     @property
     def module(self) -> str:
-        """The submodule that makes the call; empty for the module itself."""
-        return self.site[0]
+        """The submodule that makes the call."""
+        return self.site[0] or "the module"
 
 
 @dataclass
@@ -107,8 +110,10 @@ class Trace:
         self.calls.append(call)
         for value in call.inputs:
             self._users.setdefault(value.number, []).append(call)
+        given = {value.number for value in call.inputs}
         for value in call.outputs:
-            self._producers.setdefault(value.number, call)
+            if value.number not in given:  # a cast to the dtype that a tensor has already returns the tensor itself
+                self._producers[value.number] = call
 
     def producer(self, value: Any) -> Call | None:
         """The call that returned a value; None for the module's inputs, its parameters, and whatever is no value."""
@@ -136,20 +141,18 @@ class Edit:
 
     Attributes:
         site: the call.
-        name: its function's name, to make sure that it is still the same call.
         needs: values that appear at or before the call.
         compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
     """
 
     site: Site
-    name: str
     needs: tuple[Value, ...]
     compute: Substitute
 
 
 def edit(call: Call, needs: Sequence[Value], compute: Substitute) -> Edit:
     """``call`` returns ``compute(result, *needs)`` in place of its result."""
-    return Edit(call.site, call.name, tuple(needs), compute)
+    return Edit(call.site, tuple(needs), compute)
 
 
 def traced(module: nn.Module, run: Callable[[], Any]) -> Trace:
@@ -177,25 +180,24 @@ def edited(module: nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
 
 
 class _Frames:
-    """Where in which submodule the running call is."""
+    """In which submodule's ``forward`` the running call is made."""
 
     def __init__(self) -> None:
         self._invocations: Counter[str] = Counter()
-        self._stack: list[tuple[str, int, Iterator[int]]] = []
+        self._stack: list[tuple[str, int, Counter[str]]] = [(_OUTSIDE, 0, Counter())]
 
     def enter(self, name: str) -> None:
-        self._stack.append((name, self._invocations[name], iter(range(1 << 60))))
+        self._stack.append((name, self._invocations[name], Counter()))
         self._invocations[name] += 1
 
     def leave(self) -> None:
         self._stack.pop()
 
-    def next_site(self) -> Site | None:
-        """The site of the next call; None outside of the module."""
-        if not self._stack:
-            return None
-        name, invocation, numbers = self._stack[-1]
-        return name, invocation, next(numbers)
+    def site(self, function: str) -> Site:
+        """The site of the next call, which is one of a function of this name."""
+        module, invocation, calls = self._stack[-1]
+        calls[function] += 1
+        return module, invocation, function, calls[function] - 1
 
 
 @contextmanager
@@ -229,9 +231,7 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not _is_recorded(result, changed):
             return result
-        site = self.frames.next_site()
-        if site is None:
-            return result
+        site = self.frames.site(canonical_name(func))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         values = {id(x): self._value(x, Value(-1, site, i, False)) for i, x in enumerate(given)}
         named_args, named_kwargs = tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, (args, kwargs))
@@ -285,14 +285,10 @@ class _Editor(TorchFunctionMode):
         changed = _changed_in_place(func, args, kwargs)
         if not _is_recorded(result, changed):
             return result
-        site = self.frames.next_site()
-        if site is None:
-            return result
+        site = self.frames.site(canonical_name(func))
         needed = self._needed.get(site, ())
         self._find(needed, False, (args, kwargs))
         for one in self._edits.get(site, ()):
-            if canonical_name(func) != one.name:
-                raise Misfit(f"{canonical_name(func)} is called at {site} in place of {one.name}")
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
         self._find(needed, True, result if changed is None else changed)
         return result

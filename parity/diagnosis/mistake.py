@@ -22,11 +22,10 @@ class Mistake(Generic[Operation]):
     """What a port computes in the place of an operation.
 
     Attributes:
-        code, title, name, repair, subtle: as in ``Hypothesis``.
+        title, name, repair, subtle: as in ``Hypothesis``.
         edits: to compute that at one place; none where it would compute what is right there.
     """
 
-    code: str
     title: str
     name: str
     repair: str
@@ -37,16 +36,16 @@ class Mistake(Generic[Operation]):
 def everywhere_and_somewhere(
     mistakes: Iterable[Mistake[Operation]],
     operations: Sequence[Operation],
-    place: Callable[[Operation], str],
     module: nn.Module,
+    place: Callable[[Operation], str] | None = None,
 ) -> Iterator[Hypothesis]:
     """Each mistake made with all operations at once, and where there are a few of them with each alone.
 
     Args:
         mistakes: to make.
         operations: those of one kind in the reference.
-        place: of an operation, for names and messages.
         module: the reference.
+        place: of an operation, for names and messages; None to try all at once only.
     """
     for mistake in mistakes:
         edits = [tuple(mistake.edits(operation)) for operation in operations]
@@ -54,7 +53,7 @@ def everywhere_and_somewhere(
         if not changed:
             continue
         yield _hypothesis(mistake, module, "", tuple(one for some in edits for one in some))
-        if 1 < len(changed) <= MOST_PLACES:
+        if place is not None and 1 < len(changed) <= MOST_PLACES:
             for i in changed:
                 yield _hypothesis(mistake, module, f" in {place(operations[i])}", edits[i])
 
@@ -62,7 +61,6 @@ def everywhere_and_somewhere(
 def _hypothesis(mistake: Mistake[Operation], module: nn.Module, where: str, edits: tuple[Edit, ...]) -> Hypothesis:
     name, repair = mistake.name + where, mistake.repair + where
     return Hypothesis(
-        mistake.code,
         mistake.title,
         name,
         repair,

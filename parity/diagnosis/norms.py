@@ -89,7 +89,7 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
     """
     found = norms(trace)
     if found:
-        yield from everywhere_and_somewhere(_mistakes(found, dtype), found, lambda norm: norm.call.module, module)
+        yield from everywhere_and_somewhere(_mistakes(found, dtype), found, module, lambda norm: norm.call.module)
 
 
 def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Norm]]:
@@ -97,7 +97,6 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
     right = " or ".join(f"{eps:g}" for eps in named) or "the machine epsilon, PyTorch's default"
     for eps in EPSILONS:
         yield Mistake(
-            "PAR201",
             "norm-eps",
             f"norm eps={eps:g}",
             f"give TE's norm the reference's eps, {right}; it computes with eps={eps:g}",
@@ -106,8 +105,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         )
     low = torch.bfloat16 if dtype is torch.float32 else dtype
     yield Mistake(
-        "PAR203",
-        "norm-statistics-rounded",
+        "norm-statistics",
         f"norm statistics in {_short(low)}",
         f"take the norm's mean and root in FP32; they are rounded to {_short(low)}",
         _with(statistics=low),
@@ -115,8 +113,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
     )
     if dtype is not torch.float32:
         yield Mistake(
-            "PAR204",
-            "norm-rounds-before-weight",
+            "norm-rounding",
             f"norm rounded to {_short(dtype)} before its weight",
             f"scale by the norm's weight in FP32 and round after that, as TE does; the normalised value is rounded to "
             f"{_short(dtype)} first",
@@ -124,21 +121,18 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
             subtle=True,
         )
     yield Mistake(
-        "PAR205",
-        "layer-norm-for-rms-norm",
+        "norm-kind",
         "LayerNorm for RMSNorm",
         'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
         _with(centred=True),
     )
     yield Mistake(
-        "PAR205",
-        "rms-norm-for-layer-norm",
+        "norm-kind",
         "RMSNorm for LayerNorm",
         'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
         _with(centred=False),
     )
     yield Mistake(
-        "PAR206",
         "norm-missing",
         "norm missing",
         "add the norm that the reference has; TE's module passes on what it is given",

@@ -86,24 +86,22 @@ def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterato
             yield from chain(trace, call.outputs[0], names)
 
 
-def users(trace: Trace, value: Value) -> list[tuple[Call, Value]]:
-    """The calls that use a value, cast or not, each with what it is given."""
-    return [(call, made) for made in chain(trace, value) for call in trace.users(made) if call.name not in CASTS]
+def users(trace: Trace, value: Value, names: Collection[str] = CASTS) -> list[tuple[Call, Value]]:
+    """The calls that use a value, after calls of these names or not, each with what it is given."""
+    return [(call, made) for made in chain(trace, value, names) for call in trace.users(made) if call.name not in names]
 
 
-def ancestors(trace: Trace, value: Value, stop: Collection[str] = ()) -> list[Value]:
-    """Everything that a value is computed from, the nearest first; not past calls of the names in ``stop``."""
-    seen: dict[int, Value] = {}
+def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
+    """What a value is computed from, the nearest first, at most so many."""
+    found: dict[int, Value] = {}
     queue = [value]
-    while queue:
+    while queue and len(found) < most:
         call = trace.producer(queue.pop(0))
-        if call is None or call.name in stop:
-            continue
-        for given in call.inputs:
-            if given.number not in seen:
-                seen[given.number] = given
+        for given in call.inputs if call is not None else ():
+            if given.number not in found:
+                found[given.number] = given
                 queue.append(given)
-    return list(seen.values())
+    return list(found.values())
 
 
 def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:
