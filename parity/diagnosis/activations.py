@@ -146,21 +146,23 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
         lambda unit: unit.edits(gate=unit.up, up=unit.gate),
     )
     right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
-    variants = [
-        (activation, limit, offset)
-        for activation in ("silu", "quick gelu")
-        for limit in (math.inf, GPT_OSS_LIMIT)
-        for offset in (0.0, 1.0)
-    ]
-    for activation, limit, offset in variants:
+
+    def clamped(activation: str, limit: float, offset: float) -> Mistake[GatedUnit]:
         computed = _clamping(activation, limit, offset)
-        yield Mistake(
+        return Mistake(
             "activation",
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
             _clamped(activation, limit, offset),
             subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units},
+            value=limit if math.isfinite(limit) else None,
+            tuned=lambda value: clamped(activation, value, offset),
         )
+
+    for activation in ("silu", "quick gelu"):
+        for limit in (math.inf, GPT_OSS_LIMIT, 10.0):
+            for offset in (0.0, 1.0):
+                yield clamped(activation, limit, offset)
 
 
 def _named(name: str) -> Callable[[Activation], tuple[Edit, ...]]:

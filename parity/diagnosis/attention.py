@@ -73,10 +73,13 @@ class Attention:
         if math.isfinite(self.softcap):
             scores = self.softcap * torch.tanh(scores / self.softcap)
         bias = self.bias(scores, *masks)
-        scores = scores + (bias if self.mask is None else self.mask(bias))
+        bias = bias if self.mask is None else self.mask(bias)
+        scores = scores + bias
         if self.sink:
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
         probabilities = scores.softmax(-1)[..., : key.shape[-2]]
+        if self.mask is not None:  # TE's softmax is zero where nothing is seen
+            probabilities = probabilities.masked_fill((bias <= HIDDEN / 2).all(-1, keepdim=True), 0.0)
         heads = probabilities.shape[-3] if probabilities.dim() > 3 else 0
         context = probabilities @ (_repeated(value, heads) if heads else value)
         return self.from_heads(arrange[3](context))

@@ -37,55 +37,59 @@ def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
 
 def _scales(head_dim: int, heads: int) -> Iterator[Mistake[Attention]]:
     """Scales that stand in the place of the reference's own."""
-    usual = 1 / math.sqrt(head_dim)
-    absolute = {
+    named = {
         "1 (missing)": 1.0,
-        "1/head_dim": 1 / head_dim,
-        "1/sqrt(head_dim)": usual,
+        "1/head_dim (or 1/sqrt(head_dim) twice)": 1 / head_dim,
+        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),
         "1/sqrt(hidden)": 1 / math.sqrt(head_dim * heads),
     }
-    for described, scale in absolute.items():
-        yield _scale(described, _with_scale(lambda was, scale=scale: scale))  # type: ignore[misc]
-    yield _scale("applied twice", _with_scale(lambda was: was * was))
-    for divisor in (2, 3, 4):  # query-key layer scaling divides by the layer's number
-        yield _scale(f"divided by {divisor}", _with_scale(lambda was, divisor=divisor: was / divisor))  # type: ignore[misc]
+    for described, scale in named.items():
+        yield _scale(scale, described)
+    for layer in range(2, 5):
+        described = f"1/(sqrt(head_dim) * {layer}), as query-key layer scaling leaves it"
+        yield _scale(1 / (math.sqrt(head_dim) * layer), described)
 
 
-def _scale(described: str, edits: Callable[[Attention], tuple[Edit, ...]]) -> Mistake[Attention]:
+def _scale(scale: float, described: str = "") -> Mistake[Attention]:
+    described = described or f"{scale:.4g}"
+
+    def edits(attention: Attention) -> tuple[Edit, ...]:
+        if math.isclose(scale, attention.scale * attention.earlier_scale, rel_tol=1e-4):
+            return ()
+        return attention.edits(scale=scale / attention.earlier_scale)
+
     return Mistake(
         "softmax-scale",
         f"softmax scale {described}",
         f"give TE softmax_scale as the reference has it; it is {described}",
         edits,
+        value=scale,
+        tuned=_scale,
     )
-
-
-def _with_scale(scale: Callable[[float], float]) -> Callable[[Attention], tuple[Edit, ...]]:
-    """Another scale of the whole; one that comes to the same but for rounding is none."""
-
-    def edits(attention: Attention) -> tuple[Edit, ...]:
-        whole = attention.scale * attention.earlier_scale
-        other = scale(whole)
-        if math.isclose(other, whole, rel_tol=1e-4):
-            return ()
-        return attention.edits(scale=other / attention.earlier_scale)
-
-    return edits
 
 
 def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
-    yield Mistake(
-        "softcap",
-        "softcap missing",
-        f"cap the scores at {attention.softcap:g} by tanh as the reference does; they are not capped",
-        _with(softcap=math.inf),
-    )
+    yield from map(_softcap_of(attention.softcap), (math.inf, 30.0, 50.0))
     yield Mistake(
         "softmax-sink",
         "softmax with a sink",
         'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
         _with(sink=True),
     )
+
+
+def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:
+    def softcap(cap: float) -> Mistake[Attention]:
+        return Mistake(
+            "softcap",
+            "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
+            f"cap the scores as the reference does, softcap={right:g}; it is {cap:.4g}",
+            _with(softcap=cap),
+            value=cap if math.isfinite(cap) else None,
+            tuned=softcap,
+        )
+
+    return softcap
 
 
 def _heads(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:

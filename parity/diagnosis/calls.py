@@ -314,7 +314,11 @@ def canonical_name(function: Any) -> str:
 
 
 def _is_recorded(result: Any, changed: Tensor | None) -> bool:
-    return changed is not None or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+    return (
+        isinstance(result, Tensor)
+        or changed is not None
+        or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+    )
 
 
 def _changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -18,9 +18,12 @@ from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
+from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import Heads, weight_hypotheses
 from parity.execute import outputs_of
 from parity.prepare import Prepared, cast
+
+_NEAR = 60  # of a query's ancestors, among which its projection is
 
 
 def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
@@ -89,5 +92,29 @@ def _heads(trace: Trace) -> Heads | None:
     for attention in attentions(trace):
         query, key, _ = heads_of(trace, attention)
         if query.dim() == 4:
-            return Heads(query.shape[1], distinct_heads(key), query.shape[-1])
+            return Heads(
+                query.shape[1],
+                distinct_heads(key),
+                query.shape[-1],
+                frozenset(_projections_before(trace)),
+                frozenset(_projections_after(trace)),
+            )
     return None
+
+
+def _projections_before(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that make queries, keys and values."""
+    for attention in attentions(trace):
+        for value in (attention.query, attention.key, attention.value):
+            for call in map(trace.producer, ancestors(trace, value, _NEAR)):
+                if call is not None and call.name in LINEAR:
+                    yield from filter(None, map(trace.parameter, call.inputs))
+                    break
+
+
+def _projections_after(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that read contexts."""
+    for attention in attentions(trace):
+        for call, _ in users(trace, attention.call.outputs[0], RESHAPES):
+            if call.name in LINEAR:
+                yield from filter(None, map(trace.parameter, call.inputs))

@@ -25,10 +25,8 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
-    found = [*non_finite(failed, failure.precision), *unreached_parameters(unreached)]
-    if all(result.errors.finite for result in failure.outputs):
-        found += _explained(failure)
-    return tuple(found)
+    explained = _explained(failure) if all(result.errors.finite for result in failure.outputs) else ()
+    return (*non_finite(failed, failure.precision), *explained, *unreached_parameters(unreached))
 
 
 def _explained(failure: Failure) -> Iterator[Finding]:

@@ -28,6 +28,8 @@ class Hypothesis:
         read: from its parameters to those that would be others, by name; None where all are as they are.
         around: from how it is called, ``call(module, *inputs)``, to how it would be; None for as it is.
         subtle: whether the computed function changes by little, so that a norm of the error may not show it.
+        value: of the constant that the mistake is about, where it is about one; positive.
+        tuned: the same mistake with another value.
         everywhere: whether the mistake is made with all operations of its kind, or with one of several.
     """
 
@@ -39,6 +41,8 @@ class Hypothesis:
     read: ReadWeights | None = field(default=None, repr=False)
     around: Callable[[Call], Call] | None = field(default=None, repr=False)
     subtle: bool = False
+    value: float | None = None
+    tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)
     everywhere: bool = True
 
     def context(self) -> AbstractContextManager[None]:

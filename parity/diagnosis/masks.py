@@ -61,8 +61,10 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     if band is not None:
         for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
             yield MaskMistake(title, name, repair, _band_instead(other, padded))
+            if other.right < band.right:  # queries that would see nothing may have been spared
+                yield MaskMistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
     if bool(hidden.any()):
-        if band is None or padded or math.isfinite(band.left):
+        if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
             yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", _shown)
         yield MaskMistake(
             "mask-polarity",
@@ -83,6 +85,12 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "invert the padding mask: for TE True means that a key is hidden",
             lambda bias: _shown(bias).masked_fill(_hidden(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
         )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted, for queries too",
+            "invert the padding mask: for TE True means that a key is hidden; no query sees any",
+            lambda bias: torch.full_like(bias, HIDDEN),
+        )
 
 
 def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
@@ -96,9 +104,8 @@ def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
     everywhere = hidden.all(-2, keepdim=True).expand_as(hidden)
     for padded in (torch.zeros_like(hidden), everywhere):
         seen = distance[~hidden & ~padded]
-        if seen.numel():
-            left, right = -int(seen.min()), int(seen.max())
-            band = Band(math.inf if left >= queries - 1 else left, math.inf if right >= keys - 1 else right)
+        left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
+        for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
             if bool((band.hidden(queries, keys, hidden.device) | padded).eq(hidden).all()):
                 return band, bool(padded.any())
     return None, bool(everywhere.any())
@@ -137,6 +144,16 @@ def _band_instead(band: Band, padded: bool) -> Bias:
         return _shown(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
 
     return instead
+
+
+def _sparing(band: Band, padded: bool) -> Bias:
+    instead = _band_instead(band, padded)
+
+    def sparing(bias: Tensor) -> Tensor:
+        changed = instead(bias)
+        return torch.where(_hidden(changed).all(-1, keepdim=True), bias, changed)
+
+    return sparing
 
 
 def _distance(queries: int, keys: int, device: torch.device) -> Tensor:

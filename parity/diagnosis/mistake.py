@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -24,6 +24,7 @@ class Mistake(Generic[Operation]):
     Attributes:
         title, name, repair, subtle: as in ``Hypothesis``.
         edits: to compute that at one place; none where it would compute what is right there.
+        value, tuned: as in ``Hypothesis``.
     """
 
     title: str
@@ -31,6 +32,8 @@ class Mistake(Generic[Operation]):
     repair: str
     edits: Callable[[Operation], Sequence[Edit]]
     subtle: bool = False
+    value: float | None = None
+    tuned: Callable[[float], Mistake[Operation]] | None = None
 
 
 def everywhere_and_somewhere(
@@ -52,10 +55,17 @@ def everywhere_and_somewhere(
         changed = [i for i, some in enumerate(edits) if some]
         if not changed:
             continue
-        yield _hypothesis(mistake, module, "", tuple(one for some in edits for one in some))
+        yield _everywhere(mistake, operations, module)
         if place is not None and 1 < len(changed) <= MOST_PLACES:
             for i in changed:
                 yield _hypothesis(mistake, module, f" in {place(operations[i])}", edits[i])
+
+
+def _everywhere(mistake: Mistake[Operation], operations: Sequence[Operation], module: nn.Module) -> Hypothesis:
+    edits = tuple(one for operation in operations for one in mistake.edits(operation))
+    family = mistake.tuned
+    tuned = None if family is None else lambda value: _everywhere(family(value), operations, module)
+    return replace(_hypothesis(mistake, module, "", edits), value=mistake.value, tuned=tuned)
 
 
 def _hypothesis(mistake: Mistake[Operation], module: nn.Module, where: str, edits: tuple[Edit, ...]) -> Hypothesis:

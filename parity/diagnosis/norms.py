@@ -31,7 +31,8 @@ class Norm:
         eps: added to the mean of squares; None for RMSNorm's default, the dtype's machine epsilon.
         gain: ``[width]``, or None.
         bias: ditto.
-        statistics: dtype to which mean and reciprocal root are rounded; None for the computation's own.
+        statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
+        root: dtype to which the reciprocal root is rounded; ditto.
         before_gain: dtype to which the normalised value is rounded before it is scaled; ditto.
     """
 
@@ -42,6 +43,7 @@ class Norm:
     gain: Value | None = None
     bias: Value | None = None
     statistics: torch.dtype | None = None
+    root: torch.dtype | None = None
     before_gain: torch.dtype | None = None
 
     def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class Norm:
         if self.centred:
             x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
         mean_square = rounded_to(x.square().mean(-1, keepdim=True), self.statistics)
-        reciprocal = rounded_to(torch.rsqrt(mean_square + eps), self.statistics)
+        reciprocal = rounded_to(torch.rsqrt(mean_square + eps), self.root)
         y = rounded_to(x * reciprocal, self.before_gain)
         y = y if self.gain is None else y * next(affine)
         return y if self.bias is None else y + next(affine)
@@ -95,22 +97,26 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
 def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Norm]]:
     named = sorted({norm.eps for norm in found if norm.eps is not None})
     right = " or ".join(f"{eps:g}" for eps in named) or "the machine epsilon, PyTorch's default"
-    for eps in EPSILONS:
+
+    def with_eps(eps: float) -> Mistake[Norm]:
+        repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), True, eps, with_eps)
+
+    yield from map(with_eps, EPSILONS)
+    low = torch.bfloat16 if dtype is torch.float32 else dtype
+    rounded: dict[str, dict[str, object]] = {
+        "statistics": dict(statistics=low, root=low),
+        "reciprocal root": dict(root=low),
+        "mean of squares": dict(statistics=low),
+    }
+    for what, changes in rounded.items():
         yield Mistake(
-            "norm-eps",
-            f"norm eps={eps:g}",
-            f"give TE's norm the reference's eps, {right}; it computes with eps={eps:g}",
-            _with(eps=eps),
+            "norm-statistics",
+            f"norm {what} in {_short(low)}",
+            f"take the norm's mean and root in FP32; {what} rounded to {_short(low)}",
+            _with(**changes),
             subtle=True,
         )
-    low = torch.bfloat16 if dtype is torch.float32 else dtype
-    yield Mistake(
-        "norm-statistics",
-        f"norm statistics in {_short(low)}",
-        f"take the norm's mean and root in FP32; they are rounded to {_short(low)}",
-        _with(statistics=low),
-        subtle=True,
-    )
     if dtype is not torch.float32:
         yield Mistake(
             "norm-rounding",

@@ -12,7 +12,7 @@ from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms import Norm, norms
-from parity.diagnosis.walk import CASTS, ancestors, back, binary
+from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, binary
 
 _THROUGH = CASTS | {"dropout"}
 _MOST_ANCESTORS = 400  # of a branch: a norm, attention or an MLP, written out
@@ -140,23 +140,24 @@ def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | No
         before = ancestors(trace, branch, _MOST_ANCESTORS)
         if source not in before or not _is_product(trace, branch):
             continue
-        norm = next((n for n in normed if n.call.outputs[0] in before and _reads(trace, n, stream, before)), None)
-        return Residual(call, stream, branch, norm)
+        return Residual(call, stream, branch, _norm_between(trace, stream, before, normed))
     return None
 
 
 def _is_product(trace: Trace, branch: Value) -> bool:
     """Whether a linear layer ends the branch; the sum inside a rotation or a GELU is no residual."""
     call = trace.producer(back(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
-    return call is not None and call.name in ("linear", "addmm", "matmul", "mm", "einsum", "addmm_")
+    return call is not None and call.name in LINEAR
 
 
-def _reads(trace: Trace, norm: Norm, stream: Value, before: Sequence[Value]) -> bool:
-    """Whether a norm on the branch reads the stream, or what the stream was made from by adding (a parallel block)."""
-    source = back(trace, norm.x, _THROUGH)
+def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: Sequence[Norm]) -> Norm | None:
+    """The norm on the branch that reads the stream, or what the stream was made from by adding (a parallel block)."""
     added = binary(trace.producer(stream))
-    streams = [stream, *(added[1:] if added and added[0] == "add" else ())]
-    return source in [back(trace, value, _THROUGH) for value in streams]
+    for source in (stream, *(added[1:] if added and added[0] == "add" else ())):
+        for norm in reversed(normed):
+            if norm.call.outputs[0] in before and back(trace, norm.x, _THROUGH) == back(trace, source, _THROUGH):
+                return norm
+    return None
 
 
 def _sum(*terms: Tensor) -> Tensor:

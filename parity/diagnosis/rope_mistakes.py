@@ -17,10 +17,10 @@ from parity.formats import tf32
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 """Of Llama, Llama 3, Qwen, and others between them."""
 
-_BF16 = torch.bfloat16
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 Edits = Callable[[Rotation], tuple[Edit, ...]]
+Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
 
 
 def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -82,41 +82,46 @@ def _positions() -> Iterator[Mistake[Rotation]]:
             "rope-position",
             f"rope positions divided by {factor}",
             f"leave out seq_len_interpolation_factor={factor}; positions are divided by it",
-            _with_angles(lambda one, factor=factor: one.positions[:, None] / factor * one.frequencies),  # type: ignore[misc]
+            _with_angles(lambda positions, frequency, factor=factor: positions[:, None] / factor * frequency),  # type: ignore[misc]
         )
 
 
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
-    for base in BASES:
-        if not math.isclose(base, like.base, rel_tol=0.01):
-            yield Mistake(
-                "rope-base",
-                f"rope base={base:g}",
-                f"give TE rotary_base={like.base:g}; it rotates with base {base:g}",
-                _with_frequencies(base, 1.0, like),
-            )
+    yield from map(_base_instead(like.base), BASES)
     for share in _SHARES:
         if int(like.head_dim * share) != like.rotary:
             yield Mistake(
                 "rope-partial",
                 f"rope on {share:g} of the channels",
                 f"give TE rotary_percent={like.rotary / like.head_dim:g}; it rotates {share:g} of a head's channels",
-                _with_frequencies(like.base, share, None),
+                _with_frequencies(like.base, share),
             )
+
+
+def _base_instead(right: float) -> Callable[[float], Mistake[Rotation]]:
+    def with_base(base: float) -> Mistake[Rotation]:
+        return Mistake(
+            "rope-base",
+            f"rope base={base:.4g}",
+            f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
+            _with_frequencies(base),
+            value=base,
+            tuned=with_base,
+        )
+
+    return with_base
 
 
 def _rounded() -> Iterator[Mistake[Rotation]]:
     """Frequencies or phases of too few bits."""
-    variants: dict[str, Callable[[Rotation], Tensor]] = {
-        "frequencies in bf16": lambda one: one.positions[:, None] * _in(_BF16, one.frequencies),
-        "phases in bf16": lambda one: _in(_BF16, one.positions[:, None] * one.frequencies),
-        "positions in bf16": lambda one: _in(_BF16, one.positions)[:, None] * one.frequencies,
-        "frequencies and phases in bf16": lambda one: _in(
-            _BF16, _in(_BF16, one.positions)[:, None] * _in(_BF16, one.frequencies)
-        ),
-        "phases from a TF32 product": lambda one: _tf32(one.positions)[:, None] * _tf32(one.frequencies),
+    variants: dict[str, Phases] = {
+        "frequencies in bf16": lambda positions, frequency: positions[:, None] * _bf16(frequency),
+        "phases in bf16": lambda positions, frequency: _bf16(positions[:, None] * frequency),
+        "positions in bf16": lambda positions, frequency: _bf16(positions)[:, None] * frequency,
+        "frequencies and phases in bf16": lambda p, frequency: _bf16(_bf16(p)[:, None] * _bf16(frequency)),
+        "phases from a TF32 product": lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency),
     }
     for described, phases in variants.items():
         yield Mistake(
@@ -131,7 +136,7 @@ def _rounded() -> Iterator[Mistake[Rotation]]:
         "rope-precision",
         "rope cosines and sines in bf16",
         "keep rotary cosines and sines in FP32; they are rounded to bf16",
-        lambda one: one.edits(table=_BF16),
+        lambda one: one.edits(table=torch.bfloat16),
         subtle=True,
     )
 
@@ -141,31 +146,43 @@ def _on(role: str, **changes: object) -> Edits:
 
 
 def _turned_more(role: str, by: int) -> Edits:
-    return lambda one: one.edits(angles=one.angles + by * one.frequencies) if one.role == role else ()
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.role != role or one.phases is None:
+            return ()
+        return one.edits(angles=one.angles + by * one.phases[1])
+
+    return edits
 
 
-def _with_angles(phases: Callable[[Rotation], Tensor]) -> Edits:
+def _with_angles(phases: Phases) -> Edits:
     """Other phases, as a difference to the ideal ones: what the reference itself rounds stays."""
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
-        ideal, other = one.positions[:, None] * one.frequencies, phases(one)
+        if one.phases is None:
+            return ()
+        positions, frequency = one.phases
+        ideal, other = positions[:, None] * frequency, phases(positions, frequency)
         return one.edits(angles=one.angles + other - ideal) if not torch.equal(ideal, other) else ()
 
     return edits
 
 
-def _with_frequencies(base: float, share: float, like: Rotation | None) -> Edits:
-    """Frequencies of another base, on a share of the channels or on as many as ``like`` rotates."""
+def _with_frequencies(base: float, share: float | None = None) -> Edits:
+    """Frequencies of another base, on a share of the channels or on as many as are rotated."""
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
-        rotary = like.rotary if like else int(one.head_dim * share) // 2 * 2
-        return one.edits(angles=one.positions[:, None] * frequencies(base, rotary), base=base)
+        if one.phases is None:
+            return ()
+        rotary = one.rotary if share is None else int(one.head_dim * share) // 2 * 2
+        if rotary == one.rotary and one.base is not None and math.isclose(base, one.base, rel_tol=1e-3):
+            return ()
+        return one.edits(angles=one.phases[0][:, None] * frequencies(base, rotary).to(one.angles.device))
 
     return edits
 
 
-def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.float().to(dtype).double()
+def _bf16(x: Tensor) -> Tensor:
+    return x.float().bfloat16().double()
 
 
 def _tf32(x: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Rotation:
         form: pairs are ``(i, i + rotary / 2)`` or ``(2 i, 2 i + 1)``.
         axis: dimension of the positions, negative.
         angles: ``[seq, rotary / 2]`` in radians, FP64, up to full turns.
-        base: of frequencies ``base ** (-2 i / rotary)``; None where they are others.
+        phases: positions ``[seq]`` and frequencies ``[rotary / 2]`` whose products are the angles, FP64; None if they
+            are not known.
         times: how often it is rotated.
         table: dtype to which cosines and sines are rounded; None for the computation's own.
     """
@@ -50,7 +51,7 @@ class Rotation:
     form: Form
     axis: int
     angles: Tensor
-    base: float | None
+    phases: tuple[Tensor, Tensor] | None
     times: int = 1
     table: torch.dtype | None = None
 
@@ -60,14 +61,9 @@ class Rotation:
         return 2 * self.angles.shape[-1]
 
     @property
-    def positions(self) -> Tensor:
-        """``[seq]``, from 0, FP64."""
-        return torch.arange(len(self.angles), dtype=torch.float64, device=self.angles.device)
-
-    @property
-    def frequencies(self) -> Tensor:
-        """``[rotary / 2]``, radians by which one position turns more than the one before it, FP64."""
-        return _wrapped(self.angles[1] - self.angles[0]) if self.base is None else frequencies(self.base, self.rotary)
+    def base(self) -> float | None:
+        """Of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
+        return _base(self.phases[1]) if self.phases is not None else None
 
     def compute(self, x: Tensor) -> Tensor:
         """The rotated value."""
@@ -148,7 +144,7 @@ def _turned(trace: Trace, call: Call, x: Value, role: Literal["query", "key"]) -
             turned = _angles(before[..., :rotary], after[..., :rotary], form)
             if turned is not None:
                 axis, angles = turned
-                return Rotation(call, x, role, head_dim, form, axis, angles, _base(angles))
+                return Rotation(call, x, role, head_dim, form, axis, angles, _phases(trace, call, angles))
     return None
 
 
@@ -174,19 +170,37 @@ def _angles(before: Tensor, after: Tensor, form: Form) -> tuple[int, Tensor] | N
     return None
 
 
-def _base(angles: Tensor) -> float | None:
-    """The base whose frequencies explain the angles, positions counted from 0."""
-    count = angles.shape[-1]
-    last = float(_wrapped(angles[1] - angles[0])[-1]) if count > 1 and len(angles) > 1 else 0.0
-    if last <= 0.0:
-        return None
-    measured = last ** (-count / (count - 1))
-    digits = 2 - math.floor(math.log10(measured))
-    for base in (round(measured, digits), measured):
-        expected = torch.arange(len(angles), dtype=torch.float64)[:, None] * frequencies(base, 2 * count)
-        if bool((_wrapped(angles.cpu() - expected).abs() < 10 * _EXACT).all()):
-            return base
+def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Positions and frequencies whose products are the angles, up to full turns.
+
+    Both are looked for among what the rotation is computed from. Where a cache holds its sines, positions are counted
+    from 0 and frequencies are those of a base.
+    """
+    seq, count = angles.shape
+    near = [trace.tensor(value) for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS)]
+    flat = [x.detach().double().flatten() for x in near if x.numel() in (seq, count) and not x.is_complex()]
+    positions = [x for x in flat if x.numel() == seq and torch.equal(x, x.round())]
+    frequencies_found = [x for x in flat if x.numel() == count]
+    positions.append(torch.arange(seq, dtype=torch.float64, device=angles.device))
+    last = float(_wrapped(angles[1] - angles[0])[-1])
+    if count > 1 and last > 0.0:
+        measured = last ** (-count / (count - 1))
+        frequencies_found += [frequencies(base, 2 * count) for base in (round(measured, -2), measured)]
+    for position in positions:
+        for frequency in frequencies_found:
+            expected = position[:, None] * frequency.to(position.device)
+            if bool((_wrapped(angles - expected).abs() < 10 * _EXACT).all()):
+                return position, frequency
     return None
+
+
+def _base(frequency: Tensor) -> float | None:
+    count = len(frequency)
+    if count < 2 or float(frequency[-1]) <= 0.0:
+        return None
+    measured = float(frequency[-1]) ** (-count / (count - 1))
+    rounded = round(measured, 2 - math.floor(math.log10(measured)))
+    return rounded if torch.allclose(frequencies(rounded, 2 * count), frequency.cpu(), rtol=1e-5) else None
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -32,6 +32,12 @@ MOST_CHECKS = 15.0
 _VERIFIED = 4  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
+_TUNED = 2  # kinds of mistakes whose constant is looked for
+_TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
+_TUNING_STEPS = 30
+_CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
+_TINY = 1e-300
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
 
 
@@ -95,6 +101,8 @@ class Budget:
 def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
+    Mistakes made at all places are tried before mistakes made at one, known constants before others, one before two.
+
     Args:
         failure: the outputs of the candidate are finite.
         hypotheses: to try, the likeliest first.
@@ -102,15 +110,49 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
     """
     known = list(hypotheses)
     screen = _Screen(failure)
-    ranked = screen.ranked([(one,) for one in known], budget)
-    found = _verified(failure, ranked, screen.before, budget)
+    ranked: list[Ranked] = []
+    for everywhere in (True, False):
+        ranked += screen.ranked([(one,) for one in known if one.everywhere is everywhere], budget)
+        ranked.sort(key=lambda entry: entry[0])
+        found = _verified(failure, ranked, budget)
+        if found:
+            return found
+    found = _verified(failure, _tuned(screen, ranked, budget), budget)
     if found:
         return found
-    partial = [combination for error, combination in ranked[:_PARTIAL] if error < _HELPS * screen.before]
-    pairs: list[tuple[float, tuple[Hypothesis, ...]]] = []
-    for (first,) in partial:
-        pairs += screen.ranked([(first, second) for second in known if _go_together(first, second)], budget)
-    return _verified(failure, sorted(pairs, key=lambda entry: entry[0]), screen.before, budget)
+    pairs: list[Ranked] = []
+    for share, (first,) in ranked[:_PARTIAL]:
+        if share < _HELPS:
+            pairs += screen.ranked([(first, second) for second in known if _go_together(first, second)], budget)
+    return _verified(failure, sorted(pairs, key=lambda entry: entry[0]), budget)
+
+
+def _tuned(screen: _Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
+    """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
+    best: dict[str, Hypothesis] = {}
+    for share, (one,) in ranked:
+        if one.tuned is not None and one.value is not None and share < _HELPS:
+            best.setdefault(one.title, one)
+    return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, one, budget)]
+
+
+def _line_search(screen: _Screen, one: Hypothesis, budget: Budget) -> list[Ranked]:
+    """A golden-section search over the logarithm of a mistake's constant."""
+    if one.tuned is None or one.value is None:
+        return []
+    tried: dict[float, list[Ranked]] = {}
+
+    def share(exponent: float) -> float:
+        if exponent not in tried and one.tuned is not None:
+            tried[exponent] = screen.ranked([(one.tuned(math.exp(exponent)),)], budget)
+        entries = tried[exponent]
+        return entries[0][0] if entries else math.inf
+
+    low, high = (math.log(one.value) + offset for offset in (-_TUNING_RANGE, _TUNING_RANGE))
+    for _ in range(_TUNING_STEPS):
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        low, high = (low, right) if share(left) < share(right) else (left, high)
+    return sorted((entry for entries in tried.values() for entry in entries), key=lambda entry: entry[0])[:1]
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
@@ -119,8 +161,11 @@ def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
     return first is not second and not changed
 
 
+Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it
+
+
 class _Screen:
-    """Ranks hypotheses by the error that is left in the row where the candidate's is largest."""
+    """Ranks hypotheses by the share of the error that they leave in the row where the candidate's is largest."""
 
     def __init__(self, failure: Failure) -> None:
         self._prepared = failure.prepared
@@ -128,24 +173,24 @@ class _Screen:
         self._candidate = {name: x.double() for (kind, name), x in failure.candidate.items() if kind == "output"}
         self._tolerances = {result.name: result.tolerance_relative_l2 for result in failure.outputs}
         self._rows = self._worst_row()
-        self.before = self._error(self._of_rows(self._golden, self._rows), self._rows)
+        self._before = {rows: self._error(self._golden, rows) for rows in (True, False)}
         plain = outputs_under(self._prepared, (), torch.float32)
-        exact = plain is not None and self._difference(plain, self._golden) < _FP32_IS_EXACT * self.before
+        exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
         self._dtype = torch.float32 if exact else torch.float64
 
-    def ranked(
-        self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget
-    ) -> list[tuple[float, tuple[Hypothesis, ...]]]:
-        """Combinations with the error that each leaves, the smallest first; those that change nothing left out."""
-        errors = []
+    def ranked(self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget) -> list[Ranked]:
+        """Combinations with the share that each leaves, the smallest first; those that change nothing left out."""
+        shares = []
         for combination in combinations:
             if budget.spent():
                 break
-            rows = None if any(one.around for one in combination) else self._rows
-            outputs = outputs_under(self._prepared, combination, self._dtype, rows)
-            if outputs is not None and self._same_shapes(outputs, rows):
-                errors.append((self._error(outputs, rows), combination))
-        return sorted((entry for entry in errors if math.isfinite(entry[0])), key=lambda entry: entry[0])
+            alone = self._rows is not None and not any(one.around for one in combination)
+            outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
+            if outputs is not None and self._same_shapes(outputs, alone):
+                share = self._error(outputs, alone, cut=False) / self._before[alone]
+                if math.isfinite(share) and abs(share - 1.0) > _CHANGES:
+                    shares.append((share, combination))
+        return sorted(shares, key=lambda entry: entry[0])
 
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
@@ -159,40 +204,47 @@ class _Screen:
         row = int(torch.stack(errors).sum(0).argmax())
         rows = slice(row, row + 1)
         alone = outputs_under(self._prepared, (), torch.float64, rows)
-        expected = self._of_rows(self._golden, rows)
         independent = alone is not None and all(
-            alone[name].shape == x.shape and torch.allclose(alone[name], x, rtol=1e-5, atol=1e-7)
-            for name, x in expected.items()
+            alone[name].shape == x[rows].shape and torch.allclose(alone[name], x[rows], rtol=1e-5, atol=1e-7)
+            for name, x in self._golden.items()
         )
         return rows if independent else None
 
-    def _of_rows(self, tensors: dict[str, Tensor], rows: slice | None) -> dict[str, Tensor]:
-        return tensors if rows is None else {name: x[rows] for name, x in tensors.items()}
+    def _of_rows(self, tensors: dict[str, Tensor], alone: bool) -> dict[str, Tensor]:
+        return {name: x[self._rows] for name, x in tensors.items()} if alone and self._rows else tensors
 
-    def _same_shapes(self, outputs: dict[str, Tensor], rows: slice | None) -> bool:
-        expected = self._of_rows(self._golden, rows)
+    def _same_shapes(self, outputs: dict[str, Tensor], alone: bool) -> bool:
+        expected = self._of_rows(self._golden, alone)
         return all(name in outputs and outputs[name].shape == x.shape for name, x in expected.items())
 
-    def _error(self, outputs: dict[str, Tensor], rows: slice | None) -> float:
-        """The largest relative error of an output, in units of its tolerance."""
-        candidate = self._of_rows(self._candidate, rows)
-        return max(_relative(outputs[name].double(), x) / self._tolerances[name] for name, x in candidate.items())
+    def _error(
+        self, outputs: dict[str, Tensor], alone: bool, truth: dict[str, Tensor] | None = None, cut: bool = True
+    ) -> float:
+        """The largest relative error of an output, in units of its tolerance.
 
-    def _difference(self, outputs: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-        return max(_relative(outputs[name].double(), x) / self._tolerances[name] for name, x in others.items())
+        Args:
+            outputs: whose error it is.
+            alone: whether in the screened row alone.
+            truth: what they should be; None for the candidate's.
+            cut: whether ``outputs`` are of all rows, also where one row counts alone.
+        """
+        truth = self._of_rows(self._candidate if truth is None else truth, alone)
+        golden = self._of_rows(self._golden, alone)
+        outputs = self._of_rows(outputs, alone) if cut else outputs
+        return max(
+            _norm(outputs[name].double() - x) / (max(_norm(golden[name]), _TINY) * self._tolerances[name])
+            for name, x in truth.items()
+        )
 
 
-def _relative(x: Tensor, expected: Tensor) -> float:
-    norm = torch.linalg.vector_norm(expected).item()
-    return torch.linalg.vector_norm(x - expected).item() / norm if norm else math.inf
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
 
 
-def _verified(
-    failure: Failure, ranked: Sequence[tuple[float, tuple[Hypothesis, ...]]], before: float, budget: Budget
-) -> list[Explanation]:
+def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    helping = [combination for error, combination in ranked if error < _HELPS * before]
+    helping = [combination for share, combination in ranked if share < _HELPS]
     for combination in _one_of_each_name(helping)[:_VERIFIED]:
         if found and budget.spent():
             break

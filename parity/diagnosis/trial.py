@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def outputs_under(
         dtype: in which to compute.
         rows: of each input's first dimension; None for all.
     """
-    prepared.reference.to(dtype)
+    _cast_module(prepared.reference, dtype)
     inputs = cast(prepared.inputs, dtype)
     if rows is not None:
         inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
@@ -59,7 +60,7 @@ def tensors_under(
         cotangents: the gradient with respect to each output; None for the comparison's own.
     """
     dtype = torch.float64 if precision is None else torch.float32
-    prepared.reference.to(dtype)
+    _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
     model = rounded(precision.rounding, prepared.reference.parameters()) if precision else nullcontext()
     try:
@@ -82,12 +83,19 @@ def tensors_under(
     return tensors
 
 
+def _cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    tensors = chain(module.parameters(), module.buffers())
+    if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in tensors):
+        module.to(dtype)
+
+
 def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
     """How to call the reference so that it computes what the hypotheses say."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         edits = [edit for hypothesis in hypotheses for edit in hypothesis.edits]
-        with _holding(module, _read(module, hypotheses)), edited(module, edits):
+        change = edited(module, edits) if edits else nullcontext()
+        with _holding(module, _read(module, hypotheses)), change:
             return prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
 
     under: Call = call

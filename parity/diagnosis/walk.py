@@ -27,6 +27,9 @@ RESHAPES = CASTS | {
 }
 """What moves elements at most."""
 
+LINEAR = frozenset({"linear", "addmm", "matmul", "mm", "einsum"})
+"""What multiplies by a weight, or by another activation."""
+
 _REVERSED = {"rsub": "sub", "rdiv": "div", "rtruediv": "div", "rpow": "pow", "radd": "add", "rmul": "mul"}
 _SPELLINGS = {
     "true_divide": "div",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
-import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis, ReadWeights
@@ -45,11 +44,15 @@ class Heads:
         query: number of query heads.
         groups: number of key and value heads.
         head_dim: channels of one.
+        rows: names of the parameters whose rows are a query's, key's or value's channels.
+        columns: ditto of those whose columns are the context's.
     """
 
     query: int
     groups: int
     head_dim: int
+    rows: frozenset[str] = frozenset()
+    columns: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _confused_with(left: Side, shapes: Mapping[str, Shape], heads: Heads | None)
             yield "weight-transposed", Transpose((left,))
             if heads is not None and shapes[left][0] == (heads.query + 2 * heads.groups) * heads.head_dim:
                 yield "qkv-layout", SeparatedQKV((left,), heads.groups, heads.head_dim)
-    if heads is not None and not isinstance(left, RopeHalves) and len(shape_of(left, shapes)) == 2:
+    if heads is not None and not isinstance(left, RopeHalves) and set(names(left)) <= heads.rows:
         yield "rope-layout", RopeHalves((left,), heads.head_dim, heads.head_dim)
 
 
@@ -184,7 +187,7 @@ def _other_values(left: Side, right: Side, shapes: Mapping[str, Shape], heads: H
                 "weight-not-copied",
                 f"not copied ({value:g})",
                 f"copy the reference's parameter to {where}; it holds {value:g} throughout, as it was constructed",
-                lambda packed, value=value: torch.full_like(packed, value),  # type: ignore[misc]
+                lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
             )
     if len(shape) == 2 and shape[0] % 2 == 0 and shape[0] > 2:
         if isinstance(left, str):
@@ -193,11 +196,12 @@ def _other_values(left: Side, right: Side, shapes: Mapping[str, Shape], heads: H
         repair = f"put the gate's rows of {where} before up's; they take turns"
         yield _Change("gate-up-interleaved", "halves interleaved", repair, lambda x: _transposed_rows(x, 2))
         yield _Change("gate-up-interleaved", "halves apart", repair, lambda x: _transposed_rows(x, len(x) // 2))
-    if heads is not None and len(shape) in (1, 2):
-        for dim in range(len(shape)):
-            count = shape[dim] // heads.head_dim
-            if shape[dim] == count * heads.head_dim and count in (heads.query, heads.groups) and count > 1:
-                yield from _other_heads(where, dim, count, heads)
+    if heads is not None:
+        for dim, parameters in ((0, heads.rows), (1, heads.columns)):
+            if set(names(left)) <= parameters and len(shape) > dim:
+                count = shape[dim] // heads.head_dim
+                if count > 1 and shape[dim] == count * heads.head_dim:
+                    yield from _other_heads(where, dim, count, heads)
 
 
 def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[_Change]:
