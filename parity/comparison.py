@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from parity import diagnose, te
+from parity import te
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair
+from parity.diagnosis import Failure, findings
 from parity.directions import directions
+from parity.directions import findings as mistakes
+from parity.execute import Pass
 from parity.judge import judge
 from parity.passes import golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
-from parity.result import Result
+from parity.result import PROBED, Result, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
@@ -96,11 +100,26 @@ def compare_at(
     except Exception as error:
         prepare.cache_clear()
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
-    tensors = judge(golden_tensors(prepared), models, candidate, precision, calibration, directions(prepared))
-    passed = all(tensor.passed for tensor in tensors)
-    outputs = {name: tensor for (kind, name), tensor in candidate.items() if kind == "output"}
-    findings = diagnose.findings(tensors, outputs, unreached, prepared, precision)
-    return result(status="passed" if passed else "failed", tensors=tensors, findings=findings)
+    known = directions(prepared)
+    tensors = judge(golden_tensors(prepared), models, candidate, precision, calibration, known)
+    if all(tensor.passed for tensor in tensors):
+        return result(status="passed", tensors=tensors)
+    seconds = time.perf_counter() - began
+    failure = Failure([tensor for tensor in tensors if not tensor.probed], candidate, prepared, precision, seconds)
+    explained = findings(failure, unreached) or findings(_on_probe(failure, tensors)) or mistakes(tensors, known)
+    return result(status="failed", tensors=tensors, findings=tuple(explained))
+
+
+def _on_probe(failure: Failure, tensors: Sequence[TensorResult]) -> Failure:
+    """The same failure as the probing inputs show it: their outputs in the place of the others."""
+    prepared = failure.prepared
+    probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
+    return dataclasses.replace(
+        failure,
+        results=[dataclasses.replace(tensor, kind="output") for tensor in tensors if tensor.probed],
+        candidate={("output", name): tensor for (kind, name), tensor in failure.candidate.items() if kind == PROBED},
+        prepared=probed,
+    )
 
 
 def _case_of(pair: Pair) -> Case:

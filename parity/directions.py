@@ -1,4 +1,4 @@
-"""How each subtle mistake would change golden: the directions in which a matched filter looks for it.
+"""Matched filters: how each subtle mistake would change golden, and whether the error points there.
 
 Rounding errors point everywhere; a mistake's error points where the mistake sends it. Their component along that
 direction averages the noise of all elements out, so a mistake shows that is far smaller than the noise of each.
@@ -6,28 +6,96 @@ direction averages the noise of all elements out, so a mistake shows that is far
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from parity.diagnosis import subtle_hypotheses
+from parity.diagnosis import Hypothesis, subtle_hypotheses
+from parity.diagnosis.codes import CODES
 from parity.execute import outputs_of
 from parity.prepare import Prepared, cast
+from parity.result import Finding, TensorResult
+from parity.statistics import Statistic, component
 
-Directions = Mapping[str, Mapping[str, Tensor]]
-"""By a mistake's name and the output's: how the mistake changes golden, FP64."""
+# Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
+_SAME = 0.9
+# A coefficient this near to 1 says that the mistake is there, and not something that resembles it.
+_PRESENT = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """What one mistake would do.
+
+    Attributes:
+        mistake: the hypothesis.
+        changes: by output, golden under the hypothesis minus golden, FP64.
+    """
+
+    mistake: Hypothesis
+    changes: Mapping[str, Tensor]
 
 
 @lru_cache(maxsize=2)
-def directions(prepared: Prepared) -> Directions:
+def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
     prepared.reference.double()
     inputs = cast(prepared.inputs, torch.float64)
-    found = {}
-    for hypothesis in subtle_hypotheses(prepared):
-        with hypothesis.context(), torch.no_grad():
+    found = []
+    for mistake in subtle_hypotheses(prepared):
+        with mistake.context(), torch.no_grad():
             outputs = outputs_of(prepared.reference, prepared.call, inputs)
-        found[hypothesis.name] = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
-    return found
+        changes = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
+        if any(change.any() for change in changes.values()):
+            found.append(Direction(mistake, changes))
+    return tuple(found)
+
+
+def resemblance(
+    output: str, error: Tensor, model_errors: Sequence[Tensor], expected_norm: float, known: Sequence[Direction]
+) -> Statistic | None:
+    """The mistake that an output's error resembles most; None if none changes this output.
+
+    Args:
+        output: its name.
+        error, model_errors: as for ``parity.statistics.statistics``.
+        expected_norm: of the error.
+        known: all directions.
+    """
+    along = [direction for direction in known if direction.changes[output].any()]
+    if not along:
+        return None
+    components = [component(error, model_errors, d.changes[output], expected_norm) for d in along]
+    largest = max(map(abs, components))
+    close = [(d, value) for d, value in zip(along, components, strict=True) if abs(value) >= _SAME * largest]
+    likeliest, value = min(close, key=lambda entry: abs(coefficient(error, entry[0].changes[output]) - 1.0))
+    share = coefficient(error, likeliest.changes[output])
+    return Statistic("mistake", value, likeliest.mistake.name, share)
+
+
+def coefficient(error: Tensor, change: Tensor) -> float:
+    """How much of the change the error contains: near 1 where the mistake was made, near 0 where it was not."""
+    flat = change.flatten()
+    return (torch.dot(error.flatten(), flat) / torch.dot(flat, flat)).item()
+
+
+def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> list[Finding]:
+    """The mistakes that failed checks have found, each once."""
+    found: dict[str, Finding] = {}
+    by_name = {direction.mistake.name: direction.mistake for direction in known}
+    for tensor in tensors:
+        for check in tensor.checks:
+            if check.statistic != "mistake" or check.margin <= 1 or abs(check.coefficient - 1.0) > _PRESENT:
+                continue
+            mistake = by_name[check.where]
+            found[mistake.name] = Finding(
+                CODES[mistake.title],
+                mistake.title,
+                f"the error of {tensor.label} contains {check.coefficient:.2g} times what {mistake.name} would change, "
+                f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
+                f"{mistake.repair}",
+            )
+    return list(found.values())

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from parity.calibration.table import Table
-from parity.directions import Directions
+from parity.directions import Direction, resemblance
 from parity.errors import Errors, measure
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
-from parity.statistics import Statistic, component, least_error, statistics
+from parity.statistics import Statistic, least_error, statistics
 
 
 def judge(
@@ -23,7 +23,7 @@ def judge(
     candidate: Tensors,
     precision: Precision,
     table: Table,
-    directions: Directions,
+    known: Sequence[Direction],
 ) -> tuple[TensorResult, ...]:
     """Judge every tensor.
 
@@ -33,9 +33,9 @@ def judge(
         candidate: the candidate's tensors, in the reference's layout.
         precision: at which they were computed.
         table: what faithful ports show.
-        directions: of known subtle mistakes.
+        known: directions of subtle mistakes.
     """
-    return tuple(_judged(key, golden, models, candidate, precision, table, directions) for key in golden)
+    return tuple(_judged(key, golden, models, candidate, precision, table, known) for key in golden)
 
 
 def observe(
@@ -44,13 +44,13 @@ def observe(
     models: Sequence[Tensors],
     candidate: Tensors,
     dtype: torch.dtype,
-    directions: Directions,
+    known: Sequence[Direction],
 ) -> list[Statistic]:
     """The statistics of one tensor; none where the candidate, golden or every model has a NaN or an infinity.
 
     Args:
         key: kind and name of the tensor.
-        golden, models, candidate, directions: as for ``judge``.
+        golden, models, candidate, known: as for ``judge``.
         dtype: in which the candidate returns it.
     """
     kind, name = key
@@ -63,12 +63,8 @@ def observe(
     found = list(statistics(error, modelled, truth, least))
     expected = max(*(torch.linalg.vector_norm(m).item() for m in modelled), least * _norm(truth))
     if kind == "output":
-        components = [
-            Statistic("mistake", component(error, modelled, changes[name], expected), mistake)
-            for mistake, changes in directions.items()
-            if changes[name].any()
-        ]
-        found += [max(components, key=lambda statistic: abs(statistic.value))] if components else []
+        mistake = resemblance(name, error, modelled, expected, known)
+        found += [mistake] if mistake else []
     return found
 
 
@@ -86,14 +82,16 @@ def _judged(
     candidate: Tensors,
     precision: Precision,
     table: Table,
-    directions: Directions,
+    known: Sequence[Direction],
 ) -> TensorResult:
     kind, name = key
     truth = golden[key]
     errors = measure(candidate[key], truth, precision.dtype)
     expected = _most([measure(model[key], truth, precision.dtype) for model in models])
-    found = observe(key, golden, models, candidate, precision.dtype, directions)
-    checks = tuple(Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where) for s in found)
+    found = observe(key, golden, models, candidate, precision.dtype, known)
+    checks = tuple(
+        Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
+    )
     limits = {check.statistic: check.limit for check in checks}
     least = least_error(precision.dtype, summed_terms(kind, truth, golden))
     nothing_to_judge = 0.0 if errors.finite and not truth.numel() else math.inf
@@ -108,6 +106,10 @@ def _judged(
         checks=checks,
         margin=max((check.margin for check in checks), default=nothing_to_judge),
     )
+
+
+def _checked(statistic: Statistic, limit: float) -> Check:
+    return Check(statistic.name, statistic.value, limit, statistic.where, statistic.coefficient)
 
 
 def _most(modelled: Sequence[Errors]) -> Errors:

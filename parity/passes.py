@@ -12,7 +12,7 @@ from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast
-from parity.result import Kind
+from parity.result import PROBED, Kind
 from parity.rounding import Freedom, rounded
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -35,7 +35,7 @@ def golden_tensors(prepared: Prepared) -> Tensors:
 
 
 def _probed(outputs: dict[str, Tensor]) -> Tensors:
-    return {("probed output", name): output.detach() for name, output in outputs.items()}
+    return {(PROBED, name): output.detach() for name, output in outputs.items()}
 
 
 def run_model(prepared: Prepared, precision: Precision, freedom: Freedom) -> Tensors:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from parity.errors import Errors
 
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
+PROBED: Kind = "probed output"
 Status = Literal["passed", "failed", "skipped", "error"]
 
 
@@ -37,12 +38,14 @@ class Check:
         value: of the candidate; its sign, if it has one, tells a direction.
         limit: for the value's magnitude: what a faithful port exceeds with a known, small probability.
         where: the worst place, or the mistake that the error resembles; empty where there is none to name.
+        coefficient: how much of that mistake's change the error contains; about 1 where the mistake was made.
     """
 
     statistic: str
     value: float
     limit: float
     where: str = ""
+    coefficient: float = 0.0
 
     @property
     def margin(self) -> float:
@@ -86,6 +89,11 @@ class TensorResult:
     @property
     def passed(self) -> bool:
         return self.margin <= 1.0
+
+    @property
+    def probed(self) -> bool:
+        """Whether this is an output on the probing inputs."""
+        return self.kind == PROBED
 
     @property
     def worst_check(self) -> Check | None:

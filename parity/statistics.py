@@ -13,9 +13,10 @@ statistic    what it compares, candidate over model
 ``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
 ``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
              deviations that independent errors would give it
+``mistake``  ditto along the change that a known mistake would make, see ``parity.directions``
 ===========  =======================================================================================================
 
-All but ``gain`` are ratios, near 1 for a faithful port.
+All but the last two are ratios, near 1 for a faithful port.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ class Statistic:
     Attributes:
         name: as in the table above.
         value: as in the table; infinite if the model expects no error where there is one.
-        where: the worst place, such as ``dim 2 at 5``, empty where the whole tensor is meant.
+        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles most; empty where
+            the whole tensor is meant.
+        coefficient: how much of that mistake's change the error contains.
     """
 
     name: str
     value: float
     where: str = ""
+    coefficient: float = 0.0
 
 
 def least_error(dtype: torch.dtype, summed_terms: int) -> float:

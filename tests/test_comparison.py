@@ -135,6 +135,8 @@ def test_erf_for_tanh_gelu_shows_by_its_direction_in_fp32_where_no_norm_shows_it
     assert output.worst_check.statistic == "mistake"
     assert output.worst_check.where == "activation gelu (tanh)"
     assert margins["norm"] < 1 < margins["mistake"]
+    assert output.worst_check.coefficient == pytest.approx(1.0, abs=0.1)
+    assert [finding.code for finding in result.findings] == ["PAR202"]
 
 
 def test_the_same_seed_gives_the_same_result_and_another_seed_another():

@@ -1,0 +1,268 @@
+"""Activations and gated units, called or written out, and what ports get wrong about them.
+
+An activation is recognised by what it computes: on a sample of the traced elements, some result after a nonlinear
+function equals a known activation of something before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.walk import CASTS, agree, back, binary, other, users, with_number
+
+Pointwise = Callable[[Tensor], Tensor]
+
+QUICK_ALPHA = 1.702
+"""Of GELU's sigmoid approximation, and of gpt-oss's gated unit."""
+
+ACTIVATIONS: dict[str, Pointwise] = {
+    "gelu (erf)": F.gelu,
+    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "quick gelu": lambda x: x * torch.sigmoid(QUICK_ALPHA * x),
+    "silu": F.silu,
+    "relu": F.relu,
+    "squared relu": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+GELUS = ("gelu (erf)", "gelu (tanh)", "quick gelu")
+GPT_OSS_LIMIT = 7.0
+
+_NONLINEAR = frozenset({"gelu", "silu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_min", "maximum"})
+_POINTWISE = CASTS | {"square"}
+_MOST_STEPS = 8  # of a GELU written out, from its argument to its nonlinear function, and from there to its result
+_SAMPLE = 2048
+
+
+@dataclass(frozen=True)
+class Activation:
+    """``result = activation(x)``, element by element.
+
+    Attributes:
+        call: the last of those that compute it.
+        x: its argument.
+        name: of ``ACTIVATIONS``.
+    """
+
+    call: Call
+    x: Value
+    name: str
+
+    def edits(self, name: str) -> tuple[Edit, ...]:
+        """Another activation is to be computed; none where it is this one."""
+        if name == self.name:
+            return ()
+        return (edit(self.call, (self.x,), lambda was, x: ACTIVATIONS[name](x).to(was.dtype)),)
+
+
+@dataclass(frozen=True)
+class GatedUnit:
+    """``activation(min(gate, limit)) * (clamp(up, -limit, limit) + offset)``.
+
+    Attributes:
+        call: the product.
+        gate: what is activated, before it is clamped.
+        up: the other factor, before it is clamped.
+        activation: of ``ACTIVATIONS``.
+        limit: infinite where nothing is clamped.
+        offset: added to ``up``.
+    """
+
+    call: Call
+    gate: Value
+    up: Value
+    activation: str
+    limit: float = math.inf
+    offset: float = 0.0
+
+    def compute(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The unit's result."""
+        if math.isfinite(self.limit):
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ACTIVATIONS[self.activation](gate) * (up + self.offset)
+
+    def edits(self, **changes: object) -> tuple[Edit, ...]:
+        """The unit is to be computed with other attributes; none where they are the same."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        if changed == self:
+            return ()
+        return (edit(self.call, (changed.gate, changed.up), lambda was, *x: changed.compute(*x).to(was.dtype)),)
+
+
+def activations(trace: Trace) -> list[Activation]:
+    """Every known activation that the trace computes, in order."""
+    found: dict[int, Activation] = {}
+    for call in trace.calls:
+        if call.name in _NONLINEAR and call.inputs and call.outputs:
+            activation = _around(trace, call)
+            if activation is not None:
+                found[activation.x.number] = activation  # of relu and its square the square, found last
+    return list(found.values())
+
+
+def gated_units(trace: Trace) -> list[GatedUnit]:
+    """Every product of an activation and another activation-shaped value, in order."""
+    return [unit for activation in activations(trace) if (unit := _gated(trace, activation)) is not None]
+
+
+def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's activations and gated units."""
+    found, units = activations(trace), gated_units(trace)
+    yield from everywhere_and_somewhere(_others(found), found, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_unit_mistakes(units), units, module, lambda one: one.call.module)
+
+
+def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
+    right = " or ".join(sorted({one.name for one in found}))
+    for name in ACTIVATIONS:
+        yield Mistake(
+            "activation",
+            f"activation {name}",
+            f"give TE the reference's activation, {right}; it computes {name}",
+            _named(name),
+            subtle=name in GELUS and all(one.name in GELUS for one in found),
+        )
+    yield Mistake(
+        "activation",
+        "activation missing",
+        f"give TE the reference's activation, {right}; it computes none",
+        lambda one: (edit(one.call, (one.x,), lambda was, x: x.to(was.dtype)),),
+    )
+
+
+def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
+    yield Mistake(
+        "gate-up-swapped",
+        "gate and up swapped",
+        "exchange the halves of fc1_weight: the gate, which is activated, comes first",
+        lambda unit: unit.edits(gate=unit.up, up=unit.gate),
+    )
+    right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
+
+    def clamped(activation: str, limit: float, offset: float) -> Mistake[GatedUnit]:
+        computed = _clamping(activation, limit, offset)
+        return Mistake(
+            "activation",
+            f"gated unit {computed}",
+            f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
+            _clamped(activation, limit, offset),
+            subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units},
+            value=limit if math.isfinite(limit) else None,
+            tuned=lambda value: clamped(activation, value, offset),
+        )
+
+    for activation in ("silu", "quick gelu"):
+        for limit in (math.inf, GPT_OSS_LIMIT, 10.0):
+            for offset in (0.0, 1.0):
+                yield clamped(activation, limit, offset)
+
+
+def _named(name: str) -> Callable[[Activation], tuple[Edit, ...]]:
+    return lambda activation: activation.edits(name)
+
+
+def _clamped(activation: str, limit: float, offset: float) -> Callable[[GatedUnit], tuple[Edit, ...]]:
+    """Another clamping; for units that activate by a sigmoid only, since no others are ever clamped."""
+
+    def edits(unit: GatedUnit) -> tuple[Edit, ...]:
+        if unit.activation not in ("silu", "quick gelu"):
+            return ()
+        return unit.edits(activation=activation, limit=limit, offset=offset)
+
+    return edits
+
+
+def _clamping(activation: str, limit: float, offset: float) -> str:
+    alpha = QUICK_ALPHA if activation == "quick gelu" else 1.0
+    return f"limit={limit:g} alpha={alpha:g} offset={offset:g}"
+
+
+def _around(trace: Trace, core: Call) -> Activation | None:
+    """The known activation that is computed with a nonlinear function, the one that ends last."""
+    arguments = _pointwise_before(trace, core.inputs[0])
+    best: Activation | None = None
+    for call in _pointwise_after(trace, core, arguments):
+        result = _sample(trace, call.outputs[0])
+        for x in arguments:
+            for name, function in ACTIVATIONS.items():
+                if agree(function(_sample(trace, x).double()), result):
+                    best = Activation(call, x, name)
+    return best
+
+
+def _pointwise_before(trace: Trace, value: Value) -> list[Value]:
+    """``value``, and what it is made from with numbers and powers alone, as in GELU's polynomial."""
+    found = queue = [value]
+    for _ in range(_MOST_STEPS):
+        given = [x for made in queue for x in _pointwise_inputs(trace.producer(made))]
+        shape = trace.tensor(value).shape
+        queue = [x for x in dict.fromkeys(given) if x not in found and trace.tensor(x).shape == shape]
+        found = found + queue
+    return found
+
+
+def _pointwise_inputs(call: Call | None) -> list[Value]:
+    return call.inputs if call is not None and (binary(call) or call.name in _POINTWISE) else []
+
+
+def _pointwise_after(trace: Trace, core: Call, arguments: list[Value]) -> list[Call]:
+    """``core``, and the calls that make something of its result and the arguments alone, in order."""
+    known = {value.number for value in arguments}
+    made_with_core = {core.outputs[0].number}
+    found = [core]
+    for call in trace.calls:
+        if call is core or not call.outputs:
+            continue
+        inputs = {value.number for value in _pointwise_inputs(call)}
+        if inputs and inputs <= known | made_with_core:
+            if inputs & made_with_core:
+                found.append(call)
+                made_with_core.add(call.outputs[0].number)
+            else:
+                known.add(call.outputs[0].number)
+        if len(found) > _MOST_STEPS:
+            break
+    return found
+
+
+def _sample(trace: Trace, value: Value) -> Tensor:
+    return trace.tensor(value).flatten()[:_SAMPLE]
+
+
+def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
+    """The product of an activation's result and something else of its shape."""
+    shape = trace.tensor(activation.x).shape
+    for call, result in users(trace, activation.call.outputs[0]):
+        named = binary(call)
+        factor = other(call, result)
+        if named is None or named[0] != "mul" or not isinstance(factor, Value) or factor == result:
+            continue
+        if trace.tensor(factor).shape != shape or trace.parameter(factor):
+            continue
+        gate, limit = _before_clamp(trace, activation.x)
+        up, offset = factor, 0.0
+        match with_number(trace.producer(back(trace, up))):
+            case ("add", up, offset):
+                pass
+        up, _ = _before_clamp(trace, up)
+        unit = GatedUnit(call, gate, up, activation.name, limit, offset)
+        if agree(unit.compute(trace.tensor(gate), trace.tensor(up)), trace.tensor(call.outputs[0])):
+            return unit
+    return None
+
+
+def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:
+    """What was clamped, and its upper limit; the value itself and infinity where nothing was."""
+    call = trace.producer(back(trace, value))
+    if call is None or call.name not in ("clamp", "clamp_max", "clip", "minimum"):
+        return value, math.inf
+    bounds = [bound for bound in (*call.args[1:], *call.kwargs.values()) if isinstance(bound, int | float)]
+    return (call.inputs[0], float(max(bounds))) if bounds else (value, math.inf)

@@ -1,0 +1,320 @@
+"""Attention in a trace, called or written out: what is attended with what, at which scale, behind which mask."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.masks import HIDDEN, Bias
+from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
+
+Rearrange = Callable[[Tensor], Tensor]
+
+
+def _as_they_are(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``softmax(scale * query key^T + bias) value``, with ``softcap * tanh(. / softcap)`` around the scores.
+
+    Attributes:
+        call: the last of those that compute it; returns the context.
+        query: as the call that makes the scores is given it.
+        key: ditto.
+        value: as ``call`` is given it.
+        masks: what holds the bias: the scores before and after masking, or a mask and nothing.
+        to_heads: each of query, key and value to ``[..., heads, seq, head_dim]``.
+        from_heads: the context from that layout to the call's own.
+        scale: of the scores as they are computed here.
+        earlier_scale: by which query and key were multiplied before.
+        softcap: infinite for none.
+        is_causal: whether scaled_dot_product_attention makes the mask itself.
+        mask: from the bias to what is added to the scores instead; None for the bias itself.
+        arrange: what is done to query, key, value and context, in the layout of ``to_heads``; None for nothing.
+        sink: whether the softmax has one more term, of score 0, whose value is 0.
+    """
+
+    call: Call
+    query: Value
+    key: Value
+    value: Value
+    masks: tuple[Value, ...]
+    to_heads: tuple[Rearrange, ...] = (_as_they_are,) * 3
+    from_heads: Rearrange = _as_they_are
+    scale: float = 1.0
+    earlier_scale: float = 1.0
+    softcap: float = math.inf
+    is_causal: bool = False
+    mask: Bias | None = None
+    arrange: tuple[Rearrange | None, ...] = (None,) * 4
+    sink: bool = False
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        """The values that ``compute`` is given."""
+        return (self.query, self.key, self.value, *self.masks)
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> Tensor:
+        """The context, in the layout in which the reference's last call returns it."""
+        arrange = [move or _as_they_are for move in self.arrange]
+        query, key, value = (
+            move(to_heads(x)) for x, to_heads, move in zip((query, key, value), self.to_heads, arrange[:3], strict=True)
+        )
+        scores = self.scale * _scores(query, key)
+        if math.isfinite(self.softcap):
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        bias = self.bias(scores, *masks)
+        bias = bias if self.mask is None else self.mask(bias)
+        scores = scores + bias
+        if self.sink:
+            scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
+        probabilities = scores.softmax(-1)[..., : key.shape[-2]]
+        if self.mask is not None:  # TE's softmax is zero where nothing is seen
+            probabilities = probabilities.masked_fill((bias <= HIDDEN / 2).all(-1, keepdim=True), 0.0)
+        heads = probabilities.shape[-3] if probabilities.dim() > 3 else 0
+        context = probabilities @ (_repeated(value, heads) if heads else value)
+        return self.from_heads(arrange[3](context))
+
+    def bias(self, scores: Tensor, *masks: Tensor) -> Tensor:
+        """What is added to the scores, ``HIDDEN`` where a key is hidden; broadcasts to ``[..., seq_q, seq_kv]``."""
+        bias = torch.zeros_like(scores)
+        if len(masks) == 2:
+            before, after = masks
+            difference = (after - before).detach().to(scores.dtype)
+            bias = torch.where(difference.isfinite() & (difference > HIDDEN / 2), after - before, HIDDEN)
+        elif masks and masks[0].dtype is torch.bool:
+            bias = bias.masked_fill(~masks[0], HIDDEN)
+        elif masks:
+            bias = bias + masks[0].clamp(min=HIDDEN)
+        if self.is_causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            bias = bias.masked_fill(future, HIDDEN)
+        return bias
+
+    def edits(self, **changes: Any) -> tuple[Edit, ...]:
+        """The attention is to be computed with other attributes; none where they are the same."""
+        changed = replace(self, **changes)
+        if changed == self:
+            return ()
+        return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype)),)
+
+
+def attentions(trace: Trace) -> list[Attention]:
+    """Every attention that the trace computes, in order."""
+    found = []
+    for call in trace.calls:
+        attention = _called(trace, call) or _written_out(trace, call)
+        if attention is not None and _is_right(trace, attention):
+            found.append(attention)
+    return found
+
+
+def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Traced query, key and value as ``[..., heads, seq, head_dim]``."""
+    values = (attention.query, attention.key, attention.value)
+    query, key, value = (to(trace.tensor(x)) for to, x in zip(attention.to_heads, values, strict=True))
+    return query, key, value
+
+
+def distinct_heads(key: Tensor) -> int:
+    """How many different heads ``[batch, heads, seq, head_dim]`` has, repeated in whatever order."""
+    sums = key.double().abs().sum((0, 2, 3))
+    return int(torch.unique((sums / sums.max()).mul(1e9).round()).numel())
+
+
+def traced_bias(trace: Trace, attention: Attention) -> Tensor:
+    """What the reference adds to the scores, see ``Attention.bias``."""
+    query, key, _ = heads_of(trace, attention)
+    return attention.bias(_scores(query, key), *map(trace.tensor, attention.masks))
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    return query @ (_repeated(key, query.shape[-3]) if query.dim() > 3 else key).transpose(-2, -1)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values, each group's repeated for its heads."""
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _is_right(trace: Trace, attention: Attention) -> bool:
+    try:
+        computed = attention.compute(*map(trace.tensor, attention.needs))
+    except (RuntimeError, IndexError):
+        return False
+    return agree(computed, trace.tensor(attention.call.outputs[0]))
+
+
+def _called(trace: Trace, call: Call) -> Attention | None:
+    if call.name != "scaled_dot_product_attention":
+        return None
+    given = _SDPA.bind(*call.args, **call.kwargs)
+    given.apply_defaults()
+    query, key, value, mask, _, is_causal, scale, _ = given.arguments.values()
+    head_dim = trace.tensor(query).shape[-1]
+    return Attention(
+        call,
+        query,
+        key,
+        value,
+        (mask,) if mask is not None else (),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        earlier_scale=_earlier_scale(trace, query) * _earlier_scale(trace, key),
+        is_causal=is_causal,
+    )
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
+    """The signature of PyTorch's function, which is built in and has none."""
+
+
+_SDPA = inspect.signature(_sdpa)
+
+
+def _written_out(trace: Trace, call: Call) -> Attention | None:
+    """The attention whose softmax is ``call``."""
+    if call.name != "softmax" or not call.inputs:
+        return None
+    after = call.inputs[0]
+    path = _to_product(trace, after)
+    context = _product_with_values(trace, call.outputs[0])
+    if path is None or context is None:
+        return None
+    before, scale, softcap, product = path
+    context_call, value, to_value_heads, from_heads = context
+    query, key, to_query_heads, to_key_heads = product
+    return Attention(
+        context_call,
+        query,
+        key,
+        value,
+        (before, after) if before != after else (),
+        (to_query_heads, to_key_heads, to_value_heads),
+        from_heads,
+        scale,
+        _earlier_scale(trace, query) * _earlier_scale(trace, key),
+        softcap,
+    )
+
+
+_Product = tuple[Value, Value, Rearrange, Rearrange]
+
+
+def _to_product(trace: Trace, value: Value) -> tuple[Value, float, float, _Product] | None:
+    """From a softmax's argument back to query times key: the unmasked scores, scale, softcap, and the product."""
+    unmasked, scale, softcap = value, 1.0, math.inf
+    while True:
+        call = trace.producer(value)
+        if call is None:
+            return None
+        product = _product(trace, call)
+        if product is not None:
+            return unmasked, scale, softcap, product
+        if call.name in CASTS or call.name in ("view", "reshape") or (call.name == "where" and len(call.inputs) > 1):
+            value = _scores_among(trace, call)
+            unmasked = value if call.name == "where" else unmasked
+            continue
+        match binary(call), with_number(call):
+            case _, ("mul", value, factor):
+                scale *= factor
+            case _, ("div", value, divisor):
+                scale /= divisor
+            case (("mul" | "div") as name, left, Value() as number), _ if trace.tensor(number).numel() == 1:
+                factor = trace.tensor(number).item()
+                value, scale = left, scale * (factor if name == "mul" else 1 / factor)
+            case _ if call.name in ("add", "masked_fill", "sub"):
+                value = unmasked = _scores_among(trace, call)
+            case _ if call.name == "tanh":
+                value, softcap = call.inputs[0], scale
+            case _:
+                return None
+
+
+def _scores_among(trace: Trace, call: Call) -> Value:
+    """Of a call's arguments the one that is made of a product."""
+    for value in call.inputs:
+        queue, seen = [value], 0
+        while queue and seen < 16:
+            producer = trace.producer(queue.pop(0))
+            seen += 1
+            if producer is None:
+                continue
+            if _product(trace, producer) is not None:
+                return value
+            queue += producer.inputs
+    return call.inputs[0]
+
+
+def _product(trace: Trace, call: Call) -> _Product | None:
+    """Query times key, as the two and how each comes to ``[..., heads, seq, head_dim]``."""
+    named = binary(call)
+    if named is not None and named[0] == "matmul":
+        return named[1], named[2], _as_they_are, _last_two_exchanged
+    if call.name == "baddbmm" and len(call.inputs) == 3:
+        return call.inputs[1], call.inputs[2], _as_they_are, _last_two_exchanged
+    letters = _einsum(call)
+    if letters is None:
+        return None
+    left, right, result = letters
+    summed = [letter for letter in left if letter in right and letter not in result]
+    if len(result) < 3 or len(summed) != 1 or result[-2] not in left or result[-1] not in right:
+        return None
+    *batch, of_query, of_key = list(result)
+    return (
+        call.inputs[0],
+        call.inputs[1],
+        _permuted(left, [*batch, of_query, *summed]),
+        _permuted(right, [*batch, of_key, *summed]),
+    )
+
+
+def _product_with_values(trace: Trace, probabilities: Value) -> tuple[Call, Value, Rearrange, Rearrange] | None:
+    """Probabilities times values: the call, the values, and the layouts of both."""
+    for call, given in users(trace, probabilities, CASTS | {"dropout", "nan_to_num"}):
+        named = binary(call)
+        if named is not None and named[0] == "matmul" and named[1] == given:
+            return call, named[2], _as_they_are, _as_they_are
+        letters = _einsum(call)
+        if letters is not None and call.inputs[0] == given:
+            left, right, result = letters
+            *batch, of_query, of_key = list(left)
+            channel = next(letter for letter in right if letter not in left)
+            heads_first = [*batch, of_query, channel]
+            return call, call.inputs[1], _permuted(right, [*batch, of_key, channel]), _permuted(heads_first, result)
+    return None
+
+
+def _einsum(call: Call) -> tuple[str, str, str] | None:
+    if call.name != "einsum" or len(call.inputs) != 2 or not isinstance(call.args[0], str):
+        return None
+    operands, arrow, result = call.args[0].replace(" ", "").partition("->")
+    left, comma, right = operands.partition(",")
+    return (left, right, result) if arrow and comma and "." not in operands else None
+
+
+def _permuted(letters: Any, wanted: Any) -> Rearrange:
+    order = [list(letters).index(letter) for letter in wanted] if set(wanted) <= set(letters) else []
+    return lambda x: x.permute(order)
+
+
+def _last_two_exchanged(x: Tensor) -> Tensor:
+    return x.transpose(-2, -1)
+
+
+def _earlier_scale(trace: Trace, value: Value) -> float:
+    """By which number a query or key was multiplied before it was attended with; 1 for none."""
+    match with_number(trace.producer(back(trace, value, RESHAPES))):
+        case ("mul", _, factor):
+            return factor
+        case ("div", _, divisor):
+            return 1 / divisor
+    return 1.0

@@ -1,0 +1,178 @@
+"""What ports get wrong about attention: scale, mask, softcap, the order of heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
+from parity.diagnosis.calls import Edit, Trace
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.masks import mask_mistakes
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+
+
+def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's attention."""
+    found = attentions(trace)
+    if found:
+        first = found[0]  # sizes and masks of the others are taken to be like it
+        query, key, _ = heads_of(trace, first)
+        mistakes = [
+            *_masks(traced_bias(trace, first)),
+            *_scales(query.shape[-1], query.shape[-3] if query.dim() > 3 else 1),
+            *_softmax(first),
+            *(_heads(query, key) if query.dim() == 4 else ()),
+        ]
+        yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+
+
+def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
+    for mistake in mask_mistakes(bias):
+        yield Mistake(mistake.title, mistake.name, mistake.repair, _with(mask=mistake.bias))
+
+
+def _scales(head_dim: int, heads: int) -> Iterator[Mistake[Attention]]:
+    """Scales that stand in the place of the reference's own."""
+    named = {
+        "1 (missing)": 1.0,
+        "1/head_dim (or 1/sqrt(head_dim) twice)": 1 / head_dim,
+        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),
+        "1/sqrt(hidden)": 1 / math.sqrt(head_dim * heads),
+    }
+    for described, scale in named.items():
+        yield _scale(scale, described)
+    for layer in range(2, 5):
+        described = f"1/(sqrt(head_dim) * {layer}), as query-key layer scaling leaves it"
+        yield _scale(1 / (math.sqrt(head_dim) * layer), described)
+
+
+def _scale(scale: float, described: str = "") -> Mistake[Attention]:
+    described = described or f"{scale:.4g}"
+
+    def edits(attention: Attention) -> tuple[Edit, ...]:
+        if math.isclose(scale, attention.scale * attention.earlier_scale, rel_tol=1e-4):
+            return ()
+        return attention.edits(scale=scale / attention.earlier_scale)
+
+    return Mistake(
+        "softmax-scale",
+        f"softmax scale {described}",
+        f"give TE softmax_scale as the reference has it; it is {described}",
+        edits,
+        value=scale,
+        tuned=_scale,
+    )
+
+
+def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
+    yield from map(_softcap_of(attention.softcap), (math.inf, 30.0, 50.0))
+    yield Mistake(
+        "softmax-sink",
+        "softmax with a sink",
+        'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
+        _with(sink=True),
+    )
+
+
+def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:
+    def softcap(cap: float) -> Mistake[Attention]:
+        return Mistake(
+            "softcap",
+            "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
+            f"cap the scores as the reference does, softcap={right:g}; it is {cap:.4g}",
+            _with(softcap=cap),
+            value=cap if math.isfinite(cap) else None,
+            tuned=softcap,
+        )
+
+    return softcap
+
+
+def _heads(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
+    """Heads and channels that are taken for each other, in ``[batch, heads, seq, head_dim]``."""
+    heads = query.shape[1]
+    groups = distinct_heads(key)
+    if 1 < groups < heads:
+        yield Mistake(
+            "gqa-head-order",
+            "keys and values repeated in another order",
+            "repeat each group's keys and values for consecutive heads (repeat_interleave), as TE does; they are "
+            "repeated as a whole (repeat)",
+            _arranged(keys=lambda x: _tiled(x, heads, groups)),
+        )
+    moves: dict[str, Rearrange] = {
+        "channel by channel": _channels_before_heads,
+        "heads not transposed back": _heads_taken_for_positions,
+        "in reverse order": lambda x: x.flip(1),
+        "moved by one": lambda x: x.roll(1, 1),
+        "moved back by one": lambda x: x.roll(-1, 1),
+    }
+    if 1 < groups < heads:
+        moves["by position in their group"] = lambda x: x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+        moves["by group"] = lambda x: x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
+    for described, move in moves.items() if heads > 1 else ():
+        yield Mistake(
+            "heads-permuted",
+            f"context heads {described}",
+            f"bring attention's result to [batch, seq, heads, head_dim] before the output projection; the heads are "
+            f"{described}",
+            _arranged(context=move),
+        )
+    for described, move in (
+        ("channels before heads", _channels_before_heads),
+        ("view without transpose", _positions_taken_for_heads),
+    ):
+        yield Mistake(
+            "heads-permuted",
+            f"query, key and value {described}",
+            "bring queries, keys and values to heads as the reference does, [..., heads, head_dim]; they are "
+            f"reshaped as {described}",
+            _arranged(queries=move, keys=move),
+        )
+    if query.shape == key.shape:
+        yield Mistake(
+            "query-key-swapped",
+            "query and key exchanged",
+            "exchange TE's query and key",
+            lambda one: one.edits(query=one.key, key=one.query, to_heads=tuple(one.to_heads[i] for i in (1, 0, 2))),
+        )
+
+
+def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
+    """Groups repeated as a whole; where they are so already, each for consecutive heads."""
+    if x.shape[1] == groups:
+        return x.repeat(1, heads // groups, 1, 1)
+    if torch.equal(x[:, 0], x[:, 1]):
+        return x[:, :: heads // groups].repeat(1, heads // groups, 1, 1)
+    return x[:, :groups].repeat_interleave(heads // groups, 1)
+
+
+def _channels_before_heads(x: Tensor) -> Tensor:
+    """``[batch, heads, seq, head_dim]`` whose rows were laid out as ``[head_dim, heads]``."""
+    batch, heads, seq, head_dim = x.shape
+    return x.permute(0, 2, 3, 1).reshape(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+def _heads_taken_for_positions(x: Tensor) -> Tensor:
+    batch, heads, seq, head_dim = x.shape
+    return x.reshape(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+def _positions_taken_for_heads(x: Tensor) -> Tensor:
+    batch, heads, seq, head_dim = x.shape
+    return x.transpose(1, 2).reshape(batch, heads, seq, head_dim)
+
+
+def _arranged(
+    queries: Rearrange | None = None, keys: Rearrange | None = None, context: Rearrange | None = None
+) -> Callable[[Attention], tuple[Edit, ...]]:
+    """Other layouts of queries, of keys and values, of the context."""
+    return lambda one: one.edits(arrange=(queries, keys, keys, context))
+
+
+def _with(**changes: object) -> Callable[[Attention], tuple[Edit, ...]]:
+    return lambda attention: attention.edits(**changes)

@@ -1,0 +1,329 @@
+"""What a reference computes, as the sequence of its calls of PyTorch's functions, and how to change some of them.
+
+A reference is anybody's code, so nothing is known of its modules' names. What it calls is known, by a
+``TorchFunctionMode``: ``traced`` runs it once and keeps every call with its arguments and results. Hypotheses
+find in this trace a norm, an activation, a rotation, written out or not, and say what another port would have computed
+there; ``edited`` computes that instead. Autograd differentiates what was edited like anything else.
+
+A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
+how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as one
+more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Site = tuple[str, int, str, int]
+
+_OUTSIDE = "around the module"
+
+
+class Misfit(RuntimeError):
+    """An edit does not fit: the module does not call what it called when it was traced."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a trace, and how to find it again in another run.
+
+    Attributes:
+        number: in order of appearance, from 0.
+        site: of the call that returned it, or of the first that was given it.
+        position: among the tensors that this call returned, or was given.
+        returned: which of the two.
+    """
+
+    number: int
+    site: Site
+    position: int
+    returned: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one of PyTorch's functions; tensors in its arguments and results are ``Value``.
+
+    Attributes:
+        site: which call it is.
+        name: the function's name without underscores around it: ``mul`` for ``x * y``, ``x.mul_(y)``, ``torch.mul``.
+        function: what was called.
+        args: by position.
+        kwargs: by name.
+        result: what it returned; the changed tensor where it returned nothing.
+    """
+
+    site: Site
+    name: str
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def inputs(self) -> list[Value]:
+        """Every tensor among the arguments."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+    @property
+    def outputs(self) -> list[Value]:
+        """Every tensor that it returned."""
+        return [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]
+
+    @property
+    def module(self) -> str:
+        """The submodule that makes the call."""
+        return self.site[0] or "the module"
+
+
+@dataclass
+class Trace:
+    """Every call of a module's forward pass, in order.
+
+    Attributes:
+        calls: those that return or change tensors.
+        tensors: each value's tensor, detached.
+        parameters: names of the values that are parameters, by number.
+        buffers: ditto of buffers.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    buffers: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._producers: dict[int, Call] = {}
+        self._users: dict[int, list[Call]] = {}
+
+    def add(self, call: Call) -> None:
+        """Append a call."""
+        self.calls.append(call)
+        for value in call.inputs:
+            self._users.setdefault(value.number, []).append(call)
+        given = {value.number for value in call.inputs}
+        for value in call.outputs:
+            if value.number not in given:  # a cast to the dtype that a tensor has already returns the tensor itself
+                self._producers[value.number] = call
+
+    def producer(self, value: Any) -> Call | None:
+        """The call that returned a value; None for the module's inputs, its parameters, and whatever is no value."""
+        return self._producers.get(value.number) if isinstance(value, Value) else None
+
+    def users(self, value: Value) -> list[Call]:
+        """The calls that were given a value, in order."""
+        return self._users.get(value.number, [])
+
+    def tensor(self, value: Value) -> Tensor:
+        """A value's tensor, detached."""
+        return self.tensors[value.number]
+
+    def parameter(self, value: Any) -> str | None:
+        """The name of the parameter that a value is."""
+        return self.parameters.get(value.number) if isinstance(value, Value) else None
+
+
+Substitute = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a call returns instead.
+
+    Attributes:
+        site: the call.
+        needs: values that appear at or before the call.
+        compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
+    """
+
+    site: Site
+    needs: tuple[Value, ...]
+    compute: Substitute
+
+
+def edit(call: Call, needs: Sequence[Value], compute: Substitute) -> Edit:
+    """``call`` returns ``compute(result, *needs)`` in place of its result."""
+    return Edit(call.site, tuple(needs), compute)
+
+
+def traced(module: nn.Module, run: Callable[[], Any]) -> Trace:
+    """What ``module`` calls while ``run`` runs.
+
+    Raises:
+        Whatever ``run`` raises.
+    """
+    recorder = _Recorder(module)
+    with torch.no_grad(), _counting(module, recorder.frames), recorder:
+        run()
+    return recorder.trace
+
+
+@contextmanager
+def edited(module: nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
+    """Within the context, one forward pass of ``module`` computes what the edits say.
+
+    Raises:
+        Misfit: while the module runs, if it does not make the same calls as when it was traced.
+    """
+    editor = _Editor(edits)
+    with _counting(module, editor.frames), editor:
+        yield
+
+
+class _Frames:
+    """In which submodule's ``forward`` the running call is made."""
+
+    def __init__(self) -> None:
+        self._invocations: Counter[str] = Counter()
+        self._stack: list[tuple[str, int, Counter[str]]] = [(_OUTSIDE, 0, Counter())]
+
+    def enter(self, name: str) -> None:
+        self._stack.append((name, self._invocations[name], Counter()))
+        self._invocations[name] += 1
+
+    def leave(self) -> None:
+        self._stack.pop()
+
+    def site(self, function: str) -> Site:
+        """The site of the next call, which is one of a function of this name."""
+        module, invocation, calls = self._stack[-1]
+        calls[function] += 1
+        return module, invocation, function, calls[function] - 1
+
+
+@contextmanager
+def _counting(module: nn.Module, frames: _Frames) -> Iterator[None]:
+    with ExitStack() as handles:
+        for name, submodule in module.named_modules():
+            enter = submodule.register_forward_pre_hook(lambda *_, name=name: frames.enter(name))
+            leave = submodule.register_forward_hook(lambda *_: frames.leave(), always_call=True)
+            handles.callback(enter.remove)
+            handles.callback(leave.remove)
+        yield
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.frames = _Frames()
+        self.trace = Trace()
+        self._numbers: dict[int, Value] = {}
+        self._alive: list[Tensor] = []  # so that no id is given out again
+        self._names = {
+            **{id(buffer): (self.trace.buffers, name) for name, buffer in module.named_buffers()},
+            **{id(parameter): (self.trace.parameters, name) for name, parameter in module.named_parameters()},
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        changed = _changed_in_place(func, args, kwargs)
+        if changed is not None:
+            self._keep_what_was(changed)
+        result = func(*args, **kwargs)
+        if not _is_recorded(result, changed):
+            return result
+        site = self.frames.site(canonical_name(func))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        values = {id(x): self._value(x, Value(-1, site, i, False)) for i, x in enumerate(given)}
+        named_args, named_kwargs = tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, (args, kwargs))
+        returned = changed if changed is not None else result
+        tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+        values |= {
+            id(x): self._renew(x, Value(-1, site, i, True))
+            for i, x in enumerate(tensors)
+            if x is changed or id(x) not in values
+        }
+        results = tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, returned)
+        self.trace.add(Call(site, canonical_name(func), func, named_args, named_kwargs, results))
+        return result
+
+    def _value(self, tensor: Tensor, where: Value) -> Value:
+        return self._numbers.get(id(tensor)) or self._renew(tensor, where)
+
+    def _renew(self, tensor: Tensor, where: Value) -> Value:
+        value = Value(len(self.trace.tensors), where.site, where.position, where.returned)
+        self._numbers[id(tensor)] = value
+        self._alive.append(tensor)
+        self.trace.tensors.append(tensor.detach())
+        names, name = self._names.get(id(tensor), (None, ""))
+        if names is not None:
+            names[value.number] = name
+        return value
+
+    def _keep_what_was(self, changed: Tensor) -> None:
+        """Copies every tensor that shares memory with one that is about to change."""
+        address = changed.untyped_storage().data_ptr()
+        for number, tensor in enumerate(self.trace.tensors):
+            if tensor.untyped_storage().data_ptr() == address:
+                self.trace.tensors[number] = tensor.clone()
+
+
+class _Editor(TorchFunctionMode):
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        super().__init__()
+        self.frames = _Frames()
+        self._edits: dict[Site, list[Edit]] = {}
+        self._needed: dict[Site, list[Value]] = {}
+        self._found: dict[int, Tensor] = {}
+        for one in edits:
+            self._edits.setdefault(one.site, []).append(one)
+            for value in one.needs:
+                self._needed.setdefault(value.site, []).append(value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        changed = _changed_in_place(func, args, kwargs)
+        if not _is_recorded(result, changed):
+            return result
+        site = self.frames.site(canonical_name(func))
+        needed = self._needed.get(site, ())
+        self._find(needed, False, (args, kwargs))
+        for one in self._edits.get(site, ()):
+            result = one.compute(result, *(self._found_value(value) for value in one.needs))
+        self._find(needed, True, result if changed is None else changed)
+        return result
+
+    def _find(self, needed: Sequence[Value], returned: bool, tree: Any) -> None:
+        wanted = [value for value in needed if value.returned is returned]
+        if wanted:
+            tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+            self._found.update({value.number: tensors[value.position] for value in wanted})
+
+    def _found_value(self, value: Value) -> Tensor:
+        if value.number not in self._found:
+            raise Misfit(f"no call at {value.site} came before")
+        return self._found[value.number]
+
+
+def canonical_name(function: Any) -> str:
+    """``mul`` for ``Tensor.mul``, ``torch.mul``, ``Tensor.mul_``; ``T`` for the attribute."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__"):
+        return str(getattr(function.__self__, "__name__", name))
+    return name.strip("_")
+
+
+def _is_recorded(result: Any, changed: Tensor | None) -> bool:
+    return (
+        isinstance(result, Tensor)
+        or changed is not None
+        or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+    )
+
+
+def _changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    name = getattr(function, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    return args[0] if in_place and args and isinstance(args[0], Tensor) else None

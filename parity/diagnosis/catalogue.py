@@ -1,0 +1,120 @@
+"""The catalogue: every known mistake that could have been made with a given reference and weight map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.diagnosis.activations import activation_hypotheses
+from parity.diagnosis.attention import attentions, distinct_heads, heads_of
+from parity.diagnosis.attention_mistakes import attention_hypotheses
+from parity.diagnosis.calls import Trace, traced
+from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.linears import bias_hypotheses
+from parity.diagnosis.norms import norm_hypotheses
+from parity.diagnosis.residuals import residual_hypotheses
+from parity.diagnosis.rope_mistakes import rope_hypotheses
+from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
+from parity.diagnosis.weight_mistakes import Heads, weight_hypotheses
+from parity.execute import outputs_of
+from parity.prepare import Prepared, cast
+
+_NEAR = 60  # of a query's ancestors, among which its projection is
+
+
+def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
+    """Every known mistake, the likeliest subjects first."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+    yield from weight_hypotheses(prepared.weights, shapes, _heads(trace), prepared.reference)
+    yield from function_hypotheses(prepared, trace)
+
+
+def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
+    """Every mistake that changes what the reference computes."""
+    module = prepared.reference
+    yield from norm_hypotheses(trace, module, stored_dtype(prepared))
+    yield from activation_hypotheses(trace, module)
+    yield from attention_hypotheses(trace, module)
+    yield from rope_hypotheses(trace, module)
+    yield from residual_hypotheses(trace, module)
+    yield from bias_hypotheses(trace, module)
+    yield _sequence_first(module)
+
+
+def subtle_hypotheses(prepared: Prepared) -> tuple[Hypothesis, ...]:
+    """The mistakes that change what the reference computes by so little that an error's norm may not show it.
+
+    Each is made with all operations of its kind at once. Inside ``hypothesis.context()`` one pass of
+    ``prepared.reference`` computes what the hypothesis says, in any dtype, gradients included.
+    """
+    candidates = function_hypotheses(prepared, trace_of(prepared))
+    return tuple(one for one in candidates if one.subtle and one.everywhere)
+
+
+def trace_of(prepared: Prepared) -> Trace:
+    """Every call of the reference's forward pass, in FP64."""
+    prepared.reference.double()
+    inputs = cast(prepared.inputs, torch.float64)
+    return traced(prepared.reference, lambda: outputs_of(prepared.reference, prepared.call, inputs))
+
+
+def stored_dtype(prepared: Prepared) -> torch.dtype:
+    """In which the port holds weights and activations."""
+    return next((tensor.dtype for tensor in prepared.candidate_weights.values()), torch.float32)
+
+
+def _sequence_first(module: nn.Module) -> Hypothesis:
+    return Hypothesis(
+        "sequence-first",
+        "batch and sequence exchanged",
+        'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
+        "dimension for the sequence by default",
+        module,
+        around=_first_two_exchanged,
+    )
+
+
+def _first_two_exchanged(call: Call) -> Call:
+    """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
+
+    def exchange(tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 else x, tree)
+
+    return lambda module, *args, **kwargs: exchange(call(module, *exchange(args), **exchange(kwargs)))
+
+
+def _heads(trace: Trace) -> Heads | None:
+    """Of the reference's first attention."""
+    for attention in attentions(trace):
+        query, key, _ = heads_of(trace, attention)
+        if query.dim() == 4:
+            return Heads(
+                query.shape[1],
+                distinct_heads(key),
+                query.shape[-1],
+                frozenset(_projections_before(trace)),
+                frozenset(_projections_after(trace)),
+            )
+    return None
+
+
+def _projections_before(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that make queries, keys and values."""
+    for attention in attentions(trace):
+        for value in (attention.query, attention.key, attention.value):
+            for call in map(trace.producer, ancestors(trace, value, _NEAR)):
+                if call is not None and call.name in LINEAR:
+                    yield from filter(None, map(trace.parameter, call.inputs))
+                    break
+
+
+def _projections_after(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that read contexts."""
+    for attention in attentions(trace):
+        for call, _ in users(trace, attention.call.outputs[0], RESHAPES):
+            if call.name in LINEAR:
+                yield from filter(None, map(trace.parameter, call.inputs))

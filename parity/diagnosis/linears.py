@@ -1,0 +1,61 @@
+"""Biases and dropout in a trace, and what ports get wrong about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.walk import binary
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """A sum of something and a parameter of one dimension, by itself or inside a linear layer.
+
+    Attributes:
+        call: returns the sum.
+        bias: the parameter.
+        name: of the parameter.
+    """
+
+    call: Call
+    bias: Value
+    name: str
+
+    def edits(self, times: float) -> tuple[Edit, ...]:
+        """The bias is to be added so many times."""
+        return (edit(self.call, (self.bias,), lambda was, bias: was + (times - 1) * bias.to(was.dtype)),)
+
+
+def biases(trace: Trace) -> list[Bias]:
+    """Every bias of a linear layer, in order."""
+    found = []
+    for call in trace.calls:
+        named = binary(call)
+        if call.name == "linear" and call.outputs:
+            given = [*call.args[2:], *call.kwargs.values()]
+        elif call.name == "addmm":
+            given = [call.args[0]]
+        elif named is not None and named[0] == "add":
+            given = list(named[1:])
+        else:
+            continue
+        for value in given:
+            name = trace.parameter(value)
+            if name is not None and trace.tensor(value).dim() == 1:
+                found.append(Bias(call, value, name))
+    return found
+
+
+def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's biases."""
+    mistakes: list[Mistake[Bias]] = [
+        Mistake("bias-dropped", "bias missing", "add the bias; it is left out", lambda one: one.edits(0.0)),
+        Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", lambda one: one.edits(2.0)),
+    ]
+    yield from everywhere_and_somewhere(mistakes, biases(trace), module, lambda one: one.name)

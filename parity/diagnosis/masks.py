@@ -1,0 +1,175 @@
+"""Attention masks: which band of keys each query sees, which keys are padding, and what ports make of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+HIDDEN = -1e30
+"""Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""
+
+Bias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query i sees keys from ``i - left`` to ``i + right``.
+
+    Attributes:
+        left: infinite where earlier keys are seen without a limit.
+        right: infinite where later keys are; 0 for a causal mask.
+    """
+
+    left: float
+    right: float
+
+    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """``[queries, keys]``, True where a query must not see a key."""
+        distance = _distance(queries, keys, device)
+        return (distance > self.right) | (distance < -self.left)
+
+
+@dataclass(frozen=True)
+class MaskMistake:
+    """Another mask.
+
+    Attributes:
+        title: of the finding.
+        name: short, for the hypothesis.
+        repair: what to change, the end of a sentence.
+        bias: from what is added to the scores, ``[..., queries, keys]``, to what is added instead.
+    """
+
+    title: str
+    name: str
+    repair: str
+    bias: Bias
+
+
+def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
+    """What ports make of a mask.
+
+    Args:
+        bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
+    """
+    hidden = _hidden(bias)
+    band, padded = band_of(hidden)
+    if band is not None:
+        for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
+            yield MaskMistake(title, name, repair, _band_instead(other, padded))
+            if other.right < band.right:  # queries that would see nothing may have been spared
+                yield MaskMistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
+    if bool(hidden.any()):
+        if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
+            yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", _shown)
+        yield MaskMistake(
+            "mask-polarity",
+            "mask inverted",
+            "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible",
+            lambda bias: torch.where(_hidden(bias), 0.0, HIDDEN).to(bias.dtype),
+        )
+    if padded:
+        yield MaskMistake(
+            "padding-mask",
+            "padding ignored",
+            'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; padded keys are attended to',
+            lambda bias: _shown(bias).masked_fill(_hidden(bias) & ~_padding(bias), HIDDEN),
+        )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted",
+            "invert the padding mask: for TE True means that a key is hidden",
+            lambda bias: _shown(bias).masked_fill(_hidden(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
+        )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted, for queries too",
+            "invert the padding mask: for TE True means that a key is hidden; no query sees any",
+            lambda bias: torch.full_like(bias, HIDDEN),
+        )
+
+
+def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
+    """The band that a mask leaves visible, None if it is no band, and whether there are padded keys besides.
+
+    Args:
+        hidden: ``[..., queries, keys]``.
+    """
+    queries, keys = hidden.shape[-2:]
+    distance = _distance(queries, keys, hidden.device).expand_as(hidden)
+    everywhere = hidden.all(-2, keepdim=True).expand_as(hidden)
+    for padded in (torch.zeros_like(hidden), everywhere):
+        seen = distance[~hidden & ~padded]
+        left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
+        for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
+            if bool((band.hidden(queries, keys, hidden.device) | padded).eq(hidden).all()):
+                return band, bool(padded.any())
+    return None, bool(everywhere.any())
+
+
+def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, str, str, str]]:
+    """Other bands, each with a title, a name and a repair."""
+    if math.isinf(band.right):
+        repair = 'give TE attn_mask_type="no_mask" (or "padding"); its layers hide later keys by default'
+        yield replace(band, right=0), "mask", "causal mask added", repair
+        return
+    repair = 'give TE attn_mask_type="causal"; later keys are attended to'
+    yield replace(band, right=math.inf), "mask", "causal mask missing", repair
+    for right, corner, argument in ((0, "top left", "causal"), (keys - queries, "bottom right", "causal_bottom_right")):
+        repair = f"align the causal mask as the reference does; it is aligned {corner}, which TE calls {argument!r}"
+        other = Band(band.left - right + band.right, right)
+        if other != band:
+            yield other, "mask-corner", f"causal mask aligned {corner}", repair
+    for by, seen in ((-1, "one key too few"), (1, "one key too many")):
+        repair = f"move the causal mask by one; a query sees {seen}"
+        yield replace(band, right=band.right + by), "mask", f"causal mask off by {by:+d}", repair
+    if math.isfinite(band.left):
+        window = (
+            f"give TE window_size=({band.left:g}, {band.right:g}), the number of keys that a query sees before its own"
+        )
+        for by in (-1, 1):
+            repair = f"{window}; it sees {band.left + by:g}"
+            yield replace(band, left=band.left + by), "window", f"window off by {by:+d}", repair
+        yield replace(band, left=math.inf), "window", "window missing", f"{window}; it sees all"
+
+
+def _band_instead(band: Band, padded: bool) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        queries, keys = bias.shape[-2:]
+        hidden = band.hidden(queries, keys, bias.device)
+        return _shown(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
+
+    return instead
+
+
+def _sparing(band: Band, padded: bool) -> Bias:
+    instead = _band_instead(band, padded)
+
+    def sparing(bias: Tensor) -> Tensor:
+        changed = instead(bias)
+        return torch.where(_hidden(changed).all(-1, keepdim=True), bias, changed)
+
+    return sparing
+
+
+def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
+    """``[queries, keys]``: how far right of a query's position a key is."""
+    return torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+
+
+def _hidden(bias: Tensor) -> Tensor:
+    return bias <= HIDDEN / 2
+
+
+def _padding(bias: Tensor) -> Tensor:
+    """Keys that no query sees."""
+    return _hidden(bias).all(-2, keepdim=True)
+
+
+def _shown(bias: Tensor) -> Tensor:
+    """The bias without what hides keys; a bias by position stays."""
+    return bias.masked_fill(_hidden(bias), 0.0)

@@ -1,0 +1,241 @@
+"""Norms, called or written out, and what ports get wrong about them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.straight_through import rounded_to
+from parity.diagnosis.walk import agree, back, binary, other, users, with_number
+
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""What TE's modules and the configurations of well-known models have for eps."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``(x - mean) / sqrt(mean of squares + eps) * gain + bias`` over the last dimension.
+
+    Attributes:
+        call: the last of those that compute it.
+        x: what is normalised.
+        centred: whether the mean is subtracted: LayerNorm, else RMSNorm.
+        eps: added to the mean of squares; None for RMSNorm's default, the dtype's machine epsilon.
+        gain: ``[width]``, or None.
+        bias: ditto.
+        statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
+        root: dtype to which the reciprocal root is rounded; ditto.
+        before_gain: dtype to which the normalised value is rounded before it is scaled; ditto.
+    """
+
+    call: Call
+    x: Value
+    centred: bool
+    eps: float | None
+    gain: Value | None = None
+    bias: Value | None = None
+    statistics: torch.dtype | None = None
+    root: torch.dtype | None = None
+    before_gain: torch.dtype | None = None
+
+    def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        """The norm of ``x``, given those of gain and bias that there are."""
+        affine = iter(parameters)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        if self.centred:
+            x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
+        mean_square = rounded_to(x.square().mean(-1, keepdim=True), self.statistics)
+        reciprocal = rounded_to(torch.rsqrt(mean_square + eps), self.root)
+        y = rounded_to(x * reciprocal, self.before_gain)
+        y = y if self.gain is None else y * next(affine)
+        return y if self.bias is None else y + next(affine)
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        """The values that ``compute`` is given."""
+        return tuple(value for value in (self.x, self.gain, self.bias) if value is not None)
+
+    def edits(self, **changes: object) -> tuple[Edit, ...]:
+        """The norm is to be computed with other attributes; none where they are the same."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        if changed == self:
+            return ()
+        return (edit(self.call, self.needs, lambda was, *values: changed.compute(*values).to(was.dtype)),)
+
+
+def norms(trace: Trace) -> list[Norm]:
+    """Every norm over the last dimension that the trace computes, in order."""
+    found = [norm for call in trace.calls if (norm := _called(call) or _written_out(trace, call)) is not None]
+    return [
+        norm
+        for norm in found
+        if agree(norm.compute(*map(trace.tensor, norm.needs)), trace.tensor(norm.call.outputs[0]))
+    ]
+
+
+def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's norms.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        dtype: in which the port stores activations.
+    """
+    found = norms(trace)
+    if found:
+        yield from everywhere_and_somewhere(_mistakes(found, dtype), found, module, lambda norm: norm.call.module)
+
+
+def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Norm]]:
+    named = sorted({norm.eps for norm in found if norm.eps is not None})
+    right = " or ".join(f"{eps:g}" for eps in named) or "the machine epsilon, PyTorch's default"
+
+    def with_eps(eps: float) -> Mistake[Norm]:
+        repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), True, eps, with_eps)
+
+    yield from map(with_eps, EPSILONS)
+    low = torch.bfloat16 if dtype is torch.float32 else dtype
+    rounded: dict[str, dict[str, object]] = {
+        "statistics": dict(statistics=low, root=low),
+        "reciprocal root": dict(root=low),
+        "mean of squares": dict(statistics=low),
+    }
+    for what, changes in rounded.items():
+        yield Mistake(
+            "norm-statistics",
+            f"norm {what} in {_short(low)}",
+            f"take the norm's mean and root in FP32; {what} rounded to {_short(low)}",
+            _with(**changes),
+            subtle=True,
+        )
+    if dtype is not torch.float32:
+        yield Mistake(
+            "norm-rounding",
+            f"norm rounded to {_short(dtype)} before its weight",
+            f"scale by the norm's weight in FP32 and round after that, as TE does; the normalised value is rounded to "
+            f"{_short(dtype)} first",
+            lambda norm: norm.edits(before_gain=dtype) if norm.gain else (),
+            subtle=True,
+        )
+    yield Mistake(
+        "norm-kind",
+        "LayerNorm for RMSNorm",
+        'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
+        _with(centred=True),
+    )
+    yield Mistake(
+        "norm-kind",
+        "RMSNorm for LayerNorm",
+        'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
+        _with(centred=False),
+    )
+    yield Mistake(
+        "norm-missing",
+        "norm missing",
+        "add the norm that the reference has; TE's module passes on what it is given",
+        lambda norm: (edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),),
+    )
+
+
+def _with(**changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
+    return lambda norm: norm.edits(**changes)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def _called(call: Call) -> Norm | None:
+    """A call of PyTorch's own norm."""
+    if call.name not in ("rms_norm", "layer_norm") or not call.outputs:
+        return None
+    bound = inspect.signature(F.rms_norm if call.name == "rms_norm" else F.layer_norm).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if len(given["normalized_shape"]) != 1:
+        return None
+    return Norm(call, given["input"], call.name == "layer_norm", given["eps"], given["weight"], given.get("bias"))
+
+
+def _written_out(trace: Trace, call: Call) -> Norm | None:
+    """A norm whose reciprocal root is ``call``: its mean of squares before it, scaling after it."""
+    eps = 0.0
+    match with_number(call):
+        case ("pow", variance, exponent) if abs(exponent) == 0.5:
+            pass
+        case _ if call.name in ("rsqrt", "sqrt") and call.inputs:
+            variance = call.inputs[0]
+        case _:
+            return None
+    match with_number(trace.producer(variance)):
+        case ("add", variance, eps):
+            pass
+    source = _averaged(trace, back(trace, variance))
+    if source is None:
+        return None
+    x, centred, differences = source
+    for user, root in users(trace, call.outputs[0]):
+        named = binary(user)
+        if named and named[0] in ("mul", "div") and back(trace, other(user, root)) in differences:
+            return _with_parameters(trace, Norm(user, x, centred, eps))
+        if named and named[0] == "div" and isinstance(named[1], float | int):  # 1 / sqrt(...)
+            for scaled, by in users(trace, user.outputs[0]):
+                if back(trace, other(scaled, by)) in differences:
+                    return _with_parameters(trace, Norm(scaled, x, centred, eps))
+    return None
+
+
+def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, set[Value]] | None:
+    """Of what a value is the mean of squares: the input, whether its mean was subtracted, and what is to be scaled."""
+    call = trace.producer(variance)
+    if call is None or not call.inputs:
+        return None
+    if call.name == "var":
+        x = back(trace, call.inputs[0])
+        centred = {made.outputs[0] for made, _ in users(trace, x) if made.name == "sub" and made.outputs}
+        return x, True, centred
+    squares = trace.producer(back(trace, call.inputs[0]))
+    if call.name != "mean" or squares is None or not squares.inputs:
+        return None
+    match binary(squares):
+        case ("pow", Value() as root, 2 | 2.0):
+            pass
+        case ("mul", Value() as root, same) if same == root:
+            pass
+        case _ if squares.name == "square":
+            root = squares.inputs[0]
+        case _:
+            return None
+    root = back(trace, root)
+    difference = binary(trace.producer(root))
+    if difference and difference[0] == "sub":
+        subtracted = trace.producer(back(trace, difference[2]))
+        if subtracted is not None and subtracted.name == "mean":
+            return back(trace, difference[1]), True, {root}
+    return root, False, {root}
+
+
+def _with_parameters(trace: Trace, norm: Norm) -> Norm:
+    """The norm together with the gain and the bias that are applied next, if there are any."""
+    width = trace.tensor(norm.x).shape[-1:]
+
+    def applied(wanted: str, call: Call) -> tuple[Call, Value | None]:
+        for user, value in users(trace, call.outputs[0]):
+            named, parameter = binary(user), other(user, value)
+            is_affine = named is not None and named[0] == wanted and isinstance(parameter, Value)
+            if is_affine and trace.tensor(parameter).shape == width:
+                return user, parameter
+        return call, None
+
+    call, gain = applied("mul", norm.call)
+    call, bias = applied("add", call)
+    return replace(norm, call=call, gain=gain, bias=bias)

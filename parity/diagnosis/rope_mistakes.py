@@ -1,0 +1,189 @@
+"""What ports get wrong about rotary position embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from parity.diagnosis.calls import Edit, Trace
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.rotation import Form, Rotation, frequencies, rotations
+from parity.formats import tf32
+
+BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
+"""Of Llama, Llama 3, Qwen, and others between them."""
+
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+
+Edits = Callable[[Rotation], tuple[Edit, ...]]
+Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
+
+
+def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's rotary embeddings."""
+    found = rotations(trace)
+    if found:
+        mistakes = [*_forms(found[0]), *_positions(), *_frequencies(found[0]), *_rounded()]
+        yield from everywhere_and_somewhere(mistakes, found, module)
+
+
+def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
+    other: Form = "interleaved" if like.form == "halves" else "halves"
+    yield Mistake(
+        "rope-layout",
+        f"rope {other}",
+        f"give TE interleaved={like.form == 'interleaved'}, or reorder the rows of query and key by "
+        f"parity.rope_halves; it rotates pairs of the {other} form",
+        lambda one: one.edits(form=other),
+    )
+    yield Mistake(
+        "rope-missing",
+        "rope missing",
+        "pass TE rotary_pos_emb; nothing is rotated",
+        lambda one: one.edits(times=0),
+    )
+    for role, lacking in (("query", "key"), ("key", "query")):
+        yield Mistake(
+            "rope-one-side",
+            f"rope on the {role} alone",
+            f"rotate both query and key; the {lacking} is not rotated",
+            _on(lacking, times=0),
+        )
+    yield Mistake(
+        "rope-twice",
+        "rope twice",
+        "rotate query and key once; they are rotated twice",
+        lambda one: one.edits(times=2),
+    )
+    yield Mistake(
+        "rope-direction",
+        "rope backwards",
+        "rotate by positive angles; query and key are turned the other way",
+        lambda one: one.edits(angles=-one.angles),
+    )
+
+
+def _positions() -> Iterator[Mistake[Rotation]]:
+    """Positions counted otherwise; the same for query and key would change nothing."""
+    for role in ("query", "key"):
+        for by in (-1, 1):
+            yield Mistake(
+                "rope-position",
+                f"rope positions of the {role} off by {by:+d}",
+                f"count positions of query and key alike; the {role}'s are off by {by:+d}",
+                _turned_more(role, by),
+            )
+    for factor in (2, 4, 8):
+        yield Mistake(
+            "rope-position",
+            f"rope positions divided by {factor}",
+            f"leave out seq_len_interpolation_factor={factor}; positions are divided by it",
+            _with_angles(lambda positions, frequency, factor=factor: positions[:, None] / factor * frequency),  # type: ignore[misc]
+        )
+
+
+def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
+    if like.base is None:
+        return
+    yield from map(_base_instead(like.base), BASES)
+    for share in _SHARES:
+        if int(like.head_dim * share) != like.rotary:
+            yield Mistake(
+                "rope-partial",
+                f"rope on {share:g} of the channels",
+                f"give TE rotary_percent={like.rotary / like.head_dim:g}; it rotates {share:g} of a head's channels",
+                _with_frequencies(like.base, share),
+            )
+
+
+def _base_instead(right: float) -> Callable[[float], Mistake[Rotation]]:
+    def with_base(base: float) -> Mistake[Rotation]:
+        return Mistake(
+            "rope-base",
+            f"rope base={base:.4g}",
+            f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
+            _with_frequencies(base),
+            value=base,
+            tuned=with_base,
+        )
+
+    return with_base
+
+
+def _rounded() -> Iterator[Mistake[Rotation]]:
+    """Frequencies or phases of too few bits."""
+    variants: dict[str, Phases] = {
+        "frequencies in bf16": lambda positions, frequency: positions[:, None] * _bf16(frequency),
+        "phases in bf16": lambda positions, frequency: _bf16(positions[:, None] * frequency),
+        "positions in bf16": lambda positions, frequency: _bf16(positions)[:, None] * frequency,
+        "frequencies and phases in bf16": lambda p, frequency: _bf16(_bf16(p)[:, None] * _bf16(frequency)),
+        "phases from a TF32 product": lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency),
+    }
+    for described, phases in variants.items():
+        yield Mistake(
+            "rope-precision",
+            f"rope {described}",
+            f"compute rotary frequencies and phases in FP32, not under autocast and before .to(bfloat16); it has "
+            f"{described}",
+            _with_angles(phases),
+            subtle=True,
+        )
+    yield Mistake(
+        "rope-precision",
+        "rope cosines and sines in bf16",
+        "keep rotary cosines and sines in FP32; they are rounded to bf16",
+        lambda one: one.edits(table=torch.bfloat16),
+        subtle=True,
+    )
+
+
+def _on(role: str, **changes: object) -> Edits:
+    return lambda one: one.edits(**changes) if one.role == role else ()
+
+
+def _turned_more(role: str, by: int) -> Edits:
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.role != role or one.phases is None:
+            return ()
+        return one.edits(angles=one.angles + by * one.phases[1])
+
+    return edits
+
+
+def _with_angles(phases: Phases) -> Edits:
+    """Other phases, as a difference to the ideal ones: what the reference itself rounds stays."""
+
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.phases is None:
+            return ()
+        positions, frequency = one.phases
+        ideal, other = positions[:, None] * frequency, phases(positions, frequency)
+        return one.edits(angles=one.angles + other - ideal) if not torch.equal(ideal, other) else ()
+
+    return edits
+
+
+def _with_frequencies(base: float, share: float | None = None) -> Edits:
+    """Frequencies of another base, on a share of the channels or on as many as are rotated."""
+
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.phases is None:
+            return ()
+        rotary = one.rotary if share is None else int(one.head_dim * share) // 2 * 2
+        if rotary == one.rotary and one.base is not None and math.isclose(base, one.base, rel_tol=1e-3):
+            return ()
+        return one.edits(angles=one.phases[0][:, None] * frequencies(base, rotary).to(one.angles.device))
+
+    return edits
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.float().bfloat16().double()
+
+
+def _tf32(x: Tensor) -> Tensor:
+    return tf32(x.float()).double()

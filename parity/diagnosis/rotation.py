@@ -1,0 +1,208 @@
+"""Rotary position embeddings in a trace.
+
+A rotation is recognised by what it does: some value before a query or a key is made from an earlier one of its shape by
+turning pairs of channels by angles that depend on position and pair alone. Any code that does this is found, be it
+``rotate_half``, complex numbers or a cache of cosines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from parity.diagnosis.attention import attentions
+from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.straight_through import rounded_to
+from parity.diagnosis.walk import ancestors
+
+Form = Literal["halves", "interleaved"]
+
+_MOST_ANCESTORS = 60  # from a query to what it was before it was rotated
+_EXACT = 1e-4  # radians by which a rotation in FP32 may differ over heads
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of a head's channels that models rotate
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """``result = x`` with pairs of channels turned by ``angles[position, pair]``.
+
+    Attributes:
+        call: returns the rotated value.
+        x: what is rotated, ``[..., head_dim]``.
+        role: ``query`` or ``key``.
+        head_dim: channels of a head.
+        form: pairs are ``(i, i + rotary / 2)`` or ``(2 i, 2 i + 1)``.
+        axis: dimension of the positions, negative.
+        angles: ``[seq, rotary / 2]`` in radians, FP64, up to full turns.
+        phases: positions ``[seq]`` and frequencies ``[rotary / 2]`` whose products are the angles, FP64; None if they
+            are not known.
+        times: how often it is rotated.
+        table: dtype to which cosines and sines are rounded; None for the computation's own.
+    """
+
+    call: Call
+    x: Value
+    role: Literal["query", "key"]
+    head_dim: int
+    form: Form
+    axis: int
+    angles: Tensor
+    phases: tuple[Tensor, Tensor] | None
+    times: int = 1
+    table: torch.dtype | None = None
+
+    @property
+    def rotary(self) -> int:
+        """How many channels are rotated, from the first."""
+        return 2 * self.angles.shape[-1]
+
+    @property
+    def base(self) -> float | None:
+        """Of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
+        return _base(self.phases[1]) if self.phases is not None else None
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The rotated value."""
+        rotated, kept = x[..., : self.rotary], x[..., self.rotary :]
+        angles = self.angles.to(x.device).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
+        cos, sin = (rounded_to(table, self.table).to(x.dtype) for table in (angles.cos(), angles.sin()))
+        for _ in range(self.times):
+            first, second = pairs(rotated, self.form)
+            rotated = _joined(first * cos - second * sin, second * cos + first * sin, self.form)
+        return torch.cat((rotated, kept), -1)
+
+    def edits(self, **changes: Any) -> tuple[Edit, ...]:
+        """The value is to be rotated otherwise."""
+        changed = replace(self, **changes)
+        return (edit(self.call, (self.x,), lambda was, x: changed.compute(x).to(was.dtype)),)
+
+
+def rotations(trace: Trace) -> list[Rotation]:
+    """The rotation of each attention's query and key, in order."""
+    found: dict[int, Rotation] = {}
+    for attention in attentions(trace):
+        rotation = _before(trace, attention.query, "query")
+        if rotation is not None:
+            found.setdefault(rotation.call.outputs[0].number, rotation)
+        rotation = _before(trace, attention.key, "key")
+        if rotation is not None:
+            found.setdefault(rotation.call.outputs[0].number, rotation)
+    return list(found.values())
+
+
+def frequencies(base: float, rotary: int) -> Tensor:
+    """``base ** (-2 i / rotary)`` for each pair i, FP64 (Su et al., arXiv 2104.09864)."""
+    return base ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+
+
+def pairs(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """The first and the second channel of each pair, ``[..., rotary / 2]``."""
+    if form == "halves":
+        first, second = x.chunk(2, -1)
+        return first, second
+    return x[..., 0::2], x[..., 1::2]
+
+
+def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
+    """The inverse of ``pairs``."""
+    return torch.cat((first, second), -1) if form == "halves" else torch.stack((first, second), -1).flatten(-2)
+
+
+def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
+    """The last rotation before a query or key."""
+    chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
+    candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
+    for i, result in enumerate(candidates):
+        call = trace.producer(result)
+        if call is None or len(call.outputs) != 1:
+            continue
+        shape = trace.tensor(result).shape
+        for x in candidates[i + 1 :]:
+            if trace.tensor(x).shape == shape:
+                rotation = _turned(trace, call, x, role)
+                if rotation is not None:
+                    return rotation
+    return None
+
+
+def _turned(trace: Trace, call: Call, x: Value, role: Literal["query", "key"]) -> Rotation | None:
+    """The rotation from ``x`` to what ``call`` returns, if there is one."""
+    before, after = trace.tensor(x).double(), trace.tensor(call.outputs[0]).double()
+    norms = torch.linalg.vector_norm(before, dim=-1), torch.linalg.vector_norm(after, dim=-1)
+    if not torch.allclose(*norms, rtol=_EXACT) or torch.allclose(before, after, rtol=_EXACT):
+        return None
+    head_dim = before.shape[-1]
+    for share in _SHARES:
+        rotary = int(head_dim * share) // 2 * 2
+        if not rotary or not torch.equal(before[..., rotary:], after[..., rotary:]):
+            continue
+        for form in ("halves", "interleaved"):
+            turned = _angles(before[..., :rotary], after[..., :rotary], form)
+            if turned is not None:
+                axis, angles = turned
+                return Rotation(call, x, role, head_dim, form, axis, angles, _phases(trace, call, angles))
+    return None
+
+
+def _angles(before: Tensor, after: Tensor, form: Form) -> tuple[int, Tensor] | None:
+    """The dimension of positions, and by how much each position turns each pair; None if it is no such rotation."""
+    a, b = pairs(before, form)
+    c, d = pairs(after, form)
+    cos, sin, square = a * c + b * d, a * d - b * c, (a * a + b * b).clamp(min=1e-300)
+    significant = square > 1e-6 * square.mean()
+    if not torch.allclose((c * c + d * d)[significant], square[significant], rtol=1e-3):
+        return None
+    angles = torch.atan2(sin, cos)
+    for axis in range(-2, -angles.dim() - 1, -1):
+        if angles.shape[axis] < 2:
+            continue
+        by_position = angles.movedim((axis, -1), (0, 1)).flatten(2)  # [seq, pairs, everything else]
+        weights = square.movedim((axis, -1), (0, 1)).flatten(2)
+        best = weights.argmax(-1, keepdim=True)
+        common = by_position.gather(-1, best)
+        off = _wrapped(by_position - common).abs()
+        if bool((off[weights > 1e-3 * weights.mean()] < _EXACT).all()) and off.shape[-1] > 1:
+            return axis, common.squeeze(-1)
+    return None
+
+
+def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Positions and frequencies whose products are the angles, up to full turns.
+
+    Both are looked for among what the rotation is computed from. Where a cache holds its sines, positions are counted
+    from 0 and frequencies are those of a base.
+    """
+    seq, count = angles.shape
+    near = [trace.tensor(value) for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS)]
+    flat = [x.detach().double().flatten() for x in near if x.numel() in (seq, count) and not x.is_complex()]
+    positions = [x for x in flat if x.numel() == seq and torch.equal(x, x.round())]
+    frequencies_found = [x for x in flat if x.numel() == count]
+    positions.append(torch.arange(seq, dtype=torch.float64, device=angles.device))
+    last = float(_wrapped(angles[1] - angles[0])[-1])
+    if count > 1 and last > 0.0:
+        measured = last ** (-count / (count - 1))
+        frequencies_found += [frequencies(base, 2 * count) for base in (round(measured, -2), measured)]
+    for position in positions:
+        for frequency in frequencies_found:
+            expected = position[:, None] * frequency.to(position.device)
+            if bool((_wrapped(angles - expected).abs() < 10 * _EXACT).all()):
+                return position, frequency
+    return None
+
+
+def _base(frequency: Tensor) -> float | None:
+    count = len(frequency)
+    if count < 2 or float(frequency[-1]) <= 0.0:
+        return None
+    measured = float(frequency[-1]) ** (-count / (count - 1))
+    rounded = round(measured, 2 - math.floor(math.log10(measured)))
+    return rounded if torch.allclose(frequencies(rounded, 2 * count), frequency.cpu(), rtol=1e-5) else None
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    """The same angle between -pi and pi."""
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi

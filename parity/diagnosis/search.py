@@ -1,0 +1,295 @@
+"""Finds which hypotheses explain a failure, at a bounded cost.
+
+Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough. What brings the
+outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
+precision. If none explains the failure, a second is looked for on top of the best partial explanations.
+
+The cost is bounded in forward passes: a failed check costs at least ``FORWARDS_OF_A_CHECK`` of them (FP64, the rounding
+model and the candidate, each forward and backward), and a diagnosis may cost 20 checks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.trial import Tensors, outputs_under, tensors_under
+from parity.errors import Errors, measure
+from parity.precision import Precision
+from parity.prepare import Prepared
+from parity.result import TensorResult
+from parity.tolerance import Tolerance, margin
+
+MOST_CHECKS = 15.0
+"""Times the failed check's own seconds that a search may take; the rest of 20 is for what comes after it."""
+
+_VERIFIED = 4  # hypotheses that are computed in full, the best first
+_PARTIAL = 3  # partial explanations on which a second hypothesis is tried
+_HELPS = 0.9  # of the error before, which a partial explanation must go below
+_TUNED = 2  # kinds of mistakes whose constant is looked for
+_TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
+_TUNING_STEPS = 30
+_CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
+_TINY = 1e-300
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+_FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A comparison that failed.
+
+    Attributes:
+        results: of all compared tensors.
+        candidate: its tensors, in the reference's layout.
+        prepared: what was compared.
+        precision: at which.
+        seconds: that the comparison took.
+    """
+
+    results: Sequence[TensorResult]
+    candidate: Tensors
+    prepared: Prepared
+    precision: Precision
+    seconds: float
+
+    @property
+    def outputs(self) -> list[TensorResult]:
+        """The outputs' results."""
+        return [result for result in self.results if result.kind == "output"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Hypotheses under which the reference computes what the candidate does.
+
+    Attributes:
+        hypotheses: one, or two that hold at once.
+        margin: of the outputs, against what the precision costs under the hypotheses; at most 1.
+        gradient_margin: ditto of the gradients.
+        before: the largest relative L2 error of an output.
+        after: ditto under the hypotheses.
+    """
+
+    hypotheses: tuple[Hypothesis, ...]
+    margin: float
+    gradient_margin: float
+    before: float
+    after: float
+
+
+@dataclass
+class Budget:
+    """Seconds that may be spent."""
+
+    seconds: float
+    began: float = field(default_factory=time.perf_counter)
+    exceeded: bool = False
+
+    def spent(self) -> bool:
+        """Whether they are; remembered in ``exceeded``."""
+        self.exceeded = self.exceeded or time.perf_counter() - self.began > self.seconds
+        return self.exceeded
+
+
+def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget) -> list[Explanation]:
+    """What explains the candidate's outputs, the best first; empty if nothing does.
+
+    Mistakes made at all places are tried before mistakes made at one, known constants before others, one before two.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        hypotheses: to try, the likeliest first.
+        budget: of the search.
+    """
+    known = list(hypotheses)
+    screen = _Screen(failure)
+    ranked: list[Ranked] = []
+    for everywhere in (True, False):
+        ranked += screen.ranked([(one,) for one in known if one.everywhere is everywhere], budget)
+        ranked.sort(key=lambda entry: entry[0])
+        found = _verified(failure, ranked, budget)
+        if found:
+            return found
+    found = _verified(failure, _tuned(screen, ranked, budget), budget)
+    if found:
+        return found
+    pairs: list[Ranked] = []
+    for share, (first,) in ranked[:_PARTIAL]:
+        if share < _HELPS:
+            pairs += screen.ranked([(first, second) for second in known if _go_together(first, second)], budget)
+    return _verified(failure, sorted(pairs, key=lambda entry: entry[0]), budget)
+
+
+def _tuned(screen: _Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
+    """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
+    best: dict[str, Hypothesis] = {}
+    for share, (one,) in ranked:
+        if one.tuned is not None and one.value is not None and share < _HELPS:
+            best.setdefault(one.title, one)
+    return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, one, budget)]
+
+
+def _line_search(screen: _Screen, one: Hypothesis, budget: Budget) -> list[Ranked]:
+    """A golden-section search over the logarithm of a mistake's constant."""
+    if one.tuned is None or one.value is None:
+        return []
+    tried: dict[float, list[Ranked]] = {}
+
+    def share(exponent: float) -> float:
+        if exponent not in tried and one.tuned is not None:
+            tried[exponent] = screen.ranked([(one.tuned(math.exp(exponent)),)], budget)
+        entries = tried[exponent]
+        return entries[0][0] if entries else math.inf
+
+    low, high = (math.log(one.value) + offset for offset in (-_TUNING_RANGE, _TUNING_RANGE))
+    for _ in range(_TUNING_STEPS):
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        low, high = (low, right) if share(left) < share(right) else (left, high)
+    return sorted((entry for entries in tried.values() for entry in entries), key=lambda entry: entry[0])[:1]
+
+
+def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
+    """Whether both can hold at once: they change different calls."""
+    changed = {edit.site for edit in first.edits} & {edit.site for edit in second.edits}
+    return first is not second and not changed
+
+
+Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it
+
+
+class _Screen:
+    """Ranks hypotheses by the share of the error that they leave in the row where the candidate's is largest."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._prepared = failure.prepared
+        self._golden = failure.prepared.golden.outputs
+        self._candidate = {name: x.double() for (kind, name), x in failure.candidate.items() if kind == "output"}
+        self._tolerances = {result.name: result.tolerance_relative_l2 for result in failure.outputs}
+        self._rows = self._worst_row()
+        self._before = {rows: self._error(self._golden, rows) for rows in (True, False)}
+        plain = outputs_under(self._prepared, (), torch.float32)
+        exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
+        self._dtype = torch.float32 if exact else torch.float64
+
+    def ranked(self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget) -> list[Ranked]:
+        """Combinations with the share that each leaves, the smallest first; those that change nothing left out."""
+        shares = []
+        for combination in combinations:
+            if budget.spent():
+                break
+            alone = self._rows is not None and not any(one.around for one in combination)
+            outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
+            if outputs is not None and self._same_shapes(outputs, alone):
+                share = self._error(outputs, alone, cut=False) / self._before[alone]
+                if math.isfinite(share) and abs(share - 1.0) > _CHANGES:
+                    shares.append((share, combination))
+        return sorted(shares, key=lambda entry: entry[0])
+
+    def _worst_row(self) -> slice | None:
+        """The row of the batch with the largest error, if rows are computed independently; else None."""
+        counts = {x.shape[0] for x in self._candidate.values() if x.dim() > 1}
+        if len(counts) != 1 or counts == {1}:
+            return None
+        errors = [
+            ((x - self._golden[name]) ** 2).flatten(1).sum(1) / self._golden[name].square().sum()
+            for name, x in self._candidate.items()
+        ]
+        row = int(torch.stack(errors).sum(0).argmax())
+        rows = slice(row, row + 1)
+        alone = outputs_under(self._prepared, (), torch.float64, rows)
+        independent = alone is not None and all(
+            alone[name].shape == x[rows].shape and torch.allclose(alone[name], x[rows], rtol=1e-5, atol=1e-7)
+            for name, x in self._golden.items()
+        )
+        return rows if independent else None
+
+    def _of_rows(self, tensors: dict[str, Tensor], alone: bool) -> dict[str, Tensor]:
+        return {name: x[self._rows] for name, x in tensors.items()} if alone and self._rows else tensors
+
+    def _same_shapes(self, outputs: dict[str, Tensor], alone: bool) -> bool:
+        expected = self._of_rows(self._golden, alone)
+        return all(name in outputs and outputs[name].shape == x.shape for name, x in expected.items())
+
+    def _error(
+        self, outputs: dict[str, Tensor], alone: bool, truth: dict[str, Tensor] | None = None, cut: bool = True
+    ) -> float:
+        """The largest relative error of an output, in units of its tolerance.
+
+        Args:
+            outputs: whose error it is.
+            alone: whether in the screened row alone.
+            truth: what they should be; None for the candidate's.
+            cut: whether ``outputs`` are of all rows, also where one row counts alone.
+        """
+        truth = self._of_rows(self._candidate if truth is None else truth, alone)
+        golden = self._of_rows(self._golden, alone)
+        outputs = self._of_rows(outputs, alone) if cut else outputs
+        return max(
+            _norm(outputs[name].double() - x) / (max(_norm(golden[name]), _TINY) * self._tolerances[name])
+            for name, x in truth.items()
+        )
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
+    """The explanations among the best of the screened, those that fit best first."""
+    found: list[Explanation] = []
+    helping = [combination for share, combination in ranked if share < _HELPS]
+    for combination in _one_of_each_name(helping)[:_VERIFIED]:
+        if found and budget.spent():
+            break
+        explanation = verified(failure, combination)
+        if explanation is not None:
+            found.append(explanation)
+    return sorted(found, key=lambda one: (max(one.margin, one.gradient_margin), one.after))
+
+
+def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
+    by_name = {tuple(one.name for one in combination): combination for combination in reversed(combinations)}
+    return list(by_name.values())[::-1]
+
+
+def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
+    """The explanation that a combination is; None if the outputs still differ by more than the precision costs."""
+    golden = tensors_under(failure.prepared, combination)
+    model = tensors_under(failure.prepared, combination, failure.precision)
+    if golden is None or model is None:
+        return None
+    margins: dict[str, float] = {"output": 0.0, "gradient": 0.0}
+    after = 0.0
+    for result in failure.results:
+        key = result.kind, result.name
+        if golden[key].shape != failure.candidate[key].shape:
+            return None
+        errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
+        cost = measure(model[key], golden[key], failure.precision.dtype)
+        kind = "output" if result.kind == "output" else "gradient"
+        margins[kind] = max(margins[kind], margin(errors, _tolerance_under(result, cost)))
+        if result.kind == "output":
+            after = max(after, errors.relative_l2)
+    if margins["output"] > 1.0:
+        return None
+    before = max(result.errors.relative_l2 for result in failure.outputs)
+    return Explanation(combination, margins["output"], margins["gradient"], before, after)
+
+
+def _tolerance_under(result: TensorResult, cost: Errors) -> Tolerance:
+    """The tolerance of a tensor where the precision costs something else."""
+
+    def ratio(now: float, then: float) -> float:
+        return max(1.0, now / then) if then > 0.0 and math.isfinite(now) else 1.0
+
+    return Tolerance(
+        result.tolerance_relative_l2 * ratio(cost.relative_l2, result.expected.relative_l2),
+        result.tolerance_max_abs * ratio(cost.max_abs, result.expected.max_abs),
+    )

@@ -1,0 +1,134 @@
+"""Tries hypotheses: the reference's outputs and gradients as they would be if some of them were true at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.diagnosis.calls import Misfit, edited
+from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.execute import outputs_of, run
+from parity.precision import Precision
+from parity.prepare import Prepared, cast
+from parity.result import Kind
+from parity.rounding import rounded
+
+Tensors = dict[tuple[Kind, str], Tensor]
+
+
+def outputs_under(
+    prepared: Prepared, hypotheses: Sequence[Hypothesis], dtype: torch.dtype, rows: slice | None = None
+) -> dict[str, Tensor] | None:
+    """The reference's outputs if the hypotheses were true; None if they cannot be.
+
+    Args:
+        prepared: what was compared.
+        hypotheses: that hold at once.
+        dtype: in which to compute.
+        rows: of each input's first dimension; None for all.
+    """
+    _cast_module(prepared.reference, dtype)
+    inputs = cast(prepared.inputs, dtype)
+    if rows is not None:
+        inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
+    try:
+        with torch.no_grad():
+            return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
+    except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
+        return None  # a change of shapes that the reference does not take
+
+
+def tensors_under(
+    prepared: Prepared,
+    hypotheses: Sequence[Hypothesis],
+    precision: Precision | None = None,
+    cotangents: Mapping[str, Tensor] | None = None,
+) -> Tensors | None:
+    """The reference's outputs and gradients if the hypotheses were true; None if they cannot be.
+
+    Args:
+        prepared: what was compared.
+        hypotheses: that hold at once.
+        precision: whose rounding model to compute under, in FP32; None computes in FP64.
+        cotangents: the gradient with respect to each output; None for the comparison's own.
+    """
+    dtype = torch.float64 if precision is None else torch.float32
+    _cast_module(prepared.reference, dtype)
+    given = prepared.cotangents if cotangents is None else cotangents
+    model = rounded(precision.rounding, prepared.reference.parameters()) if precision else nullcontext()
+    try:
+        with model as phase:
+            ran = run(
+                prepared.reference,
+                _call_under(prepared, hypotheses),
+                cast(prepared.inputs, dtype),
+                prepared.input_names,
+                lambda outputs: {name: given[name].to(output.dtype) for name, output in outputs.items()},
+                before_backward=phase.begin_backward if phase else lambda: None,
+            )
+    except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
+        return None
+    tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
+    tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
+    tensors.update({("weight gradient", name): tensor for name, tensor in ran.weight_gradients.items()})
+    if precision is not None:
+        tensors = {key: precision.rounding.store(tensor) for key, tensor in tensors.items()}
+    return tensors
+
+
+def _cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    tensors = chain(module.parameters(), module.buffers())
+    if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in tensors):
+        module.to(dtype)
+
+
+def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
+    """How to call the reference so that it computes what the hypotheses say."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        edits = [edit for hypothesis in hypotheses for edit in hypothesis.edits]
+        change = edited(module, edits) if edits else nullcontext()
+        with _holding(module, _read(module, hypotheses)), change:
+            return prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
+
+    under: Call = call
+    for hypothesis in hypotheses:
+        if hypothesis.around is not None:
+            under = hypothesis.around(under)
+    return under
+
+
+def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
+    """The parameters that would be others."""
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
+    others: dict[str, Tensor] = {}
+    for hypothesis in hypotheses:
+        if hypothesis.read is not None:
+            others.update(hypothesis.read(parameters | others))
+    return others
+
+
+@contextmanager
+def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within the context the module computes with these tensors in place of its parameters, wherever they are tied."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    for submodule in module.modules():
+        for leaf, parameter in submodule._parameters.items():
+            places[id(parameter)].append((submodule._parameters, leaf))
+    parameters = dict(module.named_parameters())
+    try:
+        for name, tensor in tensors.items():
+            for holder, leaf in places[id(parameters[name])]:
+                holder[leaf] = tensor
+        yield
+    finally:
+        for name in tensors:
+            for holder, leaf in places[id(parameters[name])]:
+                holder[leaf] = parameters[name]
