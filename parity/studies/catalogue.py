@@ -12,6 +12,7 @@ from typing import Any
 from parity.user_error import UserError
 
 STUDIES = {
+    "flops": "FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case.",
     "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
     "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",
 }
