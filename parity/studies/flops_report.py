@@ -126,8 +126,8 @@ def _of_the_gate(sizes: LayerSizes) -> str:
     table = tables.numbers(rows, ["B s h², forward", "projections", "MLP", "together"])
     return (
         f"{table}\n\nThe gate is a third product as wide as the other two. Shazeer (arXiv 2002.05202) therefore "
-        "narrows the MLP to two thirds, which makes it cost what a plain one does (h here is not a multiple of 3, so not to "
-        "the last digit). A throughput computed with 24 for a model that has its gate at full width is a quarter too "
+        "narrows the MLP to two thirds, which makes it cost what a plain one does (to the last digit only if h is a "
+        "multiple of 3). A throughput computed with 24 for a model that has its gate at full width is a quarter too "
         "low."
     )
 
