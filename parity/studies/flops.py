@@ -89,7 +89,7 @@ def run(settings: Settings, folder: Path) -> Path:
 
     _check(settings)
     kernels = te.kernels()
-    cases = track(list(_suite()), "counting", console=Console(stderr=True))
+    cases = track(list(suite()), "counting", console=Console(stderr=True))
     return flops_report.write({_run(*entry): count(*entry, kernels) for entry in cases}, settings, folder)
 
 
@@ -118,7 +118,7 @@ def _in_products(pair: Pair, inputs: tuple[Tensor, ...], skips_hidden: bool) -> 
     return flops.total(flops.in_products(components).values())
 
 
-def _suite() -> Iterator[tuple[Case, Size]]:
+def suite() -> Iterator[tuple[Case, Size]]:
     """The built-in cases; those of other packages may have modules of their own."""
     for case in registry.load_entry_points():
         if case.factory.__module__.startswith("parity.cases."):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor
 
+from parity.studies.te_variables import te_variables
 from parity.te import Kernels
+from parity.user_error import UserError
 
 Backend = Literal["unfused", "fused"]
 
@@ -30,6 +29,9 @@ def attend(kernels: Kernels, backend: Backend, query: Tensor, key: Tensor, value
 
     Returns:
         ``[heads, queries, head_dim]``.
+
+    Raises:
+        UserError: if TE has no such backend for these sizes and this dtype on this GPU.
     """
     heads, _, head_dim = query.shape
     variables = {
@@ -38,7 +40,7 @@ def attend(kernels: Kernels, backend: Backend, query: Tensor, key: Tensor, value
         "NVTE_UNFUSED_ATTN": str(int(backend == "unfused")),
         "NVTE_APPLY_QK_LAYER_SCALING": str(int(layer > 0)),
     }
-    with _environment(variables), warnings.catch_warnings():
+    with te_variables(variables), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # TE says so where it corrects a default of its own
         _choose_backend_again()
         attention = kernels.te.DotProductAttention(
@@ -49,23 +51,13 @@ def attend(kernels: Kernels, backend: Backend, query: Tensor, key: Tensor, value
             attn_mask_type="no_mask",
             layer_number=layer or None,
         ).eval()
-        output = attention(*(tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (query, key, value)))
-    _choose_backend_again()
+        try:
+            output = attention(*(tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (query, key, value)))
+        except ValueError as error:
+            raise UserError(f"TE's {backend} attention, {query.dtype}, head_dim {head_dim}: {error}") from error
+        finally:
+            _choose_backend_again()
     return output.view(query.shape[1], heads, head_dim).transpose(0, 1)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _choose_backend_again() -> None:

@@ -16,7 +16,7 @@ from parity.studies.flops import Settings
 from parity.te import Kernels
 from parity.user_error import UserError
 
-SUITE = list(study._suite())
+SUITE = list(study.suite())
 
 
 @pytest.fixture(scope="module")

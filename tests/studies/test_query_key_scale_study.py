@@ -125,6 +125,12 @@ def test_te_s_unfused_attention_computes_what_alpha_in_fp32_does(kernels: Kernel
     assert (actual.double() - expected.double()).norm() < 2.0**-12 * expected.double().norm()
 
 
+def test_a_backend_that_te_lacks_is_told(kernels: Kernels) -> None:
+    single = torch.zeros(4, 32, 64)
+    with pytest.raises(UserError, match=r"TE's fused attention, .*head_dim 64: No dot product"):
+        te_attention.attend(kernels, "fused", single, single, single)
+
+
 @given(st.sampled_from(sorted(PLACEMENTS)), st.sampled_from(sorted(KEPT)), st.integers(0, 2**16))
 def test_every_way_computes_the_scaled_product_up_to_its_roundings(placement: str, kept: str, seed: int) -> None:
     rng = Rng(seed)
