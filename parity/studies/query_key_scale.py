@@ -175,6 +175,11 @@ def ways(dtype: str) -> tuple[str, ...]:
     return (*ours, *(name for name in TE_WAYS if "layer" not in name))
 
 
+def nearest_to_one(settings: Settings) -> int:
+    """The base 2 logarithm of the magnitude at which scores of the ways are compared: 1, or what was run near it."""
+    return min(settings.magnitudes, key=abs)
+
+
 def frontier(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: int, way: str) -> float:
     """The frontier of a way, the geometric mean over seeds."""
     outcomes = _of(found, dtype, distribution, head_dim)

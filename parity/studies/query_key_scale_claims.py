@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from parity.report.numbers import ratio, short
-from parity.studies.query_key_scale import Outcome, Run, Settings, error, frontier
+from parity.studies.query_key_scale import Outcome, Run, Settings, error, frontier, nearest_to_one
 from parity.studies.tables import Claim
 
 _PULL_REQUEST = "Megatron-DeepSpeed (BigScience), pull request 118"
@@ -41,7 +41,7 @@ def claims(found: Mapping[Run, Outcome], settings: Settings, head_dim: int) -> I
         yield _layer_scaling(edge, settings.layer, at)
         yield _same_on_paper(found, settings, distribution)
         if "bf16" in settings.dtypes:
-            yield _fp16_overflows_and_bf16_does_not(found, edge, distribution, head_dim)
+            yield _fp16_overflows_and_bf16_does_not(found, settings, edge, head_dim)
 
 
 def _alpha_overflows(edge: Mapping[str, float], at: str) -> Claim:
@@ -85,7 +85,8 @@ def _same_on_paper(found: Mapping[Run, Outcome], settings: Settings, distributio
     figures = []
     for head_dim in settings.head_dims:
         both, after = (
-            error(found, "fp16", distribution, head_dim, way, 0).scores for way in ("both, FP32", "after, FP32")
+            error(found, "fp16", distribution, head_dim, way, nearest_to_one(settings)).scores
+            for way in ("both, FP32", "after, FP32")
         )
         figures.append(f"{ratio(both, after)} at d = {head_dim}")
     return Claim(
@@ -98,10 +99,14 @@ def _same_on_paper(found: Mapping[Run, Outcome], settings: Settings, distributio
 
 
 def _fp16_overflows_and_bf16_does_not(
-    found: Mapping[Run, Outcome], edge: Mapping[str, float], distribution: str, head_dim: int
+    found: Mapping[Run, Outcome], settings: Settings, edge: Mapping[str, float], head_dim: int
 ) -> Claim:
+    distribution = settings.distributions[0]
     bf16 = frontier(found, "bf16", distribution, head_dim, "after, stored")
-    coarse, fine = (error(found, dtype, distribution, head_dim, "after, FP32", 0).scores for dtype in ("bf16", "fp16"))
+    coarse, fine = (
+        error(found, dtype, distribution, head_dim, "after, FP32", nearest_to_one(settings)).scores
+        for dtype in ("bf16", "fp16")
+    )
     return Claim(
         "GLM-130B, arXiv 2210.02414, on training stability",
         "attention scores exceed FP16's range as models grow; BLOOM used BF16 for its range",

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from parity.report.numbers import ratio, short
 from parity.studies import query_key_scale_claims, tables
-from parity.studies.query_key_scale import Outcome, Run, Settings, error, frontier, ways
+from parity.studies.query_key_scale import Outcome, Run, Settings, error, frontier, nearest_to_one, ways
 from parity.te import Kernels
 
 _MEANS = {
@@ -134,6 +134,7 @@ def _frontiers(found: Mapping[Run, Outcome], settings: Settings, dtype: str) -> 
 
 def _errors(found: Mapping[Run, Outcome], settings: Settings, dtype: str, distribution: str, head_dim: int) -> str:
     shown = [exponent for exponent in settings.magnitudes if exponent % 2 == 0 and exponent >= -4]
+    shown = shown or list(settings.magnitudes)
     rows = [
         [f"`{way}`", *(_or_infinite(error(found, dtype, distribution, head_dim, way, each).output) for each in shown)]
         for way in ways(dtype)
@@ -142,19 +143,21 @@ def _errors(found: Mapping[Run, Outcome], settings: Settings, dtype: str, distri
 
 
 def _score_errors(found: Mapping[Run, Outcome], settings: Settings) -> str:
-    distribution = settings.distributions[0]
+    distribution, at = settings.distributions[0], nearest_to_one(settings)
     rows = []
     for dtype in settings.dtypes:
         base = "after, FP32"
         for way in (way for way in ways(dtype) if not way.startswith("TE")):
             cells = [dtype.upper(), f"`{way}`"]
             for head_dim in settings.head_dims:
-                of_way, of_base = (error(found, dtype, distribution, head_dim, name, 0).scores for name in (way, base))
+                of_way, of_base = (error(found, dtype, distribution, head_dim, name, at).scores for name in (way, base))
                 cells.append(f"{short(of_way)} ({ratio(of_way, of_base)})")
             rows.append(cells)
     headers = ["dtype", "way", *(f"d = {head_dim}" for head_dim in settings.head_dims)]
     table = tables.numbers(rows, headers)
-    return f"Relative L2, {distribution} at an RMS of 1; in brackets as a multiple of `after, FP32`.\n\n{table}"
+    return (
+        f"Relative L2, {distribution} at an RMS of {2.0**at:g}; in brackets as a multiple of `after, FP32`.\n\n{table}"
+    )
 
 
 def _or_infinite(value: float) -> str:

@@ -285,6 +285,8 @@ def _check(settings: Settings) -> None:
         for name in chosen:
             if name not in known:
                 raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    if min(settings.scales) > settings.largest_mixed:
+        raise UserError(f"scales: heads of mixed scales need one up to largest_mixed={settings.largest_mixed}")
     if settings.rows % 16 or settings.keys % 8 or settings.keys <= 16:
         raise UserError(
             f"rows={settings.rows}, keys={settings.keys}: TE's softmax takes a multiple of 16 rows, and a multiple of "

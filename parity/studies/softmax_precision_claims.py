@@ -105,7 +105,7 @@ def _relaxed_precision(found: Mapping[Run, Outcome], settings: Settings) -> Clai
 
 
 def _fp32_arithmetic(found: Mapping[Run, Outcome], settings: Settings, measured: Measured) -> Claim:
-    scale = max(scale for scale in settings.scales if scale <= 2)
+    scale = min(settings.scales, key=lambda scale: abs(scale - 2))
     fp16, fp32, scores = (
         error(found, "fp16", "apart", way, scale).moved for way in ("torch.softmax", "FP32", "FP32 scores")
     )
