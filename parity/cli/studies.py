@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def run(names: Sequence[str], quick: bool, options: Sequence[str], folder: Path 
         raise UserError("--set is an option of one study; run them one by one")
     folder = folder or (FOLDER / "quick" if quick else FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for position, name in enumerate(names, start=1):
+        if len(names) > 1:
+            print(f"study {position} of {len(names)}: {name}", file=sys.stderr)
         study = catalogue.load(name)
         settings = catalogue.with_options(study.QUICK if quick else study.FULL, options)
         print(f"report: {study.run(settings, folder)}")

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from tabulate import tabulate
 
 from parity.cpu.products.accumulation import HOPPER
 from parity.report.numbers import ratio, short
+from parity.studies import tables
 from parity.studies.fp8_accumulation import WHOLE, Cost, Costs, Run, Settings, mean
 
 FAST, SPLIT = str(WHOLE), str(HOPPER.promote_every)
@@ -80,7 +80,7 @@ def _by_length(found: Mapping[Run, Costs], settings: Settings) -> str:
         rows.append([str(length), *(short(cost.relative_l2) for cost in costs)])
     slopes = [growth(found, settings, name, way) for name in settings.distributions for way in _LABELS]
     headers = [f"{name}, {way}" for name in settings.distributions for way in ("fast", "split", "FP32", "cast")]
-    return _table(
+    return tables.numbers(
         [*rows, ["p", *(short(slope) if math.isnan(slope) else f"{slope:.2f}" for slope in slopes)]], ["K", *headers]
     )
 
@@ -92,7 +92,7 @@ def _by_interval(found: Mapping[Run, Costs], settings: Settings) -> str:
         cells = [cell for cost in costs for cell in (short(cost.relative_l2), short(cost.max_over_rms))]
         rows.append([str(interval) if interval else "never", *cells])
     headers = [f"{name}, {what}" for name in settings.distributions for what in ("relative L2", "max / RMS")]
-    return _table(rows, ["promoted every", *headers])
+    return tables.numbers(rows, ["promoted every", *headers])
 
 
 def _claims(found: Mapping[Run, Costs], settings: Settings) -> str:
@@ -115,7 +115,7 @@ def _claims(found: Mapping[Run, Costs], settings: Settings) -> str:
             "yes",
         ],
     ]
-    return _table(rows, ["source", "its figure", "ours", "agree"], numbers=False)
+    return tables.texts(rows, ["source", "its figure", "ours", "agree"])
 
 
 def _meaning(found: Mapping[Run, Costs], settings: Settings) -> str:
@@ -134,11 +134,6 @@ def _meaning(found: Mapping[Run, Costs], settings: Settings) -> str:
 
 def _percent(cost: Cost) -> str:
     return f"{short(100 * cost.max_over_rms)} %"
-
-
-def _table(rows: list[list[str]], headers: list[str], numbers: bool = True) -> str:
-    alignment = ["right" if numbers else "left"] * len(headers)
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)
 
 
 def _plot(found: Mapping[Run, Costs], settings: Settings) -> Figure:

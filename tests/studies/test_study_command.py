@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -34,7 +36,7 @@ def test_options_that_do_not_fit_are_told(option: str, message: str) -> None:
 
 
 def test_a_study_that_there_is_not_is_told() -> None:
-    with pytest.raises(UserError, match="there are fp8_accumulation, training_curves"):
+    with pytest.raises(UserError, match=f"there are {', '.join(catalogue.STUDIES)}"):
         catalogue.load("fp8")
 
 
@@ -57,3 +59,28 @@ def test_the_command_runs_a_study_with_options_and_names_its_report(tmp_path: Pa
 
 def test_without_a_name_the_command_shows_what_there_is() -> None:
     assert set(catalogue.STUDIES) <= set(CliRunner().invoke(app, ["study"]).output.split())
+
+
+def test_all_runs_each_study_after_the_other_and_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, Any]] = []
+
+    def load(name: str) -> SimpleNamespace:
+        def run(settings: Any, folder: Path) -> Path:
+            ran.append((name, settings))
+            return folder / f"{name}.md"
+
+        return SimpleNamespace(QUICK=Settings(seeds=1), FULL=Settings(), run=run)
+
+    monkeypatch.setattr(catalogue, "load", load)
+    result = CliRunner().invoke(app, ["study", "--all", "--quick", "-o", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert ran == [(name, Settings(seeds=1)) for name in catalogue.STUDIES]
+    for position, name in enumerate(catalogue.STUDIES, start=1):
+        assert f"study {position} of {len(catalogue.STUDIES)}: {name}" in result.stderr
+        assert f"report: {tmp_path / name}.md" in result.output
+
+
+def test_options_of_several_studies_at_once_are_refused() -> None:
+    result = CliRunner().invoke(app, ["study", "--all", "--quick", "--set", "seeds=1"])
+    assert isinstance(result.exception, UserError)
+    assert "--set is an option of one study" in str(result.exception)

@@ -1,0 +1,61 @@
+"""Tables of the studies' reports, and the one that every report has: what its sources claim, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+
+from parity import te
+from parity.report import environment
+from parity.te import Kernels
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A source's claim next to what a study found.
+
+    Attributes:
+        source: where it is claimed.
+        claimed: the claim, with the source's figure.
+        found: this study's figures.
+        agrees: yes, no, or in which case, as a person reads it.
+        why: what the agreement depends on.
+    """
+
+    source: str
+    claimed: str
+    found: str
+    agrees: str
+    why: str
+
+
+def numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """A markdown table aligned to the right."""
+    return _table(rows, headers, "right")
+
+
+def texts(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """A markdown table aligned to the left."""
+    return _table(rows, headers, "left")
+
+
+def claims(found: Iterable[Claim]) -> str:
+    """The table of claims."""
+    rows = [[claim.source, claim.claimed, claim.found, claim.agrees, claim.why] for claim in found]
+    return texts(rows, ["source", "its claim", "ours", "agree", "why"])
+
+
+def made_on(kernels: Kernels) -> str:
+    """A sentence that says on what TE's figures were made."""
+    device = environment.gpu_name() if kernels.backend == "gpu" else "the CPU"
+    return (
+        f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
+        f"TransformerEngine {te.version()} and torch {torch.__version__}."
+    )
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], alignment: str) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=[alignment] * len(headers))

@@ -1,0 +1,67 @@
+"""The claims of the study ``flops``: formulas and PyTorch's counter agree on every case, and with their sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+from parity import flops, te
+from parity.case import Case, Size
+from parity.studies import flops as study
+from parity.studies import flops_claims
+from parity.studies.flops import Settings
+from parity.te import Kernels
+from parity.user_error import UserError
+
+SUITE = list(study.suite())
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return te.kernels("cpu")
+
+
+@pytest.mark.parametrize(("case", "size"), SUITE, ids=[case.name for case, _ in SUITE])
+def test_the_formulas_count_exactly_what_pytorch_counts(case: Case, size: Size, kernels: Kernels) -> None:
+    found = study.count(case, size, kernels)
+    assert found.computed == found.counted
+    assert found.skipping <= found.computed
+
+
+def test_a_step_with_full_recomputation_is_equation_3_of_narayanan() -> None:
+    assert flops_claims.GPT3.products("full") == flops_claims.narayanan_step(flops_claims.GPT3)
+
+
+def test_palm_s_parameters_and_utilisation_follow_from_its_components() -> None:
+    palm = flops_claims.PALM
+    sizes = palm.layer
+    parameters = flops_claims.palm_parameters(palm)
+    assert round(parameters / 1e9, 2) == 540.35
+    attention = 12 * palm.layers * sizes.heads * sizes.head_dim * sizes.seq
+    assert palm.products("none") == sizes.tokens * (6 * parameters + attention)
+
+
+def test_32_in_front_of_the_brackets_counts_attention_and_logits_a_third_too_high() -> None:
+    model = flops_claims.WIDE_LLAMA
+    sizes = model.layer
+    pairs = flops.visible_pairs(sizes.seq, sizes.seq)
+    core = flops.core_attention(sizes.batch, sizes.heads, pairs, sizes.head_dim)
+    attention = model.layers * 4 * sum(each.forward for each in core.values())
+    logits = flops.total([flops.logits(sizes.tokens, sizes.hidden, model.vocabulary)])
+    excess = flops_claims.megatron_deepspeed_step(model, "full") - model.products("full")
+    assert excess == pytest.approx((attention + logits) / 3)
+
+
+def test_the_report_shows_the_gate_and_every_case(tmp_path: Path) -> None:
+    report = study.run(Settings(seqs=(64, 128)), tmp_path).read_text()
+    assert f"{len(SUITE)} of {len(SUITE)} cases" in report
+    assert "32 B s h²" in report
+    assert (tmp_path / "flops.png").stat().st_size > 0
+
+
+def test_heads_that_do_not_divide_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="heads=3 must divide hidden=4096"):
+        study.run(Settings(heads=3), tmp_path)
