@@ -19,7 +19,7 @@ from parity.execute import Pass, run
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, build, cast, prepare
 from parity.result import Kind, Result, TensorResult
-from parity.rounding import rounded
+from parity.rounding import Rounding, rounded
 from parity.te import Backend, Kernels
 from parity.tolerance import margin, tolerance
 from parity.user_error import UserError
@@ -91,24 +91,23 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
     try:
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
         step = f"the reference under the rounding model of {precision.name}"
-        expected = _run_rounded(prepared, precision)
+        expected = run_rounded(prepared, precision.rounding)
         step = "the candidate"
-        candidate, unreached = _run_candidate(case, checked, prepared, precision, seed, kernels)
+        candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
     except Exception as error:
         prepare.cache_clear()
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
-    tensors = _judge(_tensors(prepared.golden), expected, candidate, precision.dtype)
+    tensors = _judge(tensors_of(prepared.golden), expected, candidate, precision.dtype)
     passed = all(tensor.passed for tensor in tensors)
     outputs = {name: tensor for (kind, name), tensor in candidate.items() if kind == "output"}
     findings = diagnose.findings(tensors, outputs, unreached, prepared, precision)
     return result(status="passed" if passed else "failed", tensors=tensors, findings=findings)
 
 
-def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
+def run_rounded(prepared: Prepared, rounding: Rounding) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
-    store = precision.rounding.store
-    with rounded(precision.rounding, prepared.reference.parameters()) as phase:
+    with rounded(rounding, prepared.reference.parameters()) as phase:
         ran = run(
             prepared.reference,
             prepared.call,
@@ -117,10 +116,10 @@ def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
             lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
         )
-    return {key: store(tensor) for key, tensor in _tensors(ran).items()}
+    return {key: rounding.store_part(tensor) for key, tensor in tensors_of(ran).items()}
 
 
-def _run_candidate(
+def run_candidate(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
 ) -> tuple[Tensors, tuple[str, ...]]:
     """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached."""
@@ -146,7 +145,7 @@ def _run_candidate(
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
     shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
     in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
-    return _tensors(dataclasses.replace(ran, weight_gradients=in_reference_layout)), ran.unreached + frozen
+    return tensors_of(dataclasses.replace(ran, weight_gradients=in_reference_layout)), ran.unreached + frozen
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +164,7 @@ def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[
     return {name: cotangents[name].to(output.dtype) for name, output in outputs.items()}
 
 
-def _tensors(ran: Pass) -> Tensors:
+def tensors_of(ran: Pass) -> Tensors:
     """All tensors of a pass by kind and name."""
     tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
     tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
