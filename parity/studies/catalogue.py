@@ -12,7 +12,9 @@ from typing import Any
 from parity.user_error import UserError
 
 STUDIES = {
+    "expected_error": "Which error is normal: by TE module and precision, over width, length and depth.",
     "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
+    "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
     "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",
 }
 
