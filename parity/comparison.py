@@ -94,7 +94,7 @@ def compare_at(
     try:
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
         step = f"the reference under the rounding model of {precision.name}"
-        models = [run_model(prepared, precision, freedom) for freedom in (FUSED, UNFUSED)]
+        models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
         step = "the candidate"
         candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
     except Exception as error:

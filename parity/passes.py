@@ -13,7 +13,7 @@ from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast
 from parity.result import PROBED, Kind
-from parity.rounding import Freedom, rounded
+from parity.rounding import Freedom, Rounding, rounded
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize
@@ -38,11 +38,10 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
     return {(PROBED, name): output.detach() for name, output in outputs.items()}
 
 
-def run_model(prepared: Prepared, precision: Precision, freedom: Freedom) -> Tensors:
+def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
-    store = precision.rounding.store
-    with rounded(precision.rounding, prepared.reference.parameters(), freedom) as phase:
+    with rounded(rounding, prepared.reference.parameters(), freedom) as phase:
         ran = run(
             prepared.reference,
             prepared.call,
@@ -53,10 +52,10 @@ def run_model(prepared: Prepared, precision: Precision, freedom: Freedom) -> Ten
         )
     tensors = tensors_of(ran)
     if prepared.probed:
-        with torch.no_grad(), rounded(precision.rounding, prepared.reference.parameters(), freedom):
+        with torch.no_grad(), rounded(rounding, prepared.reference.parameters(), freedom):
             inputs = cast(prepared.probe, torch.float32)
             tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
-    return {key: store(tensor) for key, tensor in tensors.items()}
+    return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
 def run_candidate(

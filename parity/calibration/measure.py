@@ -67,10 +67,10 @@ def draw(
     """
     prepared = prepare(case, checked, precision.dtype, seed, kernels)
     golden = golden_tensors(prepared)
-    models = [run_model(prepared, precision, freedom) for freedom in (FUSED, UNFUSED)]
+    models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
     ports: list[tuple[str, Tensors]] = [
-        ("model", run_model(prepared, precision, Freedom.draw(rng))) for _ in range(draws)
+        ("model", run_model(prepared, precision.rounding, Freedom.draw(rng))) for _ in range(draws)
     ]
     ports.append(("te", run_candidate(case, checked, prepared, precision, seed, kernels)[0]))
     for port, tensors in ports:
