@@ -19,6 +19,7 @@ data, and their amax, are those of the transformed values. Scales are never swiz
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,16 +56,16 @@ def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Ten
     flat = blocks.matrix(values)
     if quantizer.with_rht:
         amax = None
+    both = _cast(flat, quantizer, amax) if _is_symmetric(quantizer) else None
     buffers = {}
     for name in blocks.directions(quantizer):
-        matrix = flat if name == "rowwise" else flat.t().contiguous()
-        if name == "columnwise" and quantizer.with_rht:
-            matrix = hadamard.transform(matrix, quantizer.rht_matrix)
-        tensor_amax = _tensor_amax(matrix, quantizer, amax)
-        packed, scales = _cast(matrix, tensor_amax, quantizer)
-        buffers[f"{name}_data"] = packed.view(shapes[f"{name}_data"][0])
+        cast = both or _cast(_read(flat, name, quantizer), quantizer, amax)
+        if both is not None and name == "columnwise":
+            cast = _Cast(both.codes.t().contiguous(), both.scales.t(), both.amax)
+        scales = cast.scales.repeat_interleave(_block(quantizer)[0], 0)
+        buffers[f"{name}_data"] = float4.pack(cast.codes).view(shapes[f"{name}_data"][0])
         buffers[f"{name}_scale_inv"] = blocks.fill_up(scales, shapes[f"{name}_scale_inv"][0])
-        buffers[f"amax_{name}"] = tensor_amax
+        buffers[f"amax_{name}"] = cast.amax
     return buffers
 
 
@@ -132,9 +133,44 @@ def logical_shape(tensor: Any) -> torch.Size:
     return torch.Size((2 * half_rows, columns))
 
 
-def _cast(matrix: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """Packed codes of a matrix ``[outer, inner]`` and E4M3 bytes ``[outer, inner / 16]``."""
-    block = (_LENGTH, _LENGTH) if quantizer.with_2d_quantization else (1, _LENGTH)
+@dataclass(frozen=True)
+class _Cast:
+    """A matrix ``[outer, inner]``, cast along its inner dimension.
+
+    Attributes:
+        codes: uint8, 0 to 15, ``[outer, inner]``.
+        scales: E4M3 bytes, one a block.
+        amax: FP32, ``[1]``, or ``[outer]`` if the tensor is row-scaled.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+def _is_symmetric(quantizer: Any) -> bool:
+    """Whether columnwise codes and scales are the transposes of the rowwise ones.
+
+    4over6 sums the errors of a block in another order for each direction, and may choose differently.
+    """
+    each_its_own = quantizer.with_rht or quantizer.stochastic_rounding or getattr(quantizer, "nvfp4_use_4over6", False)
+    return quantizer.with_2d_quantization and not each_its_own
+
+
+def _read(flat: Tensor, direction: str, quantizer: Any) -> Tensor:
+    """The matrix ``[outer, inner]`` that is cast for a direction of the values ``[m, k]``."""
+    if direction == "rowwise":
+        return flat
+    columns = flat.t().contiguous()
+    return hadamard.transform(columns, quantizer.rht_matrix) if quantizer.with_rht else columns
+
+
+def _block(quantizer: Any) -> blocks.Block:
+    return (_LENGTH, _LENGTH) if quantizer.with_2d_quantization else (1, _LENGTH)
+
+
+def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
+    block, amax = _block(quantizer), _tensor_amax(matrix, quantizer, amax)
     scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
     block_amax = blocks.amax(matrix, block)
     if getattr(quantizer, "nvfp4_use_4over6", False):
@@ -144,7 +180,7 @@ def _cast(matrix: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]
         decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
         scaled = blocks.multiply(matrix, encoding_scale(decoding, scale), block)
         codes = float4.encode_stochastically(scaled) if quantizer.stochastic_rounding else float4.encode(scaled)
-    return float4.pack(codes), decoding.repeat_interleave(block[0], 0)
+    return _Cast(codes, decoding, amax)
 
 
 def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
