@@ -16,10 +16,14 @@ _CachedFunction = type(functools.cache(len))
 
 
 @contextmanager
-def emulated(gpu: cuda.DeviceProperties) -> Iterator[ModuleType]:
-    """``transformer_engine.pytorch``, which within the context finds itself on ``gpu``."""
+def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) -> Iterator[ModuleType]:
+    """``transformer_engine.pytorch``, which within the context finds itself on ``gpu``, and with this cuBLASLt."""
     module = te.kernels("cpu").te
-    with mock.patch.object(cuda, "emulated_gpu", return_value=gpu):
+    version = cublaslt_version or cuda.cublaslt_version()
+    with (
+        mock.patch.object(cuda, "emulated_gpu", return_value=gpu),
+        mock.patch.object(cuda, "cublaslt_version", return_value=version),
+    ):
         _forget_gpu()
         try:
             yield module

@@ -18,6 +18,7 @@ For values ``[*leading, k]``, m of them in a column:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,13 +35,13 @@ def settings(quantizer: Any) -> dict[str, Any]:
     return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
 
 
-def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Codes and scale_inv in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
         quantizer: TE's ``Float8BlockQuantizer``.
-        amax: of no use to blocks, which have their own.
+        amaxes: of no use to blocks, which have their own.
     """
     flat = blocks.matrix(values)
     both = _cast(flat, (_LENGTH, _LENGTH), quantizer) if quantizer.block_scaling_dim == 2 else None

@@ -52,7 +52,7 @@ def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
     """``[m, n]`` times the factor of each block: a new tensor, FP32 if the factors are."""
     rows, columns = values.shape
     product = _tiles(values, block) * factors[:, None, :, None]
-    return product.view(product.shape[0] * block[0], -1)[:rows, :columns]
+    return product.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
 def expand(numbers: Tensor, block: Block, shape: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ data, and their amax, are those of the transformed values. Scales are never swiz
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,14 @@ def settings(quantizer: Any) -> dict[str, Any]:
     return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False, **options}
 
 
-def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Codes, scale_inv and amax in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``; BF16 for a random Hadamard transform.
         quantizer: TE's ``NVFP4Quantizer``.
-        amax: FP32 scalar, the amax to use for the tensor. Default: that of the values. A random Hadamard transform and
-            row scaling have their own.
+        amaxes: FP32, one element each: the amax of the tensor in a direction, where it is known. Row scaling has its
+            own.
 
     Raises:
         RuntimeError: for sizes that are no multiples of 16, and options that TE does not combine.
@@ -54,12 +55,11 @@ def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Ten
     shapes = buffer_shapes(quantizer, values.shape)
     _check_options(quantizer)
     flat = blocks.matrix(values)
-    if quantizer.with_rht:
-        amax = None
-    both = _cast(flat, quantizer, amax) if _is_symmetric(quantizer) else None
+    one_amax = amaxes.get("rowwise") is amaxes.get("columnwise")
+    both = _cast(flat, quantizer, amaxes.get("rowwise")) if _is_symmetric(quantizer) and one_amax else None
     buffers = {}
     for name in blocks.directions(quantizer):
-        cast = both or _cast(_read(flat, name, quantizer), quantizer, amax)
+        cast = both or _cast(_read(flat, name, quantizer), quantizer, amaxes.get(name))
         if both is not None and name == "columnwise":
             cast = _Cast(both.codes.t().contiguous(), both.scales.t(), both.amax)
         scales = cast.scales.repeat_interleave(_block(quantizer)[0], 0)
