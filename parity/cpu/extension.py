@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import activation, cuda, dropout, enums, info, norm, versions
+from parity.cpu import cuda, dropout, enums, info, norm, versions
+from parity.cpu.activations import activation, scaled_activation
 from parity.cpu.attention import backend_choice, fused, kv_cache, rope, softmax
 from parity.cpu.mixture import aux_loss, padding, permutation, router
 from parity.cpu.optimizers import adam, multi_tensor, sgd
@@ -20,8 +21,8 @@ NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
     activation,
     adam,
-    backend_choice,
     aux_loss,
+    backend_choice,
     dropout,
     fused,
     gemm,
@@ -39,6 +40,7 @@ KERNEL_FAMILIES = (
     recipe,
     rope,
     router,
+    scaled_activation,
     sgd,
     softmax,
     swizzle,
