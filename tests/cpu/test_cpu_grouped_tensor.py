@@ -223,3 +223,37 @@ def test_a_grouped_linear_operation_is_a_linear_module_for_each_group_to_the_bit
         assert torch.equal(whole.grad[:first], part.grad)
         assert torch.equal(module.weight0.grad, linear.weight.grad)
         assert not module.weight1.grad.any()
+
+
+@pytest.mark.skipif(
+    Version(te.version()) < Version("2.20"), reason="before TransformerEngine 2.20 the module has no such choice"
+)
+@pytest.mark.filterwarnings("ignore:GroupedLinear is using single_grouped_weight:UserWarning")
+@pytest.mark.parametrize("single_weight", [False, True])
+@pytest.mark.parametrize(("gpu", "recipe"), [(gpu, name) for gpu in RECIPES for name in RECIPES[gpu]])
+def test_the_grouped_path_of_the_module_is_the_split_path_to_the_bit(
+    gpu: str, recipe: str | None, single_weight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if single_weight and recipe == "NVFP4BlockScaling":
+        pytest.skip("TransformerEngine has no kernel that casts a single grouped weight to NVFP4 blocks of 16 x 16")
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    with emulated(getattr(cuda, gpu.upper()), NEW_CUBLASLT) as te_module:
+        options = {"bias": False, "params_dtype": BF16, "device": "cpu"}
+        fused = te_module.GroupedLinear(
+            3, WIDTH, 128, use_grouped_tensor=True, single_grouped_weight=single_weight, **options
+        )
+        split = te_module.GroupedLinear(3, WIDTH, 128, use_grouped_tensor=False, **options)
+        weights = [split.weight0, split.weight1, split.weight2]
+        stacked = torch.stack([weight.detach() for weight in weights])
+        if single_weight:
+            fused.weight.rowwise_data.copy_(stacked.view(-1))
+        else:
+            for i, weight in enumerate(stacked):
+                getattr(fused, f"weight{i}").data.copy_(weight)
+        results = []
+        for module, sizes in ((fused, torch.tensor(GROUPS)), (split, GROUPS)):
+            x = values_of().requires_grad_()
+            results.append((train_step(te_module, module, make_recipe(recipe), x, sizes), x.grad))
+        of_fused = fused.weight.grad if single_weight else torch.stack([p.grad for p in fused.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert torch.equal(of_fused.view(-1), torch.stack([weight.grad for weight in weights]).view(-1))

@@ -103,6 +103,8 @@ def experts(linears: dict[str, Tensor], x: Tensor, splits: Tensor) -> Tensor:
 
 
 def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
+    if recipe == "NVFP4BlockScaling" and Version(te.version()) < Version("2.18"):
+        pytest.skip("TransformerEngine's grouped operation confuses NVFP4's quantizers before 2.18: docs/te-api.md")
     ops, splits = operations(), torch.tensor([128, 0, 128])
     options = {"device": "cpu", "dtype": BF16}
     first, second = ops.GroupedLinear(3, WIDTH, 256, **options), ops.GroupedLinear(3, 128, WIDTH, **options)

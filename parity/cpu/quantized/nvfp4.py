@@ -1,9 +1,8 @@
 """NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
 
 Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
-``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic (without
-``NVTE_USE_FAST_MATH``); the recipe is that of https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them
-in a column:
+``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
+https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them in a column:
 
 ==========  =======  ======================  ========================================
 direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
@@ -12,6 +11,9 @@ rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
 columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
 ==========  =======  ======================  ========================================
 
+``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their kernels
+approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
+
 "m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
 quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
 data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
@@ -19,6 +21,9 @@ data, and their amax, are those of the transformed values. Scales are never swiz
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +35,7 @@ from parity.cpu.quantized import blocks, float4, float8, four_over_six, hadamard
 from parity.cpu.quantized.nvfp4_scales import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
 
 _LENGTH = 16
+_FAST_MATH = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 # Each came with a version of TE: 2.16 (rows), 2.18 (4over6).
 _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 
@@ -54,6 +60,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     """
     shapes = buffer_shapes(quantizer, values.shape)
     _check_options(quantizer)
+    _warn_of_fast_math()
     flat = blocks.matrix(values)
     one_amax = amaxes.get("rowwise") is amaxes.get("columnwise")
     both = _cast(flat, quantizer, amaxes.get("rowwise")) if _is_symmetric(quantizer) and one_amax else None
@@ -216,3 +223,18 @@ def _check_options(quantizer: Any) -> None:
                 raise RuntimeError(f"NVFP4 quantization with {option} does not support {other}")
     if quantizer.with_rht and not quantizer.with_post_rht_amax:
         raise RuntimeError("NVFP4 quantization with a random Hadamard transform needs with_post_rht_amax=True")
+
+
+def _warn_of_fast_math() -> None:
+    """Warn once of each variable that makes TE's kernels approximate."""
+    for name in _FAST_MATH:
+        if os.environ.get(name, "0") not in ("", "0"):
+            _warn_of(name)
+
+
+@functools.cache
+def _warn_of(variable: str) -> None:
+    warnings.warn(
+        f"{variable} is set, and the CPU kernels quantize to NVFP4 as if it were not: a GPU's results will differ",
+        stacklevel=2,
+    )
