@@ -207,7 +207,7 @@ def _empty(tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Tensor 
     if formats.of_quantizer(quantizer) is not None and any(size % _TILE_ROWS for size in each):
         raise RuntimeError(
             f"{type(quantizer).__name__} groups matrices whose numbers of rows are multiples of {_TILE_ROWS}, but got "
-            f"{each}; pad them (Fp8Padding)"
+            f"{each}; pad them (Fp8Padding with align_size={_TILE_ROWS})"
         )
     output = _te_class("GroupedTensorStorage").make_grouped_tensor(
         num_tensors, first_dims, None, rows, columns, quantizer, tensor.device, tensor.dtype
