@@ -1,32 +1,41 @@
 """What TransformerEngine on the CPU kernels costs next to plain PyTorch.
 
-    python benchmarks/cpu_kernels.py [--repeats 5]
+    python benchmarks/cpu_kernels.py [--repeats 5] [--precisions bf16 nvfp4 ...]
 
 A llama-like layer (hidden 1024, seq 512, batch 2) runs forward and backward, as TE's ``TransformerLayer`` in each
 precision and as the plain layer of ``parity.reference`` in the same dtype. The two alternate, and the ratio of their
-median times is printed; then, for BF16, the ratio of the memory that a pass adds at its peak, each in a process of its
-own.
+median times is printed; then, for BF16, the ratio of the memory that a pass adds at its peak. A process emulates one
+GPU, so each has its own: a precision runs on the first of ``GPUS`` that has it. Memory is measured in processes of its
+own, too.
+
+FP16 runs only when it is asked for. PyTorch multiplies FP16 on a CPU up to 60 times slower than FP32, so the plain
+layer takes half a minute a pass, and the ratio says nothing about the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
 
 from parity import reference, te
+from parity.cpu import cuda
 from parity.precision import PRECISIONS, Precision, why_unavailable
 
 BATCH, SEQ, HIDDEN, FFN, HEADS, GROUPS = 2, 512, 1024, 2816, 16, 4
+GPUS = ("hopper", "blackwell")
+DEFAULT = [name for name in PRECISIONS if name != "fp16"]
 
 
 def plain_pass(dtype: torch.dtype) -> Callable[[], None]:
@@ -38,7 +47,7 @@ def plain_pass(dtype: torch.dtype) -> Callable[[], None]:
 
 def te_pass(precision: Precision) -> Callable[[], None]:
     """A forward and backward pass of TE's layer under the precision's recipe."""
-    kernels = te.kernels()
+    kernels = te.kernels("cpu")
     layer = kernels.te.TransformerLayer(
         HIDDEN,
         FFN,
@@ -75,6 +84,14 @@ def ratio_of_times(precision: Precision, repeats: int) -> tuple[float, float]:
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def ratios_on(gpu: str, names: Sequence[str], repeats: int) -> dict[str, tuple[float, float]]:
+    """``ratio_of_times`` of those precisions that TE offers on an emulated GPU; the process is fresh."""
+    os.environ[cuda.GPU_VARIABLE] = gpu
+    kernels = te.kernels("cpu")
+    offered = [PRECISIONS[name] for name in names if why_unavailable(PRECISIONS[name], kernels) is None]
+    return {precision.name: ratio_of_times(precision, repeats) for precision in offered}
+
+
 def added_memory(name: str) -> int:
     """Bytes that the process's peak grows by during three passes of ``te`` or ``plain`` in BF16."""
     work = te_pass(PRECISIONS["bf16"]) if name == "te" else plain_pass(torch.bfloat16)
@@ -90,26 +107,27 @@ def _peak() -> int:
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
 
 
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
-    kernels = te.kernels()
-    rows = []
-    for precision in PRECISIONS.values():
-        if why_unavailable(precision, kernels) is None:
-            ours, plain = ratio_of_times(precision, repeats)
-            rows.append((precision.name, f"{ours:.3f}", f"{plain:.3f}", f"{ours / plain:.2f}"))
-    print(tabulate(rows, ["precision", "TE (s)", "plain (s)", "ratio"], disable_numparse=True))
-    spawn = multiprocessing.get_context("spawn")
-    memory = []
-    for name in ("te", "plain"):
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            memory.append(pool.submit(added_memory, name).result())
-    ours, plain = (size / 2**20 for size in memory)
+    parser.add_argument("--precisions", nargs="+", default=DEFAULT, choices=list(PRECISIONS), metavar="PRECISION")
+    options = parser.parse_args()
+    rows, missing = [], list(options.precisions)
+    for gpu in GPUS:
+        measured = in_new_process(ratios_on, gpu, missing, options.repeats)
+        missing = [name for name in missing if name not in measured]
+        for name, (ours, plain) in measured.items():
+            rows.append((name, gpu, f"{ours:.3f}", f"{plain:.3f}", f"{ours / plain:.2f}"))
+    print(tabulate(rows, ["precision", "emulated GPU", "TE (s)", "plain (s)", "ratio"], disable_numparse=True))
+    ours, plain = (in_new_process(added_memory, name) / 2**20 for name in ("te", "plain"))
     print(f"\nbf16, peak memory of a pass: TE {ours:.0f} MiB, plain {plain:.0f} MiB, ratio {ours / plain:.2f}")
     print(
-        f"{kernels.backend} kernels, TransformerEngine {te.version()}, torch {torch.__version__}, "
+        f"CPU kernels, TransformerEngine {te.version()}, torch {torch.__version__}, "
         f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -37,6 +38,8 @@ HOPPER = DeviceProperties("emulated Hopper", 9, 0, 132, 80 << 30)
 BLACKWELL = DeviceProperties("emulated Blackwell", 10, 0, 148, 192 << 30)
 GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
 GPU_VARIABLE = "PARITY_EMULATED_GPU"
+CUBLASLT_VARIABLE = "PARITY_EMULATED_CUBLASLT"
+_CUBLASLT_VERSION = 130200
 
 
 # The GPU in place of the environment's, set by ``emulated_gpu.emulated``.
@@ -67,6 +70,22 @@ def environment_gpu() -> DeviceProperties:
             f"{GPU_VARIABLE}={name!r} names no GPU that can be emulated; set it to one of {', '.join(GPUS)}"
         )
     return GPUS[name]
+
+
+@functools.cache
+def cublaslt_version() -> int:
+    """cuBLASLt's version as ``cublasLtGetVersion`` encodes it; ``PARITY_EMULATED_CUBLASLT`` sets another than 13.2.
+
+    From 13.3 on (13.4 to 13.6 on a Hopper), TE 2.19 and later multiply the experts of a ``GroupedLinear`` as one
+    grouped tensor.
+
+    Raises:
+        ValueError: if the variable holds no such number.
+    """
+    value = os.environ.get(CUBLASLT_VARIABLE, str(_CUBLASLT_VERSION))
+    if not re.fullmatch(r"1\d{5}", value):
+        raise ValueError(f"{CUBLASLT_VARIABLE}={value!r} is no version of cuBLASLt; 13.6.0, say, is 130600")
+    return int(value)
 
 
 def has_gemm_without_transposes() -> bool:

@@ -9,22 +9,24 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import activation, cuda, dropout, enums, info, norm, versions
+from parity.cpu import cuda, dropout, enums, info, norm, versions
+from parity.cpu.activations import activation, scaled_activation
 from parity.cpu.attention import backend_choice, fused, kv_cache, rope, softmax
 from parity.cpu.mixture import aux_loss, padding, permutation, router
 from parity.cpu.optimizers import adam, multi_tensor, sgd
 from parity.cpu.products import gemm, grouped_gemm, grouped_tensor_gemm
-from parity.cpu.quantized import quantize, recipe, swizzle
+from parity.cpu.quantized import grouped, partial_cast, quantize, recipe, swizzle
 
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
     activation,
     adam,
-    backend_choice,
     aux_loss,
+    backend_choice,
     dropout,
     fused,
     gemm,
+    grouped,
     grouped_gemm,
     grouped_tensor_gemm,
     info,
@@ -32,11 +34,13 @@ KERNEL_FAMILIES = (
     multi_tensor,
     norm,
     padding,
+    partial_cast,
     permutation,
     quantize,
     recipe,
     rope,
     router,
+    scaled_activation,
     sgd,
     softmax,
     swizzle,
@@ -71,7 +75,8 @@ def build(version: Version) -> ModuleType:
     Each kernel is a function of one of ``KERNEL_FAMILIES`` that stands in its ``__all__``, under the name and with the
     parameters that TE's ``csrc/extensions/pybind.cpp`` gives it.
     """
-    cuda.emulated_gpu()  # so that a name that is none is refused when TE is loaded, not in the middle of a model
+    # What the environment asks for is refused when TE is loaded, not in the middle of a model.
+    cuda.emulated_gpu(), cuda.cublaslt_version()
     extension = _Extension(NAME)
     extension.version = version
     for family in KERNEL_FAMILIES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from parity.cpu import cuda
+
 __all__ = [
     "device_supports_multicast",
     "get_cublasLt_version",
@@ -14,8 +16,7 @@ __all__ = [
 
 
 def get_cublasLt_version() -> int:
-    """As of CUDA 13.0, the version that ``parity.cpu.cuda`` emulates."""
-    return 130200
+    return cuda.cublaslt_version()
 
 
 def get_cudnn_version() -> int:

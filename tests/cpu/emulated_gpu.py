@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from unittest import mock
 
 from parity import te
 from parity.cpu import cuda, emulated_gpu
 
 
 @contextmanager
-def emulated(gpu: cuda.DeviceProperties) -> Iterator[ModuleType]:
-    """``transformer_engine.pytorch``, which within the context finds itself on ``gpu``."""
+def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) -> Iterator[ModuleType]:
+    """``transformer_engine.pytorch``, which within the context finds itself on ``gpu``, and with this cuBLASLt."""
     module = te.kernels("cpu").te
-    with emulated_gpu.emulated(gpu):
+    version = cublaslt_version or cuda.cublaslt_version()
+    with mock.patch.object(cuda, "cublaslt_version", return_value=version), emulated_gpu.emulated(gpu):
         yield module

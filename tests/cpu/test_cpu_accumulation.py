@@ -144,6 +144,42 @@ def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
     torch.testing.assert_close(result, b @ a.t(), equal_nan=True, rtol=0, atol=0)
 
 
+def test_block_scales_multiply_the_sum_of_each_block_which_begins_anew() -> None:
+    a, b = fp8(5, 320, seed=1), fp8(7, 320, seed=2)
+    scales_a, scales_b = (torch.rand(rows, 3, generator=torch.Generator().manual_seed(rows)) + 0.5 for rows in (5, 7))
+    result = accumulation.product(HOPPER, Factor(a, E4M3, scales_a), Factor(b, E4M3, scales_b), False)
+    expected = torch.zeros(7, 5)
+    for block, (part_a, part_b) in enumerate(zip(a.split(128, 1), b.split(128, 1), strict=True)):
+        part = accumulation.product(HOPPER, Factor(part_a, E4M3), Factor(part_b, E4M3), False)
+        expected += part * (scales_b[:, block, None] * scales_a[:, block])
+    assert torch.equal(result, expected)
+
+
+def test_block_scales_need_their_like_and_instructions_that_fill_a_block() -> None:
+    plain, scaled = Factor(torch.ones(2, 256), E4M3), Factor(torch.ones(2, 256), E4M3, torch.ones(2, 2))
+    with pytest.raises(ValueError, match="one factor has block scales"):
+        accumulation.product(HOPPER, plain, scaled, True)
+    with pytest.raises(ValueError, match="instructions of 48 products do not fill blocks of 128"):
+        accumulation.product(TensorCore(products=48, promote_every=48), scaled, scaled, True)
+
+
+def test_block_scaled_gemms_of_te_lose_what_the_tensor_core_cuts_in_a_block(te_module: ModuleType) -> None:
+    recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
+    module = te_module.Linear(1024, 256, bias=False, params_dtype=torch.float32)
+    x = torch.rand(64, 1024)
+    outputs = []
+    for core in (None, TensorCore(bits=24), HOPPER, TensorCore(bits=8)):
+        with te_module.autocast(enabled=True, recipe=recipe), torch.no_grad():
+            if core is None:
+                outputs.append(module(x))
+            else:
+                with accumulation.emulated(core):
+                    outputs.append(module(x))
+    exact, *emulated = outputs
+    errors = [((output - exact).norm() / exact.norm()).item() for output in emulated]
+    assert errors[0] < 1e-6 < 10 * errors[1] < errors[2]
+
+
 @pytest.mark.parametrize("fields", [{"bits": 1}, {"bits": 25}, {"products": 0}, {"promote_every": 100}])
 def test_a_tensor_core_that_cannot_be_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"bits|multiple of products"):

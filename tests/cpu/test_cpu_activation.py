@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import activation
+from parity.cpu.activations import activation, scaled_activation
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS32 = torch.finfo(torch.float32).eps
@@ -180,8 +180,8 @@ def test_scaled_activation_multiplies_rows_before_it_rounds(name: str, dtype: to
     x64, scales64 = x.double().requires_grad_(), scales.double().requires_grad_()
     exact = DEFINITIONS[plain](x64) * scales64.unsqueeze(-1)
     exact.backward(gradient.double())
-    actual = getattr(activation, name)(x, scales, None)
-    of_x, of_scales = getattr(activation, backward)(gradient, x, scales, None)
+    actual = getattr(scaled_activation, name)(x, scales, None)
+    of_x, of_scales = getattr(scaled_activation, backward)(gradient, x, scales, None)
     assert x64.grad is not None
     assert scales64.grad is not None
     assert_rounded_once(actual, exact.detach(), fp32_scale(plain, x))
@@ -189,7 +189,7 @@ def test_scaled_activation_multiplies_rows_before_it_rounds(name: str, dtype: to
     assert of_scales.dtype == torch.float32
     assert of_scales.shape == scales.shape
     torch.testing.assert_close(of_scales.double(), scales64.grad, rtol=1e-5, atol=1e-5)
-    assert getattr(activation, backward)(gradient, x, scales, None, compute_scale_grad=False)[1] is None
+    assert getattr(scaled_activation, backward)(gradient, x, scales, None, compute_scale_grad=False)[1] is None
 
 
 def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
@@ -198,16 +198,17 @@ def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
     interleaved, halves = blocks.flatten(1), blocks.transpose(1, 2).flatten(1)
     gradient = torch.randn(5, 64, generator=rng)
     assert torch.equal(
-        activation.scaled_swiglu(interleaved, scales, None, 32), activation.scaled_swiglu(halves, scales, None)
+        scaled_activation.scaled_swiglu(interleaved, scales, None, 32),
+        scaled_activation.scaled_swiglu(halves, scales, None),
     )
-    of_interleaved, _ = activation.scaled_dswiglu(gradient, interleaved, scales, None, 32)
-    of_halves, _ = activation.scaled_dswiglu(gradient, halves, scales, None)
+    of_interleaved, _ = scaled_activation.scaled_dswiglu(gradient, interleaved, scales, None, 32)
+    of_halves, _ = scaled_activation.scaled_dswiglu(gradient, halves, scales, None)
     assert torch.equal(of_interleaved.view(5, 2, 2, 32), of_halves.view(5, 2, 2, 32).transpose(1, 2))
 
 
 def test_scaled_activation_wants_one_scale_a_row() -> None:
     with pytest.raises(ValueError, match="3 rows, 2 scales"):
-        activation.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
+        scaled_activation.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
 
 
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])

@@ -91,16 +91,18 @@ def test_a_mask_of_another_size_is_refused() -> None:
         dropout.dropout_bwd(torch.ones(16).to(BF16), torch.zeros(1, dtype=torch.uint8), 0.5)
 
 
-def test_te_dropout_operation_passes_the_gradient_of_kept_entries_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_te_dropout_operation_passes_the_gradient_of_kept_entries_alone(dtype: torch.dtype) -> None:
     module = te.kernels("cpu").te
     torch.manual_seed(0)
-    x = torch.randn(32, 16).to(BF16).requires_grad_()
+    x = torch.randn(32, 16).to(dtype).requires_grad_()
     y = module.ops.Dropout(0.25)(x)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(gradient != 0, y != 0)
     kept = y != 0
     assert 0.6 < kept.double().mean() < 0.9
-    assert torch.equal(y[kept], (x.double() / 0.75).to(BF16)[kept])
+    exact = (x.double() / 0.75).to(dtype)
+    torch.testing.assert_close(y[kept], exact[kept], rtol=torch.finfo(dtype).eps, atol=0.0)
 
 
 def test_te_dropout_operation_drops_nothing_in_evaluation() -> None:

@@ -12,7 +12,7 @@ from emulated_gpu import emulated
 from packaging.version import Version
 
 from parity import te
-from parity.cpu import cuda, extension
+from parity.cpu import cuda, extension, info
 from parity.cpu.enums import DType
 
 
@@ -51,6 +51,29 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_gpu_is_refused_with_the_known_ones_when_te_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITY_EMULATED_GPU", "volta")
     with pytest.raises(ValueError, match=r"PARITY_EMULATED_GPU='volta'.*ada, hopper, blackwell"):
+        extension.build(Version(te.version()))
+
+
+@pytest.fixture
+def fresh_cublaslt() -> Iterator[None]:
+    cuda.cublaslt_version.cache_clear()
+    yield
+    cuda.cublaslt_version.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_cublaslt")
+@pytest.mark.parametrize(("value", "version"), [(None, 130200), ("130600", 130600)])
+def test_the_environment_sets_cublaslt(value: str | None, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARITY_EMULATED_CUBLASLT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", value)
+    assert info.get_cublasLt_version() == version
+
+
+@pytest.mark.usefixtures("fresh_cublaslt")
+def test_what_is_no_version_of_cublaslt_is_refused_when_te_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", "13.6")
+    with pytest.raises(ValueError, match=r"'13\.6' is no version of cuBLASLt; 13\.6\.0, say, is 130600"):
         extension.build(Version(te.version()))
 
 

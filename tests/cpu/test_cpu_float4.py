@@ -52,6 +52,14 @@ def test_encode_rounds_as_ml_dtypes_does(numbers: list[float]) -> None:
     assert torch.equal(codes >= 8, values.signbit())
 
 
+@pytest.mark.parametrize("low_bits", [0x0000, 0x0001, 0x8000, 0xFFFF])
+def test_encode_rounds_as_ml_dtypes_does_whatever_the_upper_bits(low_bits: int) -> None:
+    values = ((torch.arange(1 << 16, dtype=torch.int32) << 16) | low_bits).view(torch.float32)
+    values = values[~values.isnan()]
+    expected = values.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    assert np.array_equal(float4.encode(values).numpy(), expected)
+
+
 @pytest.mark.parametrize("boundary", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 def test_neighbours_of_a_tie_go_to_its_two_sides(boundary: float) -> None:
     tie = torch.tensor(boundary)
@@ -80,6 +88,17 @@ def test_stochastic_rounding_has_the_value_as_its_mean(value: float) -> None:
     assert len(set(decoded.tolist())) <= 2
     # Six standard deviations of the mean of a variable that is at most 2 wide.
     assert abs(decoded.mean().item() - value) < 6 * 1.0 / math.sqrt(draws)
+
+
+def test_stochastic_rounding_is_linear_between_any_two_neighbours() -> None:
+    torch.manual_seed(0)
+    draws, fractions = 4000, torch.arange(1, 16) / 16
+    for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
+        values = (low + fractions * (high - low)).repeat(draws, 1)
+        codes = float4.encode_stochastically(values)
+        assert set(codes.unique().tolist()) == {code, code + 1}
+        # Six standard deviations of the mean of a variable that is 0 or 1.
+        assert ((codes == code + 1).float().mean(0) - fractions).abs().max() < 6 * 0.5 / math.sqrt(draws)
 
 
 def test_stochastic_rounding_is_seeded_by_pytorch() -> None:

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import activation, cuda
+from parity.cpu import cuda
+from parity.cpu.activations import activation
 from parity.cpu.enums import DType
 from parity.cpu.products import gemm
 from parity.cpu.quantized import mxfp8

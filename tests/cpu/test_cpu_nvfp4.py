@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from parity.cpu import cuda
 from parity.cpu.enums import DType
 from parity.cpu.products import gemm
-from parity.cpu.quantized import float4, hadamard
+from parity.cpu.quantized import float4, hadamard, nvfp4
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, COLUMNS = 80, 96
@@ -97,6 +98,21 @@ def test_any_values_equal_the_reference(numbers: list[float], exponent: int) -> 
 def test_extreme_amaxes_equal_the_reference(te_module: ModuleType, amax: float) -> None:
     values = torch.linspace(-1, 1, 256).view(16, 16) * amax
     assert_equal_to_reference(te_module.NVFP4Quantizer()(values), nvfp4_reference.quantizer().quantize(values))
+
+
+def test_fast_math_is_warned_of_once_and_changes_nothing(
+    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantizer, values = te_module.NVFP4Quantizer(), values_of(ROWS, COLUMNS)
+    plain = quantizer(values)
+    monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
+    nvfp4._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match="NVTE_USE_FAST_MATH is set, and the CPU kernels quantize"):
+        fast = quantizer(values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantizer(values)
+    assert torch.equal(fast._rowwise_data, plain._rowwise_data)
 
 
 OPTIONS_4OVER6 = [

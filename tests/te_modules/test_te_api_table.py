@@ -15,6 +15,7 @@ from agreement import te_on_cpu
 from packaging.version import Version
 
 from parity import te as backend
+from parity.cpu import extension
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "docs" / "te-api.md"
@@ -28,6 +29,9 @@ MODULES = (
 # What the modules import for themselves: the extension, and the function that loads it.
 INTERNAL = {"tex", "load_framework_extension"}
 NO_TEST = "no test: "
+OF_2_20_2 = pytest.mark.skipif(
+    Version(backend.version()) != Version("2.20.2"), reason="the table is of TransformerEngine 2.20.2"
+)
 
 
 @cache
@@ -38,7 +42,7 @@ def rows() -> dict[str, list[list[str]]]:
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if heading := re.fullmatch(r"## `([\w.]+)`", line):
             module = heading[1]
-        elif line.startswith("| `"):
+        elif module and line.startswith("| `"):
             found.setdefault(module, []).append([cell.strip() for cell in line.strip("|").split("|")])
     return found
 
@@ -65,12 +69,35 @@ def exported(module: str) -> set[str]:
     }
 
 
-@pytest.mark.skipif(Version(backend.version()) != Version("2.20.2"), reason="the table is of TransformerEngine 2.20.2")
+@OF_2_20_2
 @pytest.mark.parametrize("module", MODULES)
 def test_the_table_names_what_te_exports_each_once(module: str) -> None:
     named = Counter(row[0].strip("`") for row in rows()[module])
     assert set(named) == exported(module)
     assert max(named.values()) == 1
+
+
+def asked_for() -> set[str]:
+    """What TE's Python for PyTorch reads from its extension."""
+    root = Path(str(te_on_cpu().__file__)).parent
+    names: set[str] = set()
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Attribute(value=ast.Name("tex"), attr=name) if file.name != "onnx_extensions.py":
+                    names.add(name)
+                case ast.ImportFrom(module=extension.NAME):
+                    names.update(alias.name for alias in node.names if alias.name != "*")
+    return names
+
+
+@OF_2_20_2
+def test_the_page_names_each_kernel_that_te_asks_for_and_that_is_missing() -> None:
+    provided = vars(extension.build(Version(backend.version())))
+    section = re.search(r"## Kernels that are missing\n(.*?)\n## ", TABLE.read_text(encoding="utf-8"), re.DOTALL)
+    assert section is not None
+    named = {name for row in re.findall(r"^\| (`.*?) \|", section[1], re.MULTILINE) for name in re.findall(r"\w+", row)}
+    assert named == asked_for() - set(provided)
 
 
 def test_every_row_has_a_test_or_says_why_not() -> None:

@@ -66,54 +66,11 @@ def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
     assert torch.equal(te.deinterleave_glu_tensor(interleaved, 32), torch.cat([gate, up]))
 
 
-SCALED: dict[str, tuple[dict[str, float], Any]] = {
-    "ScaledSReLU": ({}, lambda x: x.relu().square()),
-    "ScaledTanhSReLU": ({"tanh_clamp_scale": 2.0}, lambda x: (2 * (x.relu() / 2).tanh()).square()),
-    "ScaledSiTUGLU": ({}, lambda x: situglu(*x.chunk(2, -1))),
-    "ScaledClampedQGeGLU": ({"limit": 1.0}, lambda x: plain.reference.activation.clamped_swiglu(*x.chunk(2, -1), 1.0)),
-}
-
-
-def situglu(gate: Tensor, up: Tensor) -> Tensor:
-    return 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
-
-
-@FROM_2_20
-@pytest.mark.parametrize("name", SCALED)
-def test_a_scaled_activation_multiplies_each_row_by_its_scale(name: str) -> None:
-    options, formula = SCALED[name]
-    x, scales = torch.randn(ROWS, WIDTH, requires_grad=True), torch.rand(ROWS, requires_grad=True)
-    y = getattr(te_on_cpu().ops, name)(**options)(x, scales)
-    of_output = torch.randn_like(y)
-    y.backward(of_output)
-    x64, scales64 = (tensor.detach().double().requires_grad_() for tensor in (x, scales))
-    expected = formula(x64) * scales64[:, None]
-    expected.backward(of_output.double())
-    for actual, exact in ((y, expected), (gradient(x), gradient(x64)), (gradient(scales), gradient(scales64))):
-        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens() -> None:
-    te = te_on_cpu()
-    from transformer_engine.common import recipe
-
-    linear = te.ops.Linear(WIDTH, ROWS, device="cpu", dtype=torch.bfloat16)
-    x, of_output = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), torch.randn(ROWS, ROWS, dtype=torch.bfloat16)
-    results = []
-    for operations in ([linear], [te.ops.Quantize(), linear]):
-        leaf = x.clone().requires_grad_()
-        linear.zero_grad()
-        with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
-            y = te.ops.Sequential(*operations)(leaf)
-        y.backward(of_output)
-        results.append((y.detach(), gradient(leaf), gradient(linear.weight)))
-    torch.testing.assert_close(results[0], results[1], rtol=0.0, atol=0.0)
-
-
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["AllGather", "AllReduce", "ReduceScatter"])
-def test_communication_of_one_process_changes_nothing(name: str) -> None:
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+def test_communication_of_one_process_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
     y = getattr(te_on_cpu().ops, name)()(x)
     of_output = torch.randn_like(y)
     y.backward(of_output)

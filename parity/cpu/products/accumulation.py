@@ -11,8 +11,10 @@ which TE asks for in the forward pass) it runs over all of K. With it, it is add
 after so many products: cuBLAS does not say how many; CUTLASS (four instructions) and DeepSeek-V3 (section 3.3.2) take
 128.
 
-GEMMs of tensors with one FP8 scale are modelled. Those of block-scaled tensors are not: a Hopper adds their blocks of
-128 in FP32, and a Blackwell keeps 25 bits. An Ada adds 16 products at a time (``products=16``).
+FP8 with a scale a block of 128 (``Float8BlockScaling``) leaves no choice: the sum over a block is multiplied by its two
+scales and added in FP32, and the next begins anew. So do DeepSeek-V3's GEMM (section 3.3.2) and CUTLASS's for Hopper
+(its example 67); what cuBLAS does is not documented. MXFP8 and NVFP4 are not modelled: a Blackwell keeps 25 bits. An
+Ada adds 16 products at a time (``products=16``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 _FP32_BITS = 24
 _EXPONENT_FIELD = 0x7F800000
+_SCALED_BLOCK = 128
 # Elements of the largest intermediate tensor; it passes through the cache several times.
 _TILE_ELEMENTS = 1 << 20
 
@@ -86,10 +89,13 @@ class Factor:
     Attributes:
         values: ``[outer, inner]``, unscaled, FP32 or BF16.
         dtype: the FP8 dtype that they come from; its subnormals all have the exponent of its smallest normal number.
+        scales: FP32 ``[outer, ceil(inner / 128)]``, of blocks of 128; None for values with one scale a tensor, which is
+            left to the caller.
     """
 
     values: Tensor
     dtype: torch.dtype
+    scales: Tensor | None = None
 
 
 def product(core: TensorCore, left: Factor, right: Factor, split: bool) -> Tensor:
@@ -98,24 +104,50 @@ def product(core: TensorCore, left: Factor, right: Factor, split: bool) -> Tenso
     Args:
         left: ``[m, k]``.
         right: ``[n, k]``.
-        split: whether ``use_split_accumulator`` is on. Without it no sum is promoted.
+        split: whether ``use_split_accumulator`` is on. Without it no sum is promoted, unless there are block scales.
+
+    Raises:
+        ValueError: if one factor has block scales and the other has none, or if instructions do not fill a block.
     """
+    if (left.scales is None) != (right.scales is None):
+        raise ValueError("one factor has block scales and the other has none")
+    if left.scales is not None and _SCALED_BLOCK % core.products:
+        raise ValueError(f"instructions of {core.products} products do not fill blocks of {_SCALED_BLOCK}")
     rows = max(1, _TILE_ELEMENTS // max(1, left.values.shape[0] * core.products))
-    a, a_powers = left.values.float(), _powers(left)
-    b, b_powers = right.values.float(), _powers(right)
-    tiles = zip(b.split(rows), b_powers.split(rows), strict=True)
-    result = torch.cat([_tile(core, (a, a_powers), tile, split) for tile in tiles])
-    if not (a.isfinite().all() and b.isfinite().all()):
-        plain = b @ a.t()
+    a, b = _terms(left), _terms(right)
+    interval = _SCALED_BLOCK if left.scales is not None else core.promote_every if split else max(1, a.values.shape[1])
+    starts = range(0, b.values.shape[0], rows)
+    result = torch.cat([_tile(core, a, b.rows(start, rows), interval) for start in starts])
+    if not (a.values.isfinite().all() and b.values.isfinite().all()):
+        plain = b.values @ a.values.t()
         result = torch.where(plain.isfinite(), result, plain)
     return result
 
 
-def _powers(factor: Factor) -> Tensor:
-    """The power of two that each value's exponent stands for, 0 for 0."""
+@dataclass(frozen=True)
+class _Terms:
+    """A factor as instructions read it; FP32.
+
+    Attributes:
+        values: ``[outer, inner]``.
+        powers: the power of two that each value's exponent stands for, 0 for 0.
+        scales: as in ``Factor``.
+    """
+
+    values: Tensor
+    powers: Tensor
+    scales: Tensor | None
+
+    def rows(self, start: int, count: int) -> _Terms:
+        scales = None if self.scales is None else self.scales[start : start + count]
+        return _Terms(self.values[start : start + count], self.powers[start : start + count], scales)
+
+
+def _terms(factor: Factor) -> _Terms:
     values = factor.values.float()
     smallest = torch.finfo(factor.dtype).smallest_normal
-    return torch.where(values == 0, 0.0, power_of_two(values).clamp_(min=smallest))
+    powers = torch.where(values == 0, 0.0, power_of_two(values).clamp_(min=smallest))
+    return _Terms(values, powers, factor.scales)
 
 
 def power_of_two(values: Tensor) -> Tensor:
@@ -128,18 +160,19 @@ def truncated(values: Tensor, bits: int) -> Tensor:
     return (values.view(torch.int32) & -(1 << (_FP32_BITS - bits))).view(torch.float32)
 
 
-def _tile(core: TensorCore, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], split: bool) -> Tensor:
-    (a, _), (b, _) = left, right
-    promoted = torch.zeros(b.shape[0], a.shape[0])
-    running = torch.zeros_like(promoted)
-    inner = a.shape[1]
-    for start in range(0, inner, core.products):
-        if split and start % core.promote_every == 0:
-            promoted += running
-            running.zero_()
-        part = slice(start, start + core.products)
-        running = _instruction(core, running, *(x[:, part] for x in (*left, *right)))
-    return promoted.add_(running)
+def _tile(core: TensorCore, a: _Terms, b: _Terms, interval: int) -> Tensor:
+    """``b a^T``; a running sum is added in FP32 after each ``interval`` products, times the scales of its block."""
+    promoted = torch.zeros(b.values.shape[0], a.values.shape[0])
+    inner = a.values.shape[1]
+    for block, begin in enumerate(range(0, inner, interval)):
+        running = torch.zeros_like(promoted)
+        for start in range(begin, min(begin + interval, inner), core.products):
+            part = slice(start, start + core.products)
+            running = _instruction(core, running, *(x[:, part] for x in (a.values, a.powers, b.values, b.powers)))
+        if a.scales is not None and b.scales is not None:
+            running *= b.scales[:, block, None] * a.scales[:, block]
+        promoted += running
+    return promoted
 
 
 def _instruction(core: TensorCore, running: Tensor, a: Tensor, a_powers: Tensor, b: Tensor, b_powers: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn.functional import gelu as gelu_forward
 from parity.cpu import versions
 from parity.cpu.enums import TORCH_DTYPE
 from parity.cpu.products import accumulation
-from parity.cpu.quantized import float8, formats, quantize
+from parity.cpu.quantized import block_scaling, float8, formats, quantize
 
 __all__ = ["generic_gemm"]
 
@@ -37,13 +37,13 @@ class _Operand:
             in BF16 if it holds them exactly, else in FP32.
         scale_inv: what the product is to be multiplied by, for codes with a scale a tensor; 1 for others.
         is_quantized: whether the values came from codes.
-        fp8_dtype: of codes with a scale a tensor; None for others.
+        factor: what the tensor cores multiply, if their sums are emulated and modelled for it.
     """
 
     matrix: Tensor
     scale_inv: float
     is_quantized: bool
-    fp8_dtype: torch.dtype | None = None
+    factor: accumulation.Factor | None = None
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,18 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
     """The operand as ``[outer, inner]``: it lies so in memory unless it is read ``columnwise``."""
     entry = formats.of_tensor(value)
     if entry is not None:
-        values, factor = formats.operand(entry, value, columnwise, name)
+        values, scale_inv = formats.operand(entry, value, columnwise, name)
         _check_inner(values, name)
-        return _Operand(values, factor, True)
+        if accumulation.current() is None or entry.kernels is not block_scaling:
+            return _Operand(values, scale_inv, True)
+        unscaled, scales = block_scaling.unscaled_operand(value, columnwise)
+        return _Operand(values, scale_inv, True, accumulation.Factor(unscaled, float8.fp8_dtype(value), scales))
     if float8.is_float8_tensor(value):
         codes = float8.operand(value, columnwise, name)
         _check_inner(codes, name)
         values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
-        return _Operand(values, value._scale_inv.item(), True, float8.fp8_dtype(value))
+        factor = accumulation.Factor(values, float8.fp8_dtype(value))
+        return _Operand(values, value._scale_inv.item(), True, factor)
     if not isinstance(value, Tensor) or hasattr(value, "_quantizer"):
         raise NotImplementedError(
             "the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and TE's FP8 and FP4 tensors, and no "
@@ -224,11 +228,9 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
 def _emulated_sums(left: _Operand, right: _Operand, split: bool) -> Callable[[], Tensor] | None:
     """The product ``[n, m]`` as ``accumulation.emulated`` asks for it, or None if it leaves these operands alone."""
     core = accumulation.current()
-    if core is None or left.fp8_dtype is None or right.fp8_dtype is None:
+    if core is None or left.factor is None or right.factor is None:
         return None
-    a = accumulation.Factor(left.matrix, left.fp8_dtype)
-    b = accumulation.Factor(right.matrix, right.fp8_dtype)
-    return functools.partial(accumulation.product, core, a, b, split)
+    return functools.partial(accumulation.product, core, left.factor, right.factor, split)
 
 
 def _compute(

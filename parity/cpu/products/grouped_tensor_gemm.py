@@ -1,21 +1,20 @@
 """Several matrix products in one call, over TransformerEngine's ``GroupedTensorStorage``.
 
 Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm_for_*``) and ``csrc/extensions/misc.cpp`` of TE 2.20.2.
-A grouped tensor holds the matrices of all groups one after the other. TE takes this path for BF16 and FP16 on Hopper
-in ``te.ops.GroupedLinear`` of 2.16 to 2.18; later versions ask for a newer cuBLAS than the emulated one.
+A grouped tensor holds the matrices of all groups one after the other. Later versions of TE ask for a newer cuBLAS than
+the one that is emulated by default (``parity.cpu.cuda.cublaslt_version``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.cpu import versions
 from parity.cpu.products import gemm
+from parity.cpu.quantized import grouped
 
 __all__ = [
     "get_grouped_gemm_setup_workspace_size",
@@ -72,7 +71,8 @@ def te_general_grouped_gemm_for_grouped_tensor(
     """``D[i] = alpha[i] op(B[i]) op(A[i]) + beta[i] D[i]`` for each group i, then plus a bias.
 
     Args:
-        A, B, D: grouped tensors of high precision, or lists of matrices.
+        A, B: grouped tensors or lists of matrices, FP16, BF16 or quantized.
+        D: a grouped tensor or a list of matrices, not quantized.
         bias: grouped tensor of one row a group; the product is rounded before the bias is added.
         bias_scale: FP32, one for each row of D: times the bias.
         alpha: FP32, ``[groups]`` or one element.
@@ -80,14 +80,11 @@ def te_general_grouped_gemm_for_grouped_tensor(
 
     Returns:
         D.
-
-    Raises:
-        NotImplementedError: for quantized grouped tensors.
     """
     outputs = _members(D)
     factors = alpha.expand(len(outputs)).tolist(), beta.expand(len(outputs)).tolist()
     for a, b, output, product_factor, addend_factor in zip(_members(A), _members(B), outputs, *factors, strict=True):
-        if a.numel() == 0 or b.numel() == 0:
+        if a.size().numel() == 0 or b.size().numel() == 0:
             output.mul_(addend_factor) if addend_factor else output.zero_()
             continue
         gemm.generic_gemm(
@@ -103,24 +100,9 @@ te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_te
 te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
 
 
-def _members(grouped: Any) -> Sequence[Tensor]:
-    """Each group's matrix, a view of the grouped tensor's data."""
-    if isinstance(grouped, (list, tuple)):
-        tensors = list(grouped)
-    elif grouped.quantizer is not None:
-        tensors = [grouped]
-    else:
-        shapes = grouped.tensor_shapes or [(rows, grouped.logical_shape[1]) for rows in grouped.first_dims.tolist()]
-        sizes = [math.prod(shape) for shape in shapes]
-        data = grouped.rowwise_data.view(-1)
-        return [part.view(shape) for part, shape in zip(data[: sum(sizes)].split(sizes), shapes, strict=True)]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or hasattr(tensor, "_quantizer"):
-            raise NotImplementedError(
-                f"the CPU kernel te_general_grouped_gemm_for_grouped_tensor has no {type(tensor).__name__} "
-                f"in quantized form, which TransformerEngine {versions.installed_version()} asked for"
-            )
-    return tensors
+def _members(operand: Any) -> Sequence[Any]:
+    """Each group's matrix: of a list, or of a grouped tensor, whose data they are views of."""
+    return operand if isinstance(operand, (list, tuple)) else grouped.members(operand)
 
 
 def _add_bias(outputs: Sequence[Tensor], biases: Sequence[Tensor], bias_scale: Tensor | None) -> None:

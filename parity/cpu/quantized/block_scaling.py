@@ -18,6 +18,7 @@ For values ``[*leading, k]``, m of them in a column:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,13 +35,13 @@ def settings(quantizer: Any) -> dict[str, Any]:
     return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
 
 
-def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Codes and scale_inv in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
         quantizer: TE's ``Float8BlockQuantizer``.
-        amax: of no use to blocks, which have their own.
+        amaxes: of no use to blocks, which have their own.
     """
     flat = blocks.matrix(values)
     both = _cast(flat, (_LENGTH, _LENGTH), quantizer) if quantizer.block_scaling_dim == 2 else None
@@ -77,17 +78,20 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
     The values are BF16, which holds them exactly, if all scales are powers of two, and FP32 else.
     """
-    codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
-    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
-    codes = codes.flatten(1) if columnwise and codes.dim() else blocks.matrix(codes)
-    if tensor._is_2D_scaled:
-        block, scale_inv = (_LENGTH, _LENGTH), stored[:, : -(-codes.shape[1] // _LENGTH)]
-    else:
-        block, scale_inv = (1, _LENGTH), stored[:, : codes.shape[0]].t()
+    codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
     exact = not (scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any()
     dtype = torch.bfloat16 if exact else torch.float32
     values = float8.decode(codes, float8.fp8_dtype(tensor), dtype)
     return blocks.multiply(values, scale_inv.to(dtype), block), 1.0
+
+
+def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
+    ``[outer, ceil(inner / 128)]``.
+    """
+    codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
+    scales = scale_inv.repeat_interleave(block[0], 0)[: codes.shape[0]]
+    return float8.decode(codes, float8.fp8_dtype(tensor), torch.bfloat16), scales
 
 
 def logical_shape(tensor: Any) -> torch.Size:
@@ -96,6 +100,16 @@ def logical_shape(tensor: Any) -> torch.Size:
         return tensor._rowwise_data.shape
     columnwise = tensor._columnwise_data.shape
     return torch.Size((*columnwise[1:], *columnwise[:1]))
+
+
+def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, blocks.Block]:
+    """Codes ``[outer, inner]``, one scale_inv a block, and the block's size."""
+    codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
+    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    codes = codes.flatten(1) if columnwise and codes.dim() else blocks.matrix(codes)
+    if tensor._is_2D_scaled:
+        return codes, stored[:, : -(-codes.shape[1] // _LENGTH)], (_LENGTH, _LENGTH)
+    return codes, stored[:, : codes.shape[0]].t(), (1, _LENGTH)
 
 
 def _cast(flat: Tensor, block: blocks.Block, quantizer: Any) -> tuple[Tensor, Tensor]:

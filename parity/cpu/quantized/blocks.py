@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 Block = tuple[int, int]
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 def directions(quantizer: Any) -> list[str]:
@@ -35,7 +37,11 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 def amax(values: Tensor, block: Block) -> Tensor:
     """The largest magnitude in each block of ``[m, n]``, FP32; NaNs do not count, as in CUDA's ``fmaxf``."""
-    largest = _tiles(values, block).abs().amax((1, 3)).float()
+    magnitudes = _tiles(values, block).abs()
+    # Without signs, the bits of numbers are ordered as the numbers, NaNs last; PyTorch's maximum of integers is several
+    # times faster over short rows, and over one dimension at a time.
+    bits = magnitudes.view(_BITS[magnitudes.itemsize])
+    largest = bits.amax(1).amax(2).view(magnitudes.dtype).float()
     if largest.isnan().any():
         infinity = float("inf")
         largest = amax(values.nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity), block)
@@ -46,7 +52,7 @@ def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
     """``[m, n]`` times the factor of each block: a new tensor, FP32 if the factors are."""
     rows, columns = values.shape
     product = _tiles(values, block) * factors[:, None, :, None]
-    return product.view(product.shape[0] * block[0], -1)[:rows, :columns]
+    return product.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
 def expand(numbers: Tensor, block: Block, shape: Sequence[int]) -> Tensor:

@@ -17,6 +17,10 @@ LIMIT = 6.0
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN_BIT = 8
+_LARGEST_CODE = 7.0
+# A code follows from the upper 12 bits of a number rounded to odd: no tie needs more than two mantissa bits.
+_INDEX_SHIFT, _INDICES = 20, 1 << 12
+_BELOW_INDEX = (1 << _INDEX_SHIFT) - 1
 
 
 def encode(values: Tensor) -> Tensor:
@@ -24,21 +28,30 @@ def encode(values: Tensor) -> Tensor:
 
     Zeros keep their sign.
     """
-    codes = torch.bucketize(values.abs(), _midpoints(), out_int32=True, right=True).to(torch.uint8)
-    return codes.add_(_is_negative(values), alpha=_SIGN_BIT)
+    bits = values.contiguous().view(torch.int32)
+    # Rounded to odd: the last bit kept says whether anything below it was set. Ties have it 0 and stay ties.
+    index = bits & _BELOW_INDEX
+    index += _BELOW_INDEX
+    index |= bits
+    index >>= _INDEX_SHIFT
+    index &= _INDICES - 1
+    return _codes().index_select(0, index.view(-1)).view(values.shape)
 
 
 def encode_stochastically(values: Tensor) -> Tensor:
     """Codes whose expectation is the value: up or down with a probability that is linear in between; saturating.
 
     The random numbers are PyTorch's, of its default generator: like the GPU's (Philox, seeded by PyTorch) in
-    distribution, not in bits.
+    distribution, not in bits. Each has 16 bits: a probability is rounded down to a multiple of ``2**-16``.
     """
-    magnitudes = torch.tensor(_MAGNITUDES)
-    absolute = values.abs().nan_to_num_(nan=LIMIT).clamp_(max=LIMIT)
-    below = torch.bucketize(absolute, magnitudes[1:-1], out_int32=True, right=True)
-    low, high = magnitudes[below], magnitudes[below + 1]
-    codes = below.add_(torch.rand_like(absolute) < (absolute - low) / (high - low)).to(torch.uint8)
+    absolute = values.abs()
+    # Where a value lies among the codes, k + 0.5 in the middle of k and k + 1: linear between 0, 2, 4 and 6.
+    position = torch.minimum(2 * absolute, absolute + 2)
+    position = torch.minimum(position, absolute.mul_(0.5).add_(4), out=position)
+    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    signed = words.view(torch.int16)[: values.numel()].view(values.shape)
+    position.add_(signed, alpha=2.0**-16).add_(0.5)
+    codes = torch.fmin(position, torch.tensor(_LARGEST_CODE), out=position).to(torch.uint8)
     return codes.add_(_is_negative(values), alpha=_SIGN_BIT)
 
 
@@ -68,6 +81,14 @@ def _is_negative(values: Tensor) -> Tensor:
     """Which values have a sign to keep: all but NaNs, which lose theirs."""
     negative = values.signbit()
     return negative & ~values.isnan() if values.numel() and values.sum().isnan() else negative
+
+
+@functools.cache
+def _codes() -> Tensor:
+    """The code of each number that the upper 12 bits of an FP32 number spell."""
+    numbers = (torch.arange(_INDICES, dtype=torch.int32) << _INDEX_SHIFT).view(torch.float32)
+    codes = torch.bucketize(numbers.abs(), _midpoints(), out_int32=True, right=True).to(torch.uint8)
+    return codes.add_(_is_negative(numbers), alpha=_SIGN_BIT)
 
 
 @functools.cache

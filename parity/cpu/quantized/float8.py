@@ -189,8 +189,9 @@ def prepare(quantizer: Any, output: Any) -> None:
 
 
 def write(output: Any, codes: Codes) -> None:
-    """Fill the buffers of a prepared TE tensor."""
-    output._data.copy_(codes.data)
+    """Fill the buffers that a prepared TE tensor has."""
+    if output._data is not None:
+        output._data.copy_(codes.data)
     if output._transpose is not None:
         output._transpose.copy_(codes.data.movedim(-1, 0))
     output._scale_inv.copy_(codes.scale_inv)

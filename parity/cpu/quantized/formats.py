@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -76,13 +76,13 @@ def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtyp
 
 
 def quantize(
-    entry: Format, values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amax: Tensor | None
+    entry: Format, values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amaxes: Mapping[str, Tensor]
 ) -> Any:
     """A new TE tensor of ``dtype`` that holds the values; or ``output``, filled.
 
     Args:
         values: FP32, FP16 or BF16, any shape that the format has.
-        amax: FP32 scalar, to be used in place of the values' own, or None.
+        amaxes: FP32, one element each, to be used in place of the values' own; by direction.
 
     Raises:
         TypeError: if ``output`` is a tensor of another format.
@@ -92,7 +92,7 @@ def quantize(
         raise TypeError(f"{entry.quantizer} writes into a {entry.tensor}, but was given {type(output).__name__}")
     if values.numel() == 0:
         return empty(entry, quantizer, values.shape, dtype) if output is None else output
-    buffers = entry.kernels.encode(values.contiguous(), quantizer, amax)
+    buffers = entry.kernels.encode(values.contiguous(), quantizer, amaxes)
     if output is None:
         return _te_tensor(entry, quantizer, values.shape, dtype, buffers)
     _write(entry, output, buffers, entry.kernels.settings(quantizer))

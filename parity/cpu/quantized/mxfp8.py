@@ -18,6 +18,7 @@ GEMM reads this layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,13 +39,13 @@ def settings(quantizer: Any) -> dict[str, Any]:
     return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
 
 
-def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Codes and scale_inv in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
         quantizer: TE's ``MXFP8Quantizer``.
-        amax: of no use to blocks, which have their own.
+        amaxes: of no use to blocks, which have their own.
 
     Raises:
         RuntimeError: for sizes that are no multiples of 32.
@@ -53,11 +54,11 @@ def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Ten
     flat = blocks.matrix(values)
     # Up to 2.18 there are no square blocks.
     square = getattr(quantizer, "with_2d_quantization", False)
-    buffers = {}
+    dtype, buffers = float8.fp8_dtype(quantizer), {}
     for name in blocks.directions(quantizer):
         block = (_LENGTH, _LENGTH) if square else _VECTOR[name]
-        exponents = to_e8m0(blocks.amax(flat, block) * _reciprocal_limit(quantizer))
-        codes = float8.cast(blocks.multiply(flat, _encoding_scale(exponents), block), float8.fp8_dtype(quantizer))
+        exponents = to_e8m0(blocks.amax(flat, block) * reciprocal_limit(dtype))
+        codes = float8.cast(blocks.multiply(flat, encoding_scale(exponents), block), dtype)
         if square:
             exponents = exponents.repeat_interleave(_LENGTH, 0 if name == "rowwise" else 1)
         buffers[f"{name}_data"] = codes.view(values.shape)
@@ -120,14 +121,14 @@ def from_e8m0(codes: Tensor) -> Tensor:
     return bits.view(torch.float32).masked_fill(codes == _NAN_CODE, float("nan"))
 
 
-def _encoding_scale(exponents: Tensor) -> Tensor:
+def encoding_scale(exponents: Tensor) -> Tensor:
     """The reciprocals of E8M0 bytes, exact: 2**127 down to 2**-127."""
     return from_e8m0(_LARGEST_CODE - exponents.int()).masked_fill(exponents == _NAN_CODE, float("nan"))
 
 
-def _reciprocal_limit(quantizer: Any) -> Tensor:
+def reciprocal_limit(dtype: torch.dtype) -> Tensor:
     """An FP32 number, as in CUDA: the product with an amax is rounded differently from a quotient."""
-    return torch.tensor(1.0 / torch.finfo(float8.fp8_dtype(quantizer)).max)
+    return torch.tensor(1.0 / torch.finfo(dtype).max)
 
 
 def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,8 @@
 """NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
 
 Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
-``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic (without
-``NVTE_USE_FAST_MATH``); the recipe is that of https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them
-in a column:
+``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
+https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them in a column:
 
 ==========  =======  ======================  ========================================
 direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
@@ -12,6 +11,9 @@ rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
 columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
 ==========  =======  ======================  ========================================
 
+``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their kernels
+approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
+
 "m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
 quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
 data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
@@ -19,6 +21,11 @@ data, and their amax, are those of the transformed values. Scales are never swiz
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +35,7 @@ from parity.cpu.quantized import blocks, float4, float8, four_over_six, hadamard
 from parity.cpu.quantized.nvfp4_scales import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
 
 _LENGTH = 16
+_FAST_MATH = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 # Each came with a version of TE: 2.16 (rows), 2.18 (4over6).
 _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 
@@ -38,33 +46,33 @@ def settings(quantizer: Any) -> dict[str, Any]:
     return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False, **options}
 
 
-def encode(values: Tensor, quantizer: Any, amax: Tensor | None) -> dict[str, Tensor]:
+def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Codes, scale_inv and amax in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``; BF16 for a random Hadamard transform.
         quantizer: TE's ``NVFP4Quantizer``.
-        amax: FP32 scalar, the amax to use for the tensor. Default: that of the values. A random Hadamard transform and
-            row scaling have their own.
+        amaxes: FP32, one element each: the amax of the tensor in a direction, where it is known. Row scaling has its
+            own.
 
     Raises:
         RuntimeError: for sizes that are no multiples of 16, and options that TE does not combine.
     """
     shapes = buffer_shapes(quantizer, values.shape)
     _check_options(quantizer)
+    _warn_of_fast_math()
     flat = blocks.matrix(values)
-    if quantizer.with_rht:
-        amax = None
+    one_amax = amaxes.get("rowwise") is amaxes.get("columnwise")
+    both = _cast(flat, quantizer, amaxes.get("rowwise")) if _is_symmetric(quantizer) and one_amax else None
     buffers = {}
     for name in blocks.directions(quantizer):
-        matrix = flat if name == "rowwise" else flat.t().contiguous()
-        if name == "columnwise" and quantizer.with_rht:
-            matrix = hadamard.transform(matrix, quantizer.rht_matrix)
-        tensor_amax = _tensor_amax(matrix, quantizer, amax)
-        packed, scales = _cast(matrix, tensor_amax, quantizer)
-        buffers[f"{name}_data"] = packed.view(shapes[f"{name}_data"][0])
+        cast = both or _cast(_read(flat, name, quantizer), quantizer, amaxes.get(name))
+        if both is not None and name == "columnwise":
+            cast = _Cast(both.codes.t().contiguous(), both.scales.t(), both.amax)
+        scales = cast.scales.repeat_interleave(_block(quantizer)[0], 0)
+        buffers[f"{name}_data"] = float4.pack(cast.codes).view(shapes[f"{name}_data"][0])
         buffers[f"{name}_scale_inv"] = blocks.fill_up(scales, shapes[f"{name}_scale_inv"][0])
-        buffers[f"amax_{name}"] = tensor_amax
+        buffers[f"amax_{name}"] = cast.amax
     return buffers
 
 
@@ -132,9 +140,44 @@ def logical_shape(tensor: Any) -> torch.Size:
     return torch.Size((2 * half_rows, columns))
 
 
-def _cast(matrix: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """Packed codes of a matrix ``[outer, inner]`` and E4M3 bytes ``[outer, inner / 16]``."""
-    block = (_LENGTH, _LENGTH) if quantizer.with_2d_quantization else (1, _LENGTH)
+@dataclass(frozen=True)
+class _Cast:
+    """A matrix ``[outer, inner]``, cast along its inner dimension.
+
+    Attributes:
+        codes: uint8, 0 to 15, ``[outer, inner]``.
+        scales: E4M3 bytes, one a block.
+        amax: FP32, ``[1]``, or ``[outer]`` if the tensor is row-scaled.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+def _is_symmetric(quantizer: Any) -> bool:
+    """Whether columnwise codes and scales are the transposes of the rowwise ones.
+
+    4over6 sums the errors of a block in another order for each direction, and may choose differently.
+    """
+    each_its_own = quantizer.with_rht or quantizer.stochastic_rounding or getattr(quantizer, "nvfp4_use_4over6", False)
+    return quantizer.with_2d_quantization and not each_its_own
+
+
+def _read(flat: Tensor, direction: str, quantizer: Any) -> Tensor:
+    """The matrix ``[outer, inner]`` that is cast for a direction of the values ``[m, k]``."""
+    if direction == "rowwise":
+        return flat
+    columns = flat.t().contiguous()
+    return hadamard.transform(columns, quantizer.rht_matrix) if quantizer.with_rht else columns
+
+
+def _block(quantizer: Any) -> blocks.Block:
+    return (_LENGTH, _LENGTH) if quantizer.with_2d_quantization else (1, _LENGTH)
+
+
+def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
+    block, amax = _block(quantizer), _tensor_amax(matrix, quantizer, amax)
     scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
     block_amax = blocks.amax(matrix, block)
     if getattr(quantizer, "nvfp4_use_4over6", False):
@@ -144,7 +187,7 @@ def _cast(matrix: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]
         decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
         scaled = blocks.multiply(matrix, encoding_scale(decoding, scale), block)
         codes = float4.encode_stochastically(scaled) if quantizer.stochastic_rounding else float4.encode(scaled)
-    return float4.pack(codes), decoding.repeat_interleave(block[0], 0)
+    return _Cast(codes, decoding, amax)
 
 
 def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
@@ -180,3 +223,18 @@ def _check_options(quantizer: Any) -> None:
                 raise RuntimeError(f"NVFP4 quantization with {option} does not support {other}")
     if quantizer.with_rht and not quantizer.with_post_rht_amax:
         raise RuntimeError("NVFP4 quantization with a random Hadamard transform needs with_post_rht_amax=True")
+
+
+def _warn_of_fast_math() -> None:
+    """Warn once of each variable that makes TE's kernels approximate."""
+    for name in _FAST_MATH:
+        if os.environ.get(name, "0") not in ("", "0"):
+            _warn_of(name)
+
+
+@functools.cache
+def _warn_of(variable: str) -> None:
+    warnings.warn(
+        f"{variable} is set, and the CPU kernels quantize to NVFP4 as if it were not: a GPU's results will differ",
+        stacklevel=2,
+    )

@@ -130,7 +130,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amax: Tensor | None = None) -> Any:
     entry = formats.of_quantizer(quantizer)
     if entry is not None:
-        return formats.quantize(entry, values, quantizer, dtype, output, amax)
+        # After a random Hadamard transform the columns have another amax.
+        known = {} if amax is None or getattr(quantizer, "with_rht", False) else {"rowwise": amax, "columnwise": amax}
+        return formats.quantize(entry, values, quantizer, dtype, output, known)
     if output is not None:
         float8.prepare(quantizer, output)
     if values.numel() == 0:
@@ -156,9 +158,14 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
     """The scale to cast with; delayed scaling also raises the amax that it keeps for later steps."""
     amax = float8.amax_of(values) if amax is None else amax
-    if is_delayed(quantizer):
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
-        return quantizer.scale
+    if not is_delayed(quantizer):
+        return current_scale(amax, quantizer)
+    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+    return quantizer.scale
+
+
+def current_scale(amax: Tensor, quantizer: Any) -> Tensor:
+    """The scale of current scaling for an amax, FP32, which is first reduced over the quantizer's ranks, in place."""
     if quantizer.with_amax_reduction:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
     limit = torch.finfo(float8.fp8_dtype(quantizer)).max

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
+    "grouped_swizzle_for_gemm",
     "multi_tensor_swizzle_scales_for_gemm_",
     "multi_tensor_swizzle_scales_for_gemm_unchecked_",
     "swizzle_scales_for_gemm_",
 ]
+
+
+def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
+    """Leave a TE grouped tensor as it is."""
 
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:

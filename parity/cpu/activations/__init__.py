@@ -1,0 +1,1 @@
+"""Activations: functions and their gradients, plain, gated, and scaled by row."""

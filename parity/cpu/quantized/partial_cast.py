@@ -1,0 +1,214 @@
+"""Casts of a part of a weight whose scales belong to the whole: steps of ``quantize_master_weights``.
+
+A distributed optimizer keeps FP32 masters of consecutive elements of a quantized weight. It takes the amaxes of their
+blocks, reduces them over the ranks, derives scales and casts its own elements. With one rank the part is the whole.
+
+Follows TransformerEngine 2.20.2: ``csrc/extensions/fp8_partial_cast.cpp``, ``nvfp4_2d_partial_cast.cpp``,
+``transpose.cpp`` and ``multi_tensor/compute_scale.cpp``, and ``common/recipe`` of NVIDIA's repository
+(``fp8_block_scaling.cu``, ``mxfp8_scaling.cu``, ``nvfp4.cu``). In every kernel ``h`` and ``w`` (``rows`` and ``cols``)
+are the sizes of the whole weight, and ``start_offset`` is the index of the part's first element in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parity.cpu.enums import TORCH_DTYPE
+from parity.cpu.quantized import blocks, float4, float8, mxfp8, quantize
+from parity.cpu.quantized.nvfp4_scales import E4M3, LARGEST_FP32, encoding_scale, global_scale
+
+__all__ = [
+    "fp8_block_scaling_compute_partial_amax",
+    "fp8_block_scaling_partial_cast",
+    "multi_tensor_compute_scale_inv_e8m0",
+    "mxfp8_scaling_compute_partial_amax",
+    "mxfp8_scaling_partial_cast",
+    "nvfp4_2d_multi_tensor_transpose",
+    "nvfp4_compute_global_scale",
+    "nvfp4_multi_tensor_2d_partial_cast",
+    "nvfp4_multi_tensor_compute_partial_amax",
+    "nvfp4_multi_tensor_fused_scale",
+]
+
+_FP8_BLOCK, _NVFP4_BLOCK = (128, 128), (16, 16)
+_MXFP8_ROW, _MXFP8_COLUMN = (1, 32), (32, 1)
+_NVFP4_E4M3_LIMIT = 448.0
+
+
+@torch.no_grad()
+def fp8_block_scaling_compute_partial_amax(
+    tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """Write the amaxes of blocks of 128 x 128 into ``amax``, FP32 ``[ceil(h/128), ceil(w/128) up to 4]``."""
+    _write(amax, blocks.amax(_embedded(tensor, h, w, start_offset), _FP8_BLOCK))
+
+
+@torch.no_grad()
+def fp8_block_scaling_partial_cast(
+    inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: int
+) -> None:
+    """Write the codes of ``inp``, one scale a block of 128 x 128, into ``out``, uint8 of its size."""
+    matrix = _embedded(inp, h, w, start_offset)
+    scaled = blocks.multiply(matrix, scale[: -(-h // 128), : -(-w // 128)], _FP8_BLOCK)
+    _store(out, float8.cast(scaled, TORCH_DTYPE[int(out_dtype)]), start_offset)
+
+
+@torch.no_grad()
+def mxfp8_scaling_compute_partial_amax(
+    input: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
+) -> None:
+    """Write the amaxes of 1 x 32 and 32 x 1 blocks, in the input's dtype, into buffers of the shapes of scale_inv."""
+    matrix = _embedded(input, rows, cols, start_offset)
+    _write(amax_rowwise, blocks.amax(matrix, _MXFP8_ROW))
+    _write(amax_colwise, blocks.amax(matrix, _MXFP8_COLUMN))
+
+
+@torch.no_grad()
+def mxfp8_scaling_partial_cast(
+    input: Tensor,
+    output_rowwise: Tensor,
+    output_colwise: Tensor,
+    scale_inv_rowwise: Tensor,
+    scale_inv_colwise: Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
+    """Write the E4M3 codes of ``input`` in both directions, scaled by the E8M0 bytes of their blocks."""
+    matrix = _embedded(input, rows, cols, start_offset)
+    for output, scale_inv, block in (
+        (output_rowwise, scale_inv_rowwise, _MXFP8_ROW),
+        (output_colwise, scale_inv_colwise, _MXFP8_COLUMN),
+    ):
+        scales = mxfp8.encoding_scale(scale_inv[: rows // block[0], : cols // block[1]])
+        _store(output, float8.cast(blocks.multiply(matrix, scales, block), E4M3), start_offset)
+
+
+@torch.no_grad()
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Sequence[Sequence[Tensor]]
+) -> None:
+    """Fill the E8M0 bytes of the second list from the amaxes of the first, for E4M3.
+
+    Raises:
+        RuntimeError: for amaxes that are not BF16, which TE's kernel refuses.
+    """
+    for amax, scale_inv in zip(*tensor_lists, strict=True):
+        if amax.dtype != torch.bfloat16:
+            raise RuntimeError(f"multi_tensor_compute_scale_inv_e8m0 takes BF16 amaxes, but got {amax.dtype}")
+        scale_inv.copy_(mxfp8.to_e8m0(amax.float() * mxfp8.reciprocal_limit(E4M3)))
+
+
+@torch.no_grad()
+def nvfp4_multi_tensor_compute_partial_amax(
+    master_weight_list: Sequence[Tensor],
+    partial_amax_list: Sequence[Tensor],
+    global_amax_list: Sequence[Tensor],
+    h_list: Sequence[int],
+    w_list: Sequence[int],
+    start_offset_list: Sequence[int],
+    block_len: int = 16,
+) -> None:
+    """Write the amaxes of blocks of 16 x 16, FP32 ``[ceil(h/16), ceil(w/16)]``, and of each part, FP32 ``[1]``."""
+    lists = (master_weight_list, partial_amax_list, global_amax_list, h_list, w_list, start_offset_list)
+    for values, partial_amax, global_amax, h, w, start_offset in zip(*lists, strict=True):
+        _write(partial_amax, blocks.amax(_embedded(values, h, w, start_offset), _NVFP4_BLOCK))
+        global_amax.fill_(float8.amax_of(values))
+
+
+@torch.no_grad()
+def nvfp4_compute_global_scale(global_amax: Tensor, global_scale_out: Tensor) -> None:
+    """Write the global encoding scale of each amax, both FP32."""
+    global_scale_out.copy_(_global_scale(global_amax))
+
+
+@torch.no_grad()
+def nvfp4_multi_tensor_fused_scale(
+    block_amax_list: Sequence[Tensor],
+    global_amax_list: Sequence[Tensor],
+    per_block_scale_list: Sequence[Tensor],
+    target_scale_list: Sequence[Tensor],
+    target_amax_list: Sequence[Tensor],
+    tile_rows_list: Sequence[int],
+    tile_cols_list: Sequence[int],
+    rows_padded_list: Sequence[int],
+    block_len: int,
+) -> None:
+    """Fill the decoding scales of blocks (FP32), a weight's scale_inv (E4M3 bytes, each ``block_len`` times down) and
+    its amax, from amaxes of blocks and of the weight.
+    """
+    lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
+    for block_amax, global_amax, per_block_scale, target_scale, target_amax in zip(*lists, strict=True):
+        # In this order, unlike in the cast of a whole tensor (core_nvfp4.cuh), where the scale is divided by 6 first.
+        decoding = (block_amax / float4.LIMIT * _global_scale(global_amax)).clamp_(max=LARGEST_FP32)
+        per_block_scale.copy_(decoding)
+        _write(target_scale, float8.cast(decoding, E4M3).repeat_interleave(block_len, 0))
+        target_amax.copy_(global_amax)
+
+
+@torch.no_grad()
+def nvfp4_multi_tensor_2d_partial_cast(
+    inp_list: Sequence[Tensor],
+    out_list: Sequence[Tensor],
+    scale_list: Sequence[Tensor],
+    global_scale_list: Sequence[Tensor],
+    h_list: Sequence[int],
+    w_list: Sequence[int],
+    start_offset_list: Sequence[int],
+    block_len: int = 16,
+) -> None:
+    """Write the packed codes of each part into the bytes that hold them; the other half of a shared byte stays."""
+    lists = (inp_list, out_list, scale_list, global_scale_list, h_list, w_list, start_offset_list)
+    for values, out, scale, global_encoding, h, w, start_offset in zip(*lists, strict=True):
+        encoding = encoding_scale(float8.cast(scale.clone(), E4M3), global_encoding)
+        scaled = blocks.multiply(_embedded(values, h, w, start_offset), encoding, _NVFP4_BLOCK)
+        codes = float4.unpack(out.view(1, -1)).flatten()
+        first = start_offset % 2
+        codes[first : first + values.numel()] = float4.encode(scaled).view(-1)[start_offset:][: values.numel()]
+        out.view(-1).copy_(float4.pack(codes))
+
+
+@torch.no_grad()
+def nvfp4_2d_multi_tensor_transpose(
+    rowwise_data_list: Sequence[Tensor],
+    columnwise_data_list: Sequence[Tensor],
+    rowwise_scale_inv_list: Sequence[Tensor],
+    columnwise_scale_inv_list: Sequence[Tensor],
+    M_list: Sequence[int],
+    K_list: Sequence[int],
+) -> None:
+    """Fill the columnwise data and scales of weights with 16 x 16 blocks from the rowwise ones."""
+    lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list)
+    for rows, columns, row_scales, column_scales, m, k in zip(*lists, M_list, K_list, strict=True):
+        columns.copy_(float4.transpose(rows.view(m, k // 2)).view(columns.shape))
+        column_scales.zero_()
+        quantize.nvfp4_2d_scale_transpose(row_scales, column_scales, -(-m // 16), -(-k // 16))
+
+
+def _embedded(part: Tensor, h: int, w: int, start_offset: int) -> Tensor:
+    """The part in its place in a matrix ``[h, w]`` of zeros, which add nothing to an amax."""
+    if part.numel() == h * w:
+        return part.reshape(h, w)
+    whole = part.new_zeros(h * w)
+    whole[start_offset : start_offset + part.numel()] = part.view(-1)
+    return whole.view(h, w)
+
+
+def _write(buffer: Tensor, numbers: Tensor) -> None:
+    """Fill a padded buffer: the numbers in its upper left corner, zeros around them."""
+    buffer.zero_()
+    buffer[: numbers.shape[0], : numbers.shape[1]] = numbers
+
+
+def _store(out: Tensor, codes: Tensor, start_offset: int) -> None:
+    """Take the part's codes out of the matrix."""
+    out.view(-1).copy_(codes.view(-1)[start_offset : start_offset + out.numel()])
+
+
+def _global_scale(amax: Tensor) -> Tensor:
+    """As of a whole tensor, but subnormal amaxes count as the smallest normal number, and NaN as 0."""
+    smallest = torch.finfo(torch.float32).smallest_normal
+    return torch.where(amax > 0, global_scale(amax.clamp(min=smallest), _NVFP4_E4M3_LIMIT), 1.0)
