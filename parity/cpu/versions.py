@@ -101,11 +101,17 @@ def _without_dense_indices(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
-    """``fused_attn_fwd`` as it was before 2.15: the output's format is the query's."""
+    """``fused_attn_fwd`` as it was before 2.15: the output's format is the query's, and FP8 had one more statistic.
+
+    That one, ZInv, cuDNN's graph did not fill any more.
+    """
     kernel, format_unset = extension.fused_attn_fwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    query = 14
 
     def call(*arguments: Any) -> Any:
-        return kernel(*arguments[:7], format_unset, format_unset, *arguments[7:])
+        output, statistics, *rest = kernel(*arguments[:7], format_unset, format_unset, *arguments[7:])
+        unused = [statistics.new_empty(statistics.shape)] if hasattr(arguments[query], "_quantizer") else []
+        return [output, statistics, *unused, *rest]
 
     return call
 
@@ -115,9 +121,12 @@ def _with_formats_of_backward(extension: ModuleType) -> Callable[..., Any]:
     kernel, format_unset = extension.fused_attn_bwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
     layout_unset = extension.NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
     unset = (format_unset, format_unset, layout_unset, format_unset, format_unset)
-    gradient_dtype = 20
+    gradient_dtype, from_forward = 20, 21
 
     def call(*arguments: Any) -> Any:
-        return kernel(*arguments[:6], *unset, *arguments[6:gradient_dtype], *arguments[gradient_dtype + 1 :])
+        statistics, *rest = arguments[from_forward]
+        rest = rest[1:] if rest[0].is_floating_point() else rest  # ZInv stands where the RNG state should
+        last = arguments[from_forward + 1 :]
+        return kernel(*arguments[:6], *unset, *arguments[6:gradient_dtype], [statistics, *rest], *last)
 
     return call

@@ -16,6 +16,7 @@ def attend(
     visible: Tensor,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """``softmax(q k^T / sqrt(features) + bias) v``, 0 where nothing is visible.
 
@@ -25,6 +26,7 @@ def attend(
         visible: ``[batch or 1, 1, queries, keys]``, True where a query attends to a key.
         bias: broadcasts to ``[batch, heads, queries, keys]``.
         sink: ``[heads]``; ``exp`` of it is added to the denominator.
+        softcap: if not 0, scores ``s`` become ``softcap * tanh(s / softcap)`` before the bias is added.
 
     Returns:
         ``[batch, seq, heads, value features]``.
@@ -33,6 +35,7 @@ def attend(
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.mT / math.sqrt(query.shape[-1])
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     scores = (scores if bias is None else scores + bias).masked_fill(~visible, -math.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)

@@ -86,8 +86,7 @@ SERVED = [
     inference(attn_mask_type="PADDING_CAUSAL_BOTTOM_RIGHT_MASK", qkv_layout="Paged_KV_THD_BSHD_BSHD", max_seqlen_q=1),
 ]
 REFUSED = [
-    (dict(qkv_dtype=DType.kFloat32), "FP16 and BF16"),
-    (dict(qkv_dtype=DType.kFloat8E4M3), "FP16 and BF16"),
+    (dict(qkv_dtype=DType.kFloat32), "FP16, BF16 and FP8"),
     (dict(head_dim_qk=60), "head dimensions 60"),
     (dict(head_dim_qk=264, head_dim_v=264), "head dimensions 264"),
     (dict(head_dim_qk=256, head_dim_v=128), "head dimensions 256"),
@@ -107,6 +106,20 @@ REFUSED = [
 ]
 
 
+FP8: dict[str, Any] = dict(qkv_dtype=DType.kFloat8E4M3, head_dim_qk=128, head_dim_v=128)
+REFUSED_IN_FP8 = [
+    (dict(head_dim_qk=64, head_dim_v=64), "head dimensions 64"),
+    (dict(head_dim_qk=40, head_dim_v=40), "head dimensions 40"),
+    (inference(head_dim_qk=272, head_dim_v=272), "head dimensions 272"),
+    (dict(bias_type="ALIBI"), "no bias"),
+    (dict(softmax_type="OFF_BY_ONE_SOFTMAX"), "no softmax sinks"),
+    (dict(return_max_logit=True), "largest logit"),
+    (dict(attn_mask_type="CAUSAL_BOTTOM_RIGHT_MASK"), "aligned top left"),
+    (dict(attn_mask_type="PADDING_MASK", qkv_layout="THD_THD_THD"), "same format"),
+    (inference(attn_mask_type="PADDING_MASK", qkv_layout="Paged_KV_BSHD_SBHD_SBHD"), "same format"),
+]
+
+
 @pytest.mark.parametrize("changes", SERVED, ids=str)
 def test_hopper_serves(changes: dict[str, Any]) -> None:
     assert answer(**changes) == (FUSED, "")
@@ -117,6 +130,30 @@ def test_hopper_refuses_and_says_why(changes: dict[str, Any], reason: str) -> No
     backend, why = answer(**changes)
     assert backend == NONE
     assert reason in why
+
+
+@pytest.mark.parametrize("mask", ["NO_MASK", "CAUSAL_MASK", "PADDING_MASK", "PADDING_CAUSAL_MASK"])
+@pytest.mark.parametrize("changes", [{}, {"num_gqa_groups": 2}, inference(head_dim_qk=256, head_dim_v=64)], ids=str)
+def test_hopper_serves_fp8(mask: str, changes: dict[str, Any]) -> None:
+    assert answer(attn_mask_type=mask, **{**FP8, **changes}) == (NVTE_Fused_Attn_Backend.NVTE_FP8, "")
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSED_IN_FP8, ids=str)
+def test_hopper_refuses_in_fp8_and_says_why(changes: dict[str, Any], reason: str) -> None:
+    backend, why = answer(**{**FP8, **changes})
+    assert backend == NONE
+    assert reason in why
+
+
+def test_ada_has_no_fp8_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, 8, 9)
+    assert answer(**FP8) == (NONE, "FP8 attention needs compute capability 9.0, and the GPU has 8.9")
+
+
+def test_blackwell_trains_in_fp8_with_heads_up_to_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, 10, 0)
+    assert answer(**{**FP8, "head_dim_qk": 64, "head_dim_v": 48})[0] == NVTE_Fused_Attn_Backend.NVTE_FP8
+    assert answer(**{**FP8, **inference(head_dim_qk=144, head_dim_v=144)})[0] == NONE
 
 
 def test_an_older_te_passes_each_property_and_gets_the_backend_alone() -> None:

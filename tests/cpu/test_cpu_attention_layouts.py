@@ -204,8 +204,12 @@ def test_dropout_draws_its_seed_from_the_generator_given() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda t: t.float(), ValueError, "Q is torch.float32; cuDNN's fused attention takes FP16 and BF16"),
-        (lambda t: object(), NotImplementedError, "serves FP16 and BF16, and no object for Q"),
+        (lambda t: t.float(), ValueError, "Q is torch.float32; cuDNN's fused attention takes FP16, BF16 and FP8"),
+        (
+            lambda t: object(),
+            NotImplementedError,
+            "serves FP16, BF16 and FP8 with one scale a tensor, and no object for Q",
+        ),
     ],
 )
 def test_what_cudnn_does_not_take_is_refused(change: Any, error: type[Exception], message: str) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu.attention import flash, masks
-from parity.cpu.attention.flash import Attention
+from parity.cpu.attention import flash, masks, scores
 from parity.cpu.attention.masks import Band
+from parity.cpu.attention.scores import Attention
 from parity.cpu.enums import NVTE_Mask_Type
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,7 +70,7 @@ def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
     attention = Attention(scale=0.25, band=band, sink=sink)
     with pytest.MonkeyPatch.context() as patch:
         if small_blocks:
-            patch.setattr(flash, "_SCORES_IN_A_BLOCK", 1)
+            patch.setattr(scores, "_SCORES_IN_A_BLOCK", 1)
         output, lse, _ = flash.forward(*tensors[:3], attention)
         gradients = flash.backward(*tensors[:3], output, tensors[3], lse, attention)
     q, k, v = (tensor.double().transpose(1, 2).requires_grad_() for tensor in tensors[:3])

@@ -90,6 +90,19 @@ def test_every_nan_becomes_the_canonical_nan(dtype: torch.dtype) -> None:
     assert encode(nan, dtype)[3] == nearest_code(1.0, dtype)
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_rounding_gives_what_the_codes_of_a_cast_stand_for(dtype: torch.dtype) -> None:
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(0))
+    magnitudes = torch.tensor(sorted(value_of(code, dtype) for code in finite_codes(dtype)))
+    ties = (magnitudes[1:] + magnitudes[:-1]) / 2
+    values = torch.cat([bits.int().view(torch.float32), torch.randn(1 << 16), magnitudes, ties, torch.tensor([1e9])])
+    expected = float8.decode(float8.cast(values.clone(), dtype), dtype)
+    is_number = ~values.isnan()
+    actual = float8.rounded(values.clone(), dtype)
+    assert torch.equal(actual[is_number], expected[is_number])
+    assert actual[~is_number].isnan().all()
+
+
 def test_zeros_keep_their_sign() -> None:
     assert encode(torch.tensor([0.0, -0.0]), E4M3) == [0x00, 0x80]
 

@@ -1,4 +1,4 @@
-"""FP8 attention, which TE emulates on its unfused path with ``NVTE_UnfusedDPA_Emulate_FP8=1``."""
+"""TE's FP8 attention: its fused backend, and its emulation with ``NVTE_UnfusedDPA_Emulate_FP8=1``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ from typing import Any
 
 import attention_oracle as oracle
 import backend_choice
+import emulated_gpu
 import pytest
 import torch
+from packaging.version import Version
+from torch import Tensor
 
 from parity import te
+from parity.cpu import cuda, versions
+from parity.cpu.attention import fused
+from parity.cpu.quantized import float8
 
 BF16 = torch.bfloat16
 BATCH, SEQ, HEADS, FEATURES = 2, 32, 4, 16
+# The features of a head with which a Hopper trains in FP8.
+FUSED_HEADS, FUSED_FEATURES = 2, 128
+# The error of a cast relative to its element, which is spread evenly over half a place, as a root mean square.
+E4M3_ERROR, E5M2_ERROR = 2.0**-4 / 3**0.5, 2.0**-3 / 3**0.5
+GPUS = {"Hopper": cuda.HOPPER, "Blackwell": cuda.BLACKWELL}
+# (GPU, recipe): TE runs current scaling in fused attention from Blackwell on.
+FUSED = [("Hopper", "delayed"), ("Blackwell", "delayed"), ("Blackwell", "current")]
 RECIPES = {
     "delayed": ("DelayedScaling", {"fp8_dpa": True}),
     "current": ("Float8CurrentScaling", {"fp8_dpa": True}),
     "delayed, MHA": ("DelayedScaling", {"fp8_dpa": True, "fp8_mha": True}),
+    "current, MHA": ("Float8CurrentScaling", {"fp8_dpa": True, "fp8_mha": True}),
 }
 
 
@@ -33,38 +47,167 @@ def recipe(name: str) -> Any:
     return getattr(recipes, kind)(**options)
 
 
+@pytest.fixture
+def fused_calls(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The fused kernels that TE called, and whether with FP8 tensors."""
+    import transformer_engine_torch as tex
+
+    monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
+    calls: list[tuple[str, bool]] = []
+
+    def recorded(name: str, kernel: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls.append((name, any(float8.is_float8_tensor(argument) for argument in arguments)))
+            return kernel(*arguments)
+
+        return call
+
+    for name in fused.__all__:
+        monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name)))
+    return calls
+
+
+def leaves(heads: int, features: int) -> list[Tensor]:
+    """Query, key, value and output gradient, ``[batch, seq, heads, features]``."""
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(BATCH, SEQ, heads, features, generator=rng).to(BF16) for _ in range(4)]
+
+
+def steps(attention: Any, te_module: ModuleType, tensors: list[Tensor], name: str, **call: Any) -> list[Tensor]:
+    """Output and gradients of the third step: the first ones of delayed scaling fill the history of amaxes."""
+    results: list[Tensor] = []
+    for _ in range(3):
+        inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+        with te_module.autocast(enabled=True, recipe=recipe(name)):
+            output = attention(*inputs, **call).view_as(tensors[3])
+        results = [output, *torch.autograd.grad(output, inputs, tensors[3])]
+    return results
+
+
+def exact(tensors: list[Tensor], visible: Tensor) -> list[Tensor]:
+    q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
+    output = oracle.attend(q, k, v, visible)
+    return [output, *torch.autograd.grad(output, [q, k, v], tensors[3].double())]
+
+
+def errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Norms of the differences over norms of the exact ones."""
+    return [
+        oracle.relative_error(got, wanted) * torch.finfo(BF16).eps for got, wanted in zip(actual, expected, strict=True)
+    ]
+
+
+def norm(*contributions: float) -> float:
+    """Of independent errors together."""
+    return sum(contribution**2 for contribution in contributions) ** 0.5
+
+
+MASKS: dict[str, tuple[Tensor, dict[str, Any]]] = {
+    "no_mask": (oracle.visible(SEQ, SEQ), {}),
+    "causal": (oracle.visible(SEQ, SEQ, right=0), {}),
+    "padding_causal": (
+        oracle.visible(SEQ, SEQ, right=0)
+        & oracle.tokens((SEQ, 19), SEQ)[:, None, None]
+        & oracle.tokens((SEQ, 19), SEQ)[:, None, :, None],
+        {"attention_mask": ~oracle.tokens((SEQ, 19), SEQ)[:, None, None]},
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("gpu", "name"), FUSED)
+def test_te_takes_its_fp8_backend_which_errs_by_the_casts_it_makes(
+    fused_calls: list[tuple[str, bool]], gpu: str, name: str, mask: str
+) -> None:
+    visible, call = MASKS[mask]
+    tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
+    tensors[3] *= visible.any(-1).expand(BATCH, 1, SEQ).transpose(1, 2)[..., None]
+    with emulated_gpu.emulated(GPUS[gpu]) as te_module:
+        backend_choice.choose_again()
+        attention = te_module.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
+        actual = steps(attention, te_module, tensors, name, attn_mask_type=mask, **call)
+    assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
+    # Scores are of unit variance: casts of Q and K move them, and so log P, by E4M3_ERROR each.
+    p = norm(E4M3_ERROR, E4M3_ERROR)
+    output = norm(p, E4M3_ERROR, E4M3_ERROR, E4M3_ERROR)  # P, V and the result are cast
+    dv = norm(p, E4M3_ERROR, E5M2_ERROR, E5M2_ERROR)  # P, dO and the result
+    dqk = norm(
+        p, E4M3_ERROR, E5M2_ERROR, output, E5M2_ERROR, E4M3_ERROR, E5M2_ERROR
+    )  # V, dO, O, dS, K or Q, the result
+    for error, most in zip(errors(actual, exact(tensors, visible)), (output, dqk, dqk, dv), strict=True):
+        assert 0.25 * most < error < most
+
+
+@pytest.fixture
+def _gradients_pass_fp8_outputs(te_module: ModuleType) -> None:
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    if "requires_grad" in vars(QuantizedTensor):
+        pytest.skip("this TE remembers that an FP8 output required no gradient when it was made, and passes none on")
+
+
+@pytest.mark.usefixtures("_gradients_pass_fp8_outputs")
+def test_scales_follow_the_amaxes_that_attention_keeps(fused_calls: list[tuple[str, bool]]) -> None:
+    with emulated_gpu.emulated(cuda.HOPPER) as te_module:
+        backend_choice.choose_again()
+        torch.manual_seed(0)
+        hidden = FUSED_HEADS * FUSED_FEATURES
+        layer = te_module.MultiheadAttention(
+            hidden, FUSED_HEADS, attention_dropout=0.0, params_dtype=BF16, qkv_format="bshd", device="cpu"
+        )
+        for _ in range(2):
+            with te_module.autocast(enabled=True, recipe=recipe("delayed")):
+                output = layer(torch.randn(BATCH, SEQ, hidden).to(BF16))
+            output.backward(torch.randn_like(output))
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    # The output projection casts dO, with a quantizer of its own.
+    forward = (fused_attn.META_QKV, fused_attn.META_S, fused_attn.META_O)
+    backward = (fused_attn.META_DP, fused_attn.META_DQKV)
+    states = layer.core_attention.fp8_meta
+    for direction, places, largest in (("scaling_fwd", forward, 448.0), ("scaling_bwd", backward, 57344.0)):
+        for place in map(int, places):
+            history, scale = states[direction].amax_history[:, place], states[direction].scale[place]
+            assert (history > 0).sum() == 2
+            assert scale.item() == pytest.approx(largest / history.amax().item(), rel=1e-6)
+    # The first query sees itself alone.
+    assert states["scaling_fwd"].amax_history[:, int(fused_attn.META_S)].amax() == 1
+
+
+def test_nvte_fp8_dpa_bwd_0_runs_the_backward_in_bf16(
+    fused_calls: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
+    with emulated_gpu.emulated(cuda.HOPPER) as te_module:
+        backend_choice.choose_again()
+        attention = te_module.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
+        actual = steps(attention, te_module, tensors, "delayed", attn_mask_type="causal")
+    assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", False)]
+    assert all(tensor.isfinite().all() for tensor in actual)
+
+
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(
     te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
     backend_choice.choose_again()
-    rng = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(BATCH, SEQ, HEADS, FEATURES, generator=rng).to(BF16) for _ in range(4)]
+    tensors = leaves(HEADS, FEATURES)
     attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
-    actual: list[torch.Tensor] = []
-    # The first steps of delayed scaling fill the history of amaxes.
-    for _ in range(3):
-        inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-        with te_module.autocast(enabled=True, recipe=recipe(name)):
-            output = attention(*inputs, attn_mask_type="causal").view_as(tensors[3])
-        actual = [output, *torch.autograd.grad(output, inputs, tensors[3])]
-    q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
-    exact = oracle.attend(q, k, v, oracle.visible(SEQ, SEQ, right=0))
-    expected = [exact, *torch.autograd.grad(exact, [q, k, v], tensors[3].double())]
-    for got, wanted in zip(actual, expected, strict=True):
-        error = oracle.relative_error(got, wanted) * torch.finfo(BF16).eps
+    actual = steps(attention, te_module, tensors, name, attn_mask_type="causal")
+    for error in errors(actual, exact(tensors, oracle.visible(SEQ, SEQ, right=0))):
         # One rounding to E4M3 costs about 2^-5.5 in norm, to E5M2 2^-4.5; a handful of them take part.
         assert 2**-6 < error < 2**-2.5
 
 
-def losses(te_module: ModuleType, fp8_recipe: Any) -> list[float]:
+def losses(te_module: ModuleType, fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
     """Of a layer that learns one output by heart, in FP8 or, without a recipe, in BF16."""
     torch.manual_seed(0)
     layer = te_module.TransformerLayer(
-        64, 128, 4, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+        hidden, 2 * hidden, heads, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
     )
-    x, target = torch.randn(SEQ, BATCH, 64).to(BF16), torch.randn(SEQ, BATCH, 64)
+    x, target = torch.randn(SEQ, BATCH, hidden).to(BF16), torch.randn(SEQ, BATCH, hidden)
     optimizer = torch.optim.SGD(layer.parameters(), lr=5.0)
     result = []
     for _ in range(6):
@@ -78,28 +221,59 @@ def losses(te_module: ModuleType, fp8_recipe: Any) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_layer_with_fp8_attention_learns_as_in_bf16(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
-    backend_choice.choose_again()
-    expected = losses(te_module, None)
-    actual = losses(te_module, recipe(name))
+def assert_learns_alike(actual: list[float], expected: list[float]) -> None:
     assert expected[-1] < 0.95 * expected[0]
     assert actual == pytest.approx(expected, rel=0.02)
     assert actual != expected
 
 
-def test_without_emulation_te_says_that_it_has_no_backend(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("_gradients_pass_fp8_outputs")
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("Hopper", "delayed"), ("Hopper", "delayed, MHA"), ("Blackwell", "current, MHA")]
+)
+def test_a_layer_with_fused_fp8_attention_learns_as_in_bf16(
+    fused_calls: list[tuple[str, bool]], gpu: str, name: str
+) -> None:
+    with emulated_gpu.emulated(GPUS[gpu]) as te_module:
+        backend_choice.choose_again()
+        expected = losses(te_module, None, FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
+        fused_calls.clear()
+        actual = losses(te_module, recipe(name), FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
+    assert_learns_alike(actual, expected)
+    assert fused_calls == 6 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "delayed, MHA"])
+def test_a_layer_with_emulated_fp8_attention_learns_as_in_bf16(
+    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    backend_choice.choose_again()
+    assert_learns_alike(losses(te_module, recipe(name)), losses(te_module, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("delayed", FEATURES),
+        pytest.param(
+            "current",
+            FUSED_FEATURES,
+            marks=pytest.mark.skipif(
+                versions.installed_version() < Version("2.15"), reason="TE 2.14 left that to cuDNN"
+            ),
+        ),
+    ],
+)
+def test_a_hopper_trains_with_128_features_and_delayed_scaling_alone_and_te_says_so(
+    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, features: int
 ) -> None:
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
     backend_choice.choose_again()
-    attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
-    inputs = [torch.randn(BATCH, SEQ, HEADS, FEATURES).to(BF16) for _ in range(3)]
+    attention = te_module.DotProductAttention(HEADS, features, attention_dropout=0.0, qkv_format="bshd")
+    inputs = leaves(HEADS, features)[:3]
     with (
-        te_module.autocast(enabled=True, recipe=recipe("delayed")),
+        te_module.autocast(enabled=True, recipe=recipe(name)),
         pytest.raises(ValueError, match="No dot product attention"),
     ):
         attention(*inputs, attn_mask_type="causal")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -194,6 +195,36 @@ def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores(
     assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
 
 
+@pytest.mark.parametrize("slopes", [[0.5, 0.25, 0.1, 0.0], [[0.5, 0.25, 0.1, 0.0], [0.3, 0.0, 0.2, 1.0]]])
+def test_alibi_takes_slopes_of_ones_own_for_each_head_or_each_head_of_each_sequence(
+    te_module: ModuleType, fused_calls: list[str], slopes: list[Any]
+) -> None:
+    setting = SETTINGS["causal"]
+    tensors = leaves(setting, BF16)
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    options = {"core_attention_bias_type": "alibi", "alibi_slopes": torch.tensor(slopes)}
+    output = build(te_module, setting)(*inputs, **setting.call, **options)
+    slope = torch.tensor(slopes).double().view(-1, HEADS, 1, 1)
+    distance = torch.arange(48)[:, None] - torch.arange(48)
+    # TE makes a bias of them, in BF16.
+    bias = (-slope.float() * distance).to(BF16).double()
+    assert_near(
+        with_gradients(output.view_as(tensors[3]), tensors[3], inputs),
+        exact(setting, tensors, bias=bias),
+    )
+    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+
+
+def test_one_row_of_biases_may_serve_all_queries(te_module: ModuleType, fused_calls: list[str]) -> None:
+    setting = SETTINGS["no_mask"]
+    tensors = leaves(setting, BF16)
+    bias = torch.randn(1, 1, 1, 48, generator=torch.Generator().manual_seed(1)).to(BF16)
+    options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    output = build(te_module, setting)(*tensors[:3], **setting.call, **options)
+    assert_near([output.view_as(tensors[3])], exact(setting, tensors, bias=bias.double())[:1])
+    assert fused_calls == ["fused_attn_fwd"]
+
+
 @pytest.mark.parametrize("name", ["causal", "GQA", "padding_causal", "window"])
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
 def test_sinks_take_part_in_the_softmax_and_learnable_ones_get_a_gradient(
@@ -317,12 +348,46 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward(te_module: ModuleType)
     torch.testing.assert_close(by_output, by_value, rtol=0, atol=0.05)
 
 
+def causal_output(te_module: ModuleType) -> Tensor:
+    setting = SETTINGS["causal"]
+    return build(te_module, setting)(*leaves(setting, BF16)[:3], **setting.call)
+
+
 def test_nvte_fused_attn_0_takes_the_unfused_path(
     te_module: ModuleType, fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     backend_choice.choose_again()
-    setting = SETTINGS["causal"]
-    tensors = leaves(setting, BF16)
-    build(te_module, setting)(*tensors[:3], **setting.call)
+    causal_output(te_module)
     assert fused_calls == []
+
+
+def test_nvte_flash_attn_changes_nothing_where_there_is_no_flash_attn(
+    te_module: ModuleType, fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = []
+    for choice in ("1", "0"):
+        monkeypatch.setenv("NVTE_FLASH_ATTN", choice)
+        backend_choice.choose_again()
+        outputs.append(causal_output(te_module))
+    assert torch.equal(*outputs)
+    assert fused_calls == 2 * ["fused_attn_fwd"]
+
+
+def test_te_says_when_the_environment_leaves_no_backend(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    backend_choice.choose_again()
+    with pytest.raises(ValueError, match="No dot product attention backend"):
+        causal_output(te_module)
+    monkeypatch.undo()
+    backend_choice.choose_again()
+
+
+def test_a_score_mod_needs_cudnns_frontend_and_te_says_so(te_module: ModuleType) -> None:
+    attention = build(te_module, SETTINGS["no_mask"])
+    if "score_mod" not in inspect.signature(attention.forward).parameters:
+        pytest.skip("this TransformerEngine has no score_mod")
+    tensors = leaves(SETTINGS["no_mask"], BF16)
+    with pytest.raises(ImportError, match="cuDNN frontend"):
+        attention(*tensors[:3], attn_mask_type="no_mask", score_mod=lambda graph, score, tensors: score)

@@ -1,10 +1,9 @@
-"""The cache of keys and values: its kernels against loops, and TE's layers that generate with it."""
+"""The cache of keys and values: its kernels against loops, and sequences that come and go in it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from types import ModuleType
-from typing import Any
 
 import backend_choice
 import pytest
@@ -122,57 +121,6 @@ def test_tokens_of_another_dtype_than_the_cache_are_refused() -> None:
 @pytest.fixture(scope="module")
 def te_module() -> ModuleType:
     return te.kernels("cpu").te
-
-
-@pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
-@pytest.mark.parametrize("fused", ["1", "0"], ids=["fused", "unfused"])
-@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
-def test_generating_token_by_token_gives_what_the_whole_sequence_gives(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, fused: str, is_paged: bool, qkv_format: str
-) -> None:
-    import transformer_engine_torch as tex
-
-    monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
-    backend_choice.choose_again()
-    calls: list[str] = []
-    kernel = tex.fused_attn_fwd
-
-    def recorded(*arguments: Any) -> Any:
-        calls.append("fused_attn_fwd")
-        return kernel(*arguments)
-
-    monkeypatch.setattr(tex, "fused_attn_fwd", recorded)
-    torch.manual_seed(0)
-    layer = te_module.TransformerLayer(
-        32,
-        64,
-        4,
-        num_gqa_groups=2,
-        layer_number=1,
-        params_dtype=BF16,
-        attn_input_format=qkv_format,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        device="cpu",
-    ).eval()
-    x = torch.randn(2, 8, 32).to(BF16)
-    change = (lambda t: t.transpose(0, 1).contiguous()) if qkv_format == "sbhd" else (lambda t: t.contiguous())
-    pages: dict[str, Any] = {"page_size": 4, "total_num_pages": 8} if is_paged else {}
-    parameters = te_module.InferenceParams(
-        2, 16, num_heads_kv=2, head_dim_k=8, dtype=BF16, is_paged=is_paged, qkv_format=qkv_format, **pages
-    )
-    with torch.no_grad():
-        whole = layer(change(x), self_attn_mask_type="causal")
-        parts = []
-        for first, last in ((0, 5), (5, 6), (6, 7), (7, 8)):
-            parameters.pre_step(OrderedDict((sequence, last - first) for sequence in range(2)))
-            options = dict(self_attn_mask_type="padding_causal", inference_params=parameters)
-            parts.append(layer(change(x[:, first:last]), **options))
-    generated = torch.cat(parts, 0 if qkv_format == "sbhd" else 1)
-    assert generated.isfinite().all()
-    error = (generated.double() - whole.double()).norm() / whole.double().norm()
-    assert error <= torch.finfo(BF16).eps
-    assert bool(calls) == (fused == "1")
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])

@@ -144,17 +144,26 @@ def test_sinks_take_part_in_the_softmax(te_module: ModuleType, dtype: torch.dtyp
     )
 
 
-def test_softcap_bounds_the_scaled_scores(te_module: ModuleType) -> None:
-    attention_class = te_module.DotProductAttention
-    if "softcap" not in inspect.signature(attention_class).parameters:
+@dtypes
+def test_softcap_bounds_the_scaled_scores(te_module: ModuleType, dtype: torch.dtype) -> None:
+    if "softcap" not in inspect.signature(te_module.DotProductAttention).parameters:
         pytest.skip("this TransformerEngine has no softcap")
-    query, key, value, _ = leaves(FP32)
-    attention = attention_class(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd", softcap=0.5)
-    output = attention(query, key, value, attn_mask_type="causal").view_as(query)
-    q, k, v = (tensor.double().transpose(1, 2) for tensor in (query, key, value))
-    scores = 0.5 * torch.tanh(q @ k.mT / FEATURES**0.5 / 0.5)
-    exact = (scores.masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-    assert oracle.relative_error(output, exact) <= 16
+    assert_agrees(te_module, leaves(dtype), CAUSAL, {"attn_mask_type": "causal"}, {"softcap": 0.5}, softcap=0.5)
+
+
+@pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
+def test_a_bias_gets_a_gradient(te_module: ModuleType, kind: str) -> None:
+    query, key, value, gradient = leaves(FP32)
+    bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
+    call = {"attn_mask_type": "causal", "core_attention_bias_type": kind, "core_attention_bias": bias}
+    output = attention(query, key, value, **call).view_as(gradient)
+    exact_bias = bias.detach().double().requires_grad_()
+    scaled = exact_bias / FEATURES**0.5 if kind == "pre_scale_bias" else exact_bias
+    exact = oracle.attend(query.double(), key.double(), value.double(), CAUSAL, bias=scaled)
+    (actual,) = torch.autograd.grad(output, bias, gradient)
+    (expected,) = torch.autograd.grad(exact, exact_bias, gradient.double())
+    assert oracle.relative_error(actual, expected) <= 16
 
 
 def test_packed_sequences_are_padded_and_packed_again(te_module: ModuleType) -> None:

@@ -127,10 +127,12 @@ class Attention(nn.Module):
         head_norm: builds the norm of each head's query and key from its width.
         norm_before_rotation: whether heads are normed before they are rotated.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
+        score_bias: added to the scores, broadcast to ``[batch, heads, seq_q, seq_kv]``.
         sink: each head's score of a key without value: "zero", or "learnt"; None for no such key.
     """
 
     sink: Tensor | None
+    score_bias: Tensor | None
 
     def __init__(
         self,
@@ -145,6 +147,7 @@ class Attention(nn.Module):
         norm_before_rotation: bool = False,
         softcap: float = 0.0,
         sink: str | None = None,
+        score_bias: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim or hidden // heads
@@ -158,6 +161,7 @@ class Attention(nn.Module):
         self.rotate = rotate
         self.norm_before_rotation = norm_before_rotation
         self.softcap = softcap
+        self.register_buffer("score_bias", score_bias, persistent=False)
         if sink == "learnt":
             self.sink = nn.Parameter(torch.randn(heads))
         else:
@@ -193,6 +197,8 @@ class Attention(nn.Module):
     def _probabilities(self, scores: Tensor, masked: Tensor | None) -> Tensor:
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.score_bias is not None:
+            scores = scores + self.score_bias
         if masked is not None:
             scores = scores.masked_fill(masked, -math.inf)
         if self.sink is None:

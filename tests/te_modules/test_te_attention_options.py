@@ -245,6 +245,27 @@ def test_a_softmax_sink_takes_part_of_the_attention(kind: str) -> None:
     )
 
 
+def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores() -> None:
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).view(HEADS, 1, 1)
+    distance = torch.arange(QUERIES)[:, None] - torch.arange(QUERIES)
+    agree_with_attention(
+        {},
+        {"score_bias": -slopes * distance},
+        masked=plain.causal(*SEEN),
+        call={"core_attention_bias_type": "alibi"},
+    )
+
+
+@pytest.mark.parametrize("shape", [(BATCH, HEADS), (1, HEADS), (1, 1)], ids=str)
+def test_a_bias_is_added_to_the_scores(shape: tuple[int, int]) -> None:
+    # Multiples of 1/64 up to 2 are numbers of BF16 too.
+    drawn = torch.randint(-128, 129, (*shape, QUERIES, QUERIES), generator=torch.Generator().manual_seed(0))
+    bias = drawn.float() / 64
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        call = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias.to(dtype)}
+        agree_with_attention({}, {"score_bias": bias}, masked=plain.causal(*SEEN), call=call, precisions=(precision,))
+
+
 @CAN_CHECKPOINT_CORE_ATTENTION
 def test_checkpoint_core_attention_recomputes_the_same() -> None:
     agree_with_attention({}, masked=plain.causal(*SEEN), call={"checkpoint_core_attention": True})

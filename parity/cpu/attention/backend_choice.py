@@ -2,8 +2,8 @@
 
 Up to 2.19 TransformerEngine writes the rules down (``nvte_get_fused_attn_backend`` in
 ``common/fused_attn/fused_attn.cpp``); 2.20 asks cuDNN itself, which cannot be asked here. So every version gets the
-written rules, for the cuDNN that ``parity.cpu.info`` names (the rules for older ones, and the kernels for short
-sequences that TE 2.14 and 2.15 still had beside them, are left out) and for the configurations that
+written rules, for the cuDNN that ``parity.cpu.info`` names (the rules for older and newer ones, and the kernels for
+short sequences that TE 2.14 and 2.15 still had beside them, are left out) and for the configurations that
 ``parity.cpu.attention.fused`` computes.
 """
 
@@ -16,11 +16,19 @@ from typing import Any
 from parity.cpu import cuda, info
 from parity.cpu.attention import layouts, masks
 from parity.cpu.attention.layouts import Layout
-from parity.cpu.enums import DType, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_QKV_Layout
+from parity.cpu.enums import (
+    DType,
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
 
 __all__ = ["get_fused_attn_backend"]
 
-_DTYPES = (DType.kFloat16, DType.kBFloat16)
+_F16_DTYPES = (DType.kFloat16, DType.kBFloat16)
+_FP8_DTYPES = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 _LAST_CUDNN_WITH_GRAPH_BUG = 91500
 
 
@@ -52,20 +60,14 @@ class _Configuration:
 def get_fused_attn_backend(
     *configuration: Any,
 ) -> NVTE_Fused_Attn_Backend | tuple[NVTE_Fused_Attn_Backend, str]:
-    """cuDNN's attention for sequences of any length if it serves this configuration, else no backend.
+    """cuDNN's attention in FP8, or in FP16 and BF16 for sequences of any length, if it serves this; else no backend.
 
     TE 2.20 passes one object and takes the reason as well; up to 2.19 it passes each property and takes the backend
     alone (``attention/dot_product_attention/utils.py``).
     """
     if len(configuration) == 1:
-        reason = next(_objections(_from_object(configuration[0])), "")
-        return _backend(reason), reason
-    return _backend(next(_objections(_Configuration(*configuration)), ""))
-
-
-def _backend(reason: str) -> NVTE_Fused_Attn_Backend:
-    name = "NVTE_No_Backend" if reason else "NVTE_F16_arbitrary_seqlen"
-    return NVTE_Fused_Attn_Backend[name]
+        return _choose(_from_object(configuration[0]))
+    return _choose(_Configuration(*configuration))[0]
 
 
 def _from_object(parameters: Any) -> _Configuration:
@@ -73,11 +75,51 @@ def _from_object(parameters: Any) -> _Configuration:
     return _Configuration(kv_dtype=parameters.qkv_dtype, **{name: getattr(parameters, name) for name in names})
 
 
-def _objections(configuration: _Configuration) -> Iterator[str]:
-    """Why cuDNN does not serve this; nothing if it does."""
+def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """The backend for these dtypes, or none and why cuDNN does not serve this."""
+    is_fp8 = configuration.qkv_dtype in _FP8_DTYPES
+    reason = next((_objections_in_fp8 if is_fp8 else _objections)(configuration), "")
+    if reason:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, reason
+    name = "NVTE_FP8" if is_fp8 else "NVTE_F16_arbitrary_seqlen"
+    return NVTE_Fused_Attn_Backend[name], ""
+
+
+def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
+    """The rules for cuDNN 9.7 to 9.20; sliding windows and the recipes are up to TE's Python."""
     c, architecture = configuration, _architecture()
-    if c.qkv_dtype not in _DTYPES or c.kv_dtype != c.qkv_dtype:
-        yield "here fused attention takes FP16 and BF16 (TE emulates FP8 with NVTE_UnfusedDPA_Emulate_FP8=1)"
+    if architecture < 90:
+        yield f"FP8 attention needs compute capability 9.0, and the GPU has {architecture / 10}"
+    if c.kv_dtype != c.qkv_dtype:
+        yield "Q and K have different dtypes"
+    layout = layouts.parse(c.qkv_layout)
+    if layout.query not in ("bshd", "sbhd") or layout.key != layout.query:
+        yield "in FP8, queries and keys need the same format, bshd or sbhd"
+    if c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
+        yield "in FP8 there is no bias"
+    if c.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
+        yield "in FP8 there are no softmax sinks"
+    if c.return_max_logit:
+        yield "in FP8 the largest logit is not returned"
+    if "BOTTOM_RIGHT" in NVTE_Mask_Type(c.attn_mask_type).name:
+        yield "in FP8 a causal mask is aligned top left"
+    if not _head_dimensions_fit_in_fp8(c, architecture):
+        yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not served in FP8"
+
+
+def _head_dimensions_fit_in_fp8(c: _Configuration, architecture: int) -> bool:
+    if c.head_dim_qk % 16 or c.head_dim_v % 16:
+        return False
+    if architecture < 100 and c.is_training:
+        return c.head_dim_qk == c.head_dim_v == 128
+    return max(c.head_dim_qk, c.head_dim_v) <= (256 if architecture < 100 else 128)
+
+
+def _objections(configuration: _Configuration) -> Iterator[str]:
+    """Why cuDNN does not serve this in FP16 and BF16; nothing if it does."""
+    c, architecture = configuration, _architecture()
+    if c.qkv_dtype not in _F16_DTYPES or c.kv_dtype != c.qkv_dtype:
+        yield "fused attention takes FP16, BF16 and FP8"
     if architecture < 80:
         yield f"fused attention needs compute capability 8.0, and the GPU has {architecture / 10}"
     layout = layouts.parse(c.qkv_layout)

@@ -83,6 +83,19 @@ def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
     return data
 
 
+def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the codes of ``cast`` stand for, without the codes: FP32 values, which are overwritten; NaN stays NaN.
+
+    Adding and taking away 1.5 times a large enough power of two rounds off what lies below the format's last bit. It
+    is several times faster than PyTorch's conversions.
+    """
+    format_ = torch.finfo(dtype)
+    scaled.clamp_(-format_.max, format_.max)
+    exponent = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=format_.smallest_normal)
+    round_off = exponent.mul_(1.5 * 2.0**23 * format_.eps)
+    return scaled.add_(round_off).sub_(round_off)
+
+
 def scale_from_amax(
     amax: Tensor, limit: float, epsilon: float = 0.0, power_of_two: bool = False, largest: float = _LARGEST_FP32
 ) -> Tensor:
