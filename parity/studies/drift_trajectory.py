@@ -145,8 +145,8 @@ def initial(entry: Run, settings: Settings) -> dict[str, Tensor]:
 
 
 def size_of(settings: Settings) -> Size:
-    """A GPT is four times as wide inside its MLP, a llama, whose MLP has a gate, three times."""
-    ffn = settings.hidden * (4 if settings.model == "gpt" else 3)
+    """Of the study's model."""
+    ffn = settings.hidden * ARCHITECTURES[settings.model].widening
     return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
 
 
@@ -161,9 +161,8 @@ def _model(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageMo
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
 
         def named_by_map(masters: Sequence[Tensor]) -> dict[str, Tensor]:
-            return weights.to_reference(
-                architecture.weight_map(size), dict(zip(te_names, masters, strict=True)), shapes
-            )
+            te_weights = dict(zip(te_names, masters, strict=True))
+            return weights.to_reference(architecture.weight_map(size), te_weights, shapes)
 
         return model, named_by_map, dtype
     model = architecture.reference(size).to(kernels.device)

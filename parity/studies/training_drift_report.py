@@ -18,6 +18,7 @@ from parity.studies.training_drift import Drift, Drifts, Pair
 from parity.studies.training_drift_claims import claims as tested
 from parity.studies.training_drift_claims import (
     low_formats,
+    low_over_flash,
     of_algorithm,
     of_format,
     of_other_start,
@@ -104,6 +105,12 @@ def _sections(
     yield "![Drift of all weights over steps, by format](training_drift.png)"
     yield "Solid: seed 0; dashed: the others. After the last step:"
     yield _algorithms(found, settings)
+    if len(low_formats(settings)) > 1:
+        yield (
+            "Low precision's Wasserstein-1 distance over that of flash attention (as kernels round) in the same "
+            "format, or in another; a figure a seed:"
+        )
+        yield _across_formats(found, settings)
     if low_formats(settings):
         yield "## Tensor by tensor"
         yield "After the last step, mean over seeds."
@@ -130,11 +137,7 @@ def _parameters(settings: Settings) -> int:
 def _short_answer(found: Drifts, settings: Settings) -> str:
     texts = []
     for name in low_formats(settings):
-        factors = [
-            of_format(found, name, seed).last.whole.wasserstein
-            / of_algorithm(found, "flash", name, seed).last.whole.wasserstein
-            for seed in range(settings.seeds)
-        ]
+        factors = [low_over_flash(found, name, name, seed) for seed in range(settings.seeds)]
         texts.append(f"{' and '.join(map(short, factors))} in {name.upper()}")
     losses = [abs(drift.loss - drift.loss_against) for pair, drift in found.items() if pair.run.kind != "other start"]
     return (
@@ -157,6 +160,15 @@ def _algorithms(found: Drifts, settings: Settings) -> str:
             rows.append(_row("flash, as kernels round", name, seed, of_algorithm(found, "flash", name, seed), low))
             rows.append(_row("one FP32 ulp", name, seed, of_algorithm(found, "nudged", name, seed), low))
     return _table(rows, ["training", "format", "seed", *_MEASURED, "low precision's over it", *_LOSSES])
+
+
+def _across_formats(found: Drifts, settings: Settings) -> str:
+    def cell(low: str, flash: str) -> str:
+        return ", ".join(short(low_over_flash(found, low, flash, seed)) for seed in range(settings.seeds))
+
+    names = low_formats(settings)
+    rows = [[low, *(cell(low, flash) for flash in names)] for low in names]
+    return _table(rows, ["low precision", *(f"flash in {name}" for name in names)])
 
 
 _MEASURED = ["largest difference", "Wasserstein-1"]
