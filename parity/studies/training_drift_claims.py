@@ -87,9 +87,9 @@ def _below_low_precision(found: Drifts, settings: Settings) -> Claim:
         f"Wasserstein-1, low precision over flash, a figure a seed: {_named(factors)}. With every step rounded: "
         f"{_named(everywhere)}.",
         verdict([_SOURCE_LOW <= one <= _SOURCE_HIGH for of_seeds in factors.values() for one in of_seeds]),
-        f"Flash's drift is {short(min(over_nudged))} to {short(max(over_nudged))} times what one FP32 ulp in the initial "
-        "weights does in the same format. Rounding makes of any difference one of its own size, and training passes "
-        f"that on, so what counts is which formats are compared{_across(found, settings)}.",
+        f"Flash's drift is {short(min(over_nudged))} to {short(max(over_nudged))} times what one FP32 ulp in the "
+        "initial weights does in the same format. Rounding makes of any difference one of its own size, and training "
+        f"passes that on, so what counts is which formats are compared{_across(found, settings)}.",
     )
 
 
