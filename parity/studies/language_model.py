@@ -86,11 +86,13 @@ class Architecture:
         reference: the plain model of a size, on the CPU.
         candidate: the same from TE's layers, on the kernels' device.
         weight_map: which reference parameters hold which TE parameters.
+        widening: how many times as wide as the residual stream the studies make it inside its MLP.
     """
 
     reference: Callable[[Size], LanguageModel]
     candidate: Callable[[Size, Kernels], LanguageModel]
     weight_map: Callable[[Size], WeightMap]
+    widening: int
 
 
 def initial_weights(architecture: Architecture, size: Size, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -206,6 +208,7 @@ def _attention(layer: str, kind: str) -> dict[str, str]:
 
 
 ARCHITECTURES = {
-    "gpt": Architecture(_gpt, _gpt_on_te, _gpt_weights),
-    "llama": Architecture(_llama, _llama_on_te, _llama_weights),
+    "gpt": Architecture(_gpt, _gpt_on_te, _gpt_weights, widening=4),
+    # The gate is a third matrix.
+    "llama": Architecture(_llama, _llama_on_te, _llama_weights, widening=3),
 }

@@ -31,7 +31,14 @@ class Schedule:
 
 
 def train(
-    model: nn.Module, schedule: Schedule, batches: Sequence[Tensor], forward_backward: Pass, dtype: torch.dtype
+    model: nn.Module,
+    schedule: Schedule,
+    batches: Sequence[Tensor],
+    forward_backward: Pass,
+    dtype: torch.dtype,
+    loss_scale: float = 1.0,
+    observe: Callable[[int, Sequence[Tensor]], None] | None = None,
+    masters: Sequence[Tensor] | None = None,
 ) -> list[float]:
     """Take one step on each batch.
 
@@ -41,12 +48,16 @@ def train(
     Args:
         model: its parameters have ``dtype``, or FP32 to hold numbers of ``dtype``.
         batches: int64 ``[batch, seq + 1]`` each.
+        loss_scale: that the pass multiplies its gradients by; it is taken out again in FP32.
+        observe: called after each step with the number of steps so far and the masters, in the order of
+            ``model.parameters()``.
+        masters: FP32, where they are to start from other numbers than the model's.
 
     Returns:
         The loss on each batch before its step, in nats a token.
     """
     parameters = list(model.parameters())
-    masters = [parameter.detach().float().clone() for parameter in parameters]
+    masters = [start.detach().float().clone() for start in masters or parameters]
     optimizer = torch.optim.AdamW(masters, lr=schedule.learning_rate, betas=(0.9, 0.95))
     losses = []
     for step, tokens in enumerate(batches):
@@ -54,11 +65,13 @@ def train(
         model.zero_grad(set_to_none=True)
         losses.append(forward_backward(model, tokens))
         for master, parameter in zip(masters, parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.to(dtype).float()
+            master.grad = None if parameter.grad is None else parameter.grad.to(dtype).float() / loss_scale
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, parameters, strict=True):
                 parameter.copy_(master.to(dtype))
+        if observe is not None:
+            observe(step + 1, masters)
     return losses
 
 
@@ -69,20 +82,20 @@ def plain_pass(model: nn.Module, tokens: Tensor) -> float:
     return loss.item()
 
 
-def rounded_pass(rounding: Rounding) -> Pass:
+def rounded_pass(rounding: Rounding, loss_scale: float = 1.0) -> Pass:
     """The plain model, FP32, under a rounding model."""
 
     def forward_backward(model: nn.Module, tokens: Tensor) -> float:
         with rounded(rounding, model.parameters()) as phase:
             loss = _loss(model(tokens[:, :-1]), tokens)
             phase.begin_backward()
-            loss.backward()
+            (loss * loss_scale).backward()
         return loss.item()
 
     return forward_backward
 
 
-def te_pass(precision: Precision, kernels: Kernels) -> Pass:
+def te_pass(precision: Precision, kernels: Kernels, loss_scale: float = 1.0) -> Pass:
     """TE's model under the precision's recipe."""
 
     def forward_backward(model: nn.Module, tokens: Tensor) -> float:
@@ -90,7 +103,7 @@ def te_pass(precision: Precision, kernels: Kernels) -> Pass:
         with precision.autocast(kernels):
             logits = model(tokens[:, :-1])
         loss = _loss(logits, tokens)
-        loss.backward()
+        (loss * loss_scale).backward()
         return loss.item()
 
     return forward_backward

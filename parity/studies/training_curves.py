@@ -267,8 +267,8 @@ def _final(losses: Sequence[float], settings: Settings) -> float:
 
 
 def size_of(model: str, settings: Settings) -> Size:
-    """A GPT is four times as wide inside its MLP, a llama, whose MLP has a gate, three times."""
-    ffn = settings.hidden * (4 if model == "gpt" else 3)
+    """Of a model of the study."""
+    ffn = settings.hidden * ARCHITECTURES[model].widening
     return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
 
 

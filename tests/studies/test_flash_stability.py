@@ -1,0 +1,208 @@
+"""The claims of the study ``flash_stability`` on small sizes, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+from parity import te
+from parity.studies import flash_stability, flash_stability_claims, record
+from parity.studies.attention_deviation import Deviation, Result, Results, over_seeds, result_of
+from parity.studies.attention_sweeps import (
+    ALONE,
+    AS_KERNELS,
+    EVERYWHERE,
+    SPARED,
+    STORED_STATE,
+    SUMS,
+    Run,
+    Settings,
+    plain_run,
+    runs,
+    untiled,
+)
+from parity.studies.flash_stability_claims import flash_over_baseline, growth, of_length
+from parity.te import Kernels
+from parity.user_error import UserError
+
+SMALL = Settings(
+    formats=("fp64", "fp32", "tf32", "bf16", "e4m3", "e5m2"),
+    length=512,
+    lengths=(256, 4096),
+    queries=64,
+    whole_length=256,
+    head_dim=32,
+    tile=16,
+    tiles=(16, 256),
+    rises=(0, 31),
+    seeds=1,
+)
+TINY = dataclasses.replace(
+    SMALL,
+    distributions=("normal",),
+    formats=("fp32", "bf16"),
+    length=32,
+    lengths=(32, 64),
+    whole_length=32,
+    tiles=(16, 32),
+    rises=(0, 1),
+)
+DISTRIBUTIONS = SMALL.distributions
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return te.kernels("cpu")
+
+
+class Found(dict[Run, Result]):
+    """Every result that a test asks for, computed when it is first asked for."""
+
+    def __missing__(self, entry: Run) -> Result:
+        self[entry] = result_of(entry, SMALL, te.kernels("cpu"))
+        return self[entry]
+
+
+@pytest.fixture(scope="module")
+def found() -> Results:
+    return Found()
+
+
+def at(found: Results, distribution: str, **changes: object) -> Deviation:
+    return over_seeds(found, dataclasses.replace(plain_run(SMALL, distribution), **changes), SMALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_with_every_step_rounded_flash_deviates_much_more_than_baseline_on_long_sequences(
+    found: Results, distribution: str
+) -> None:
+    entry = of_length(plain_run(SMALL, distribution), SMALL, SMALL.lengths[-1])
+    assert 3 < flash_over_baseline(found, SMALL, entry) < 30
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_as_kernels_round_flash_deviates_no_more_than_baseline(found: Results, distribution: str) -> None:
+    base = dataclasses.replace(plain_run(SMALL, distribution), rounded=AS_KERNELS)
+    for keys in SMALL.lengths:
+        assert flash_over_baseline(found, SMALL, of_length(base, SMALL, keys)) < 1.1
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_running_sum_and_the_accumulator_are_what_makes_the_difference(found: Results, distribution: str) -> None:
+    whole = at(found, distribution).relative_l2
+    assert at(found, distribution, rounded=ALONE + SUMS).relative_l2 > 0.7 * whole
+    assert at(found, distribution, rounded=SPARED + SUMS).relative_l2 < 0.5 * whole
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_deviation_grows_with_the_length_only_where_the_sums_are_rounded(found: Results, distribution: str) -> None:
+    base = plain_run(SMALL, distribution)
+    as_kernels = dataclasses.replace(base, rounded=AS_KERNELS)
+    assert growth(found, SMALL, base, lambda one: one.relative_l2) > 0.3
+    assert abs(growth(found, SMALL, as_kernels, lambda one: one.relative_l2)) < 0.1
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_wider_tiles_deviate_less_and_higher_ones_no_less(found: Results, distribution: str) -> None:
+    narrow, wide, high = (
+        at(found, distribution, rows=rows, columns=columns) for rows, columns in ((16, 16), (16, 256), (256, 16))
+    )
+    assert wide.relative_l2 < 0.6 * narrow.relative_l2
+    assert high == narrow
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_more_rescalings_do_not_mean_more_deviation(found: Results, distribution: str) -> None:
+    none, most = (at(found, distribution, rises=rises) for rises in (0, 31))
+    assert (none.rescalings, most.rescalings) == (0, 31)
+    assert most.relative_l2 < none.relative_l2
+    plain, known = at(found, distribution), at(found, distribution, maximum_known=True)
+    assert plain.rescalings > known.rescalings == 0
+    assert known.relative_l2 == pytest.approx(plain.relative_l2, rel=0.1)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("rounded", [EVERYWHERE, AS_KERNELS, STORED_STATE])
+def test_the_order_of_the_loops_matters_only_through_where_the_state_waits(
+    found: Results, distribution: str, rounded: str
+) -> None:
+    entry = dataclasses.replace(plain_run(SMALL, distribution), rounded=rounded)
+    assert found[entry].outputs == found[dataclasses.replace(entry, outer="keys")].outputs
+    in_registers, stored = (at(found, distribution, rounded=each) for each in (AS_KERNELS, STORED_STATE))
+    assert stored.relative_l2 > 1.5 * in_registers.relative_l2
+
+
+def test_where_a_format_of_more_bits_deviates_more_it_lacks_range(found: Results) -> None:
+    baseline = untiled(plain_run(SMALL, "normal"))
+    errors = {
+        name: over_seeds(found, dataclasses.replace(baseline, format=name), SMALL).relative_l2
+        for name in (*SMALL.formats, "e8m3", "e8m2")
+    }
+    assert errors["e4m3"] > errors["e5m2"]
+    assert errors["e8m3"] < errors["e8m2"]
+    assert errors["fp64"] < errors["fp32"] < errors["tf32"] < errors["bf16"] < min(errors["e4m3"], errors["e5m2"])
+
+
+def test_the_libraries_round_as_the_re_implementation_says(found: Results) -> None:
+    pairs = {"te unfused": "baseline", "te fused": "flash", "torch flash": "flash"}
+    base = dataclasses.replace(plain_run(SMALL, "normal"), rounded=AS_KERNELS)
+    for library, algorithm in pairs.items():
+        ours = base if algorithm == "flash" else untiled(base)
+        expected = over_seeds(found, ours, SMALL).relative_l2
+        assert over_seeds(found, untiled(base, library), SMALL).relative_l2 == pytest.approx(expected, rel=0.1)
+
+
+def test_a_verdict_is_found_from_the_figures(kernels: Kernels) -> None:
+    figures = {entry: result_of(entry, TINY, kernels) for entry in runs(TINY)}
+
+    def agrees(results: Results) -> str:
+        claim = next(c for c in flash_stability_claims.claims(results, TINY) if c.claim.startswith("In BF16"))
+        return claim.agrees
+
+    def with_maximum(entry: Run, result: Result) -> Result:
+        maximum = 1.0 if entry.algorithm == "flash" else 0.1
+        deviation = result.deviation and dataclasses.replace(result.deviation, maximum=maximum)
+        return dataclasses.replace(result, deviation=deviation)
+
+    assert agrees(figures) == "no"
+    assert agrees({entry: with_maximum(entry, result) for entry, result in figures.items()}) == "yes"
+
+
+def test_a_study_computes_only_what_its_record_lacks(
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = flash_stability.run(TINY, tmp_path)
+    assert (tmp_path / "flash_stability.png").stat().st_size > 0
+    text = report.read_text()
+    assert "emulated" in text
+    path = tmp_path / flash_stability.RECORD
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-2]) + lines[-2][:20])
+    computed: list[Run] = []
+
+    def noted(entry: Run, settings: Settings, kernels: Kernels) -> Result:
+        computed.append(entry)
+        return result_of(entry, settings, kernels)
+
+    monkeypatch.setattr(flash_stability, "result_of", noted)
+    flash_stability.compute_missing(TINY, tmp_path, kernels)
+    assert len(computed) == 2
+    assert len(record.read(path)) == len(lines) == len(runs(TINY))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(distributions=("cauchy",)), "distributions: there is no 'cauchy'"),
+        (dict(formats=("fp4",)), "formats: there is no 'fp4'"),
+        (dict(device="tpu"), "device: there is no 'tpu'"),
+        (dict(rises=(2,)), "32 keys in tiles of 16 allow for 1 at most"),
+    ],
+)
+def test_settings_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        flash_stability.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]

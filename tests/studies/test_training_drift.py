@@ -1,0 +1,137 @@
+"""The claims of the study ``training_drift`` on small sizes, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+from parity import te
+from parity.studies import record, training_drift
+from parity.studies.drift_trajectory import Run, Settings, Trajectory, trajectory
+from parity.studies.training_drift import Drift, Drifts, Pair, drift_of, pairs
+from parity.studies.training_drift_claims import of_algorithm, of_format, of_other_start, of_rounding, of_te
+from parity.te import Kernels
+from parity.user_error import UserError
+
+SMALL = Settings(
+    formats=("fp32", "bf16"),
+    te_precisions=("bf16",),
+    steps=16,
+    every=8,
+    seeds=1,
+    batch=2,
+    seq=32,
+    hidden=32,
+    layers=1,
+    heads=2,
+    groups=1,
+)
+TINY = dataclasses.replace(SMALL, steps=2, every=1, warmup=1, te_precisions=("bf16", "mxfp8"))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return te.kernels("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(kernels: Kernels) -> Drifts:
+    return {pair: drift_of(pair, SMALL, kernels) for pair in pairs(SMALL, kernels)}
+
+
+def moved(drift: Drift) -> float:
+    return drift.last.whole.wasserstein
+
+
+def test_flash_attention_moves_the_weights_less_than_low_precision_does(found: Drifts) -> None:
+    low = moved(of_format(found, "bf16", 0))
+    assert moved(of_algorithm(found, "flash", "bf16", 0)) < low
+    assert moved(of_algorithm(found, "flash", "fp32", 0)) < 1e-2 * low
+
+
+def test_both_move_them_far_less_than_another_start_does(found: Drifts) -> None:
+    assert 10 * moved(of_format(found, "bf16", 0)) < moved(of_other_start(found, 0))
+
+
+def test_te_moves_them_as_its_rounding_model_does(found: Drifts) -> None:
+    assert moved(of_te(found, "bf16", 0)) == pytest.approx(moved(of_rounding(found, "bf16", 0)), rel=0.5)
+
+
+def test_weights_are_looked_at_every_so_many_steps_and_after_the_last(kernels: Kernels) -> None:
+    settings = dataclasses.replace(SMALL, steps=5, every=2)
+    assert list(trajectory(Run("baseline", "fp32", 0), settings, kernels).weights) == [2, 4, 5]
+
+
+def test_a_training_is_the_same_twice_and_another_with_another_seed(kernels: Kernels) -> None:
+    one, again, other = (
+        trajectory.__wrapped__(Run("flash", "bf16", seed), TINY, kernels).weights[2] for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["tokens.weight"], other["tokens.weight"])
+
+
+def test_a_nudge_is_one_unit_in_the_last_place(kernels: Kernels) -> None:
+    still = dataclasses.replace(TINY, learning_rate=0.0)
+    nudged, plain = (trajectory(Run(kind, "fp32", 0), still, kernels).weights[1] for kind in ("nudged", "baseline"))
+    for name, weight in plain.items():
+        towards = torch.where(nudged[name] > weight, torch.inf, -torch.inf)
+        assert torch.equal(nudged[name], torch.nextafter(weight, towards))
+
+
+def test_te_s_weights_have_the_names_and_shapes_of_the_plain_model_s(kernels: Kernels) -> None:
+    ported, plain = (trajectory(Run(kind, "bf16", 0), TINY, kernels).weights[1] for kind in ("te", "rounded"))
+    assert {name: weight.shape for name, weight in ported.items()} == {name: w.shape for name, w in plain.items()}
+
+
+def test_fp16_s_loss_scale_leaves_the_weights_where_they_would_be(kernels: Kernels) -> None:
+    settings = dataclasses.replace(SMALL, formats=("fp32", "fp16"))
+    drift = drift_of(Pair(Run("baseline", "fp16", 0), Run("baseline", "fp32", 0)), settings, kernels)
+    assert drift.loss == pytest.approx(drift.loss_against, abs=1e-3)
+    assert 0 < moved(drift) < 1e-4
+
+
+def test_a_study_trains_only_what_its_record_lacks(
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = training_drift.run(TINY, tmp_path)
+    assert all((tmp_path / f"training_drift{part}.png").is_file() for part in ("", "_te", "_tensors"))
+    text = report.read_text()
+    assert "`mxfp8` did not run: Device compute capability 10.0 or higher" in text
+    path = tmp_path / training_drift.RECORD
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    trained: list[Run] = []
+
+    def noted(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
+        trained.append(entry)
+        return trajectory(entry, settings, kernels)
+
+    noted.cache_clear = trajectory.cache_clear  # type: ignore[attr-defined]
+    monkeypatch.setattr(training_drift, "trajectory", noted)
+    training_drift.train_missing(TINY, tmp_path, kernels)
+    last = list(pairs(TINY, kernels))[-1]
+    assert trained == [last.run, last.against]
+    assert len(record.read(path)) == len(lines)
+    assert training_drift.run(TINY, tmp_path).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model="bert"), "model: there is no 'bert'"),
+        (dict(formats=("bf16",)), "formats: fp32 must be among them"),
+        (dict(te_precisions=("int8",)), "te_precisions: there is no 'int8'"),
+        (dict(device="gpu"), "device: no real TransformerEngine kernels here: no GPU"),
+    ],
+)
+def test_settings_that_do_not_fit_are_told(
+    tmp_path: Path, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(te, "why_no_gpu", lambda: "no GPU")
+    with pytest.raises(UserError, match=message):
+        training_drift.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]
