@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from parity.precision import PRECISIONS
 from parity.user_error import UserError
-from parity.zoo import catalogue, report, runner
+from parity.zoo import catalogue, runner
 from parity.zoo.hosts.case import SIZES
 
 
@@ -26,8 +27,11 @@ def run(pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: in
         The report's path.
 
     Raises:
-        UserError: for an unknown bug, precision or size, and if this machine runs none of the precisions.
+        UserError: for an unknown bug, precision or size, if this machine runs none of the precisions, and without
+            matplotlib.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the zoo's plot needs matplotlib: pip install 'te-parity[studies]'")
     _check("precision", precisions, tuple(PRECISIONS))
     _check("size", sizes, SIZES)
     asked = tuple(precisions) or tuple(PRECISIONS)
@@ -38,6 +42,8 @@ def run(pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: in
     bugs = catalogue.chosen(pattern)
     plan = runner.Plan(bugs, runner.hosts_of(bugs), available, tuple(sizes) or SIZES, tuple(range(seeds)))
     verdicts = runner.run(plan, out.with_suffix(".jsonl"), workers)
+    from parity.zoo import report  # draws with matplotlib
+
     return report.write(verdicts, plan, left_out, out)
 
 

@@ -21,12 +21,16 @@ from parity.zoo.trial import Trial, Verdict
 _METHOD = f"""\
 - **A bug** is a small change to a right port: to the TE module, its weights, its weight map or its call
   (`parity/zoo/bugs/`). Each is planted in its hosts (`parity/zoo/hosts/`) wherever it changes the result.
-- **Detected**: at least one compared tensor is rejected (output, input gradients, each parameter's gradient).
-  Every rule sees the same tensors; `parity/zoo/rivals.py` cites each rule's source. PyTorch has no FP8 modules, so
-  under a recipe the rivals' low-precision reference is the BF16 one.
-- **False alarm**: a right port is rejected. A *check* is one tensor of one right port.
+- **Told apart**: the port with the bug is rejected and the right port is not, on the same weights and inputs: a rule
+  that rejects everything detects nothing. A port is rejected if one of its tensors is: an output, an input's gradient,
+  a parameter's gradient. Every rule sees the same tensors; a *check* is one tensor of one right port.
+- **The rivals** compare with the golden value, or with plain PyTorch in the precision's dtype (`module.to(dtype)`,
+  which also rounds buffers such as RoPE's frequencies). `parity/zoo/rivals.py` cites where each rule is from. PyTorch
+  has no FP8 modules, so under a recipe its BF16 stands in. TE's tolerances are applied to this suite's weights and
+  gradients.
 - **Norm ratio**: the norm of the bug's effect over the norm of the rounding noise, the largest over tensors. The
-  effect is the candidate with the bug minus the candidate without, in TE's FP32 where the bug exists there.
+  effect is the candidate with the bug minus the candidate without, in FP32. A bug that FP32 cannot have, such as
+  a stale FP8 scale, has what it adds to the noise, in squares.
 - **Filter ratio**: one over the root mean square, over seeds, of the noise regressed on the effect, the largest over
   tensors: the signal to noise ratio of a matched filter (`parity/zoo/signal.py`); needs {LEAST_SEEDS} seeds."""
 
@@ -52,18 +56,18 @@ def _sections(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], pictu
     yield _setting(verdicts, plan)
     for name, reason in left_out.items():
         yield f"- `{name}` did not run: {reason}"
-    yield "## Planted bugs that are detected"
-    yield _totals(verdicts, plan.precisions, clean=False)
+    yield "## Planted bugs that are told from the right port"
+    yield _told_apart(verdicts, plan.precisions)
     yield f"![Detection by method and precision, and against signal to noise]({picture})"
     yield "## Right ports that are rejected"
     yield "Ports first, then checks: a check is one tensor."
-    yield _totals(verdicts, plan.precisions, clean=True)
+    yield _false_alarms(verdicts, plan.precisions)
     yield "## Detected bugs whose first finding is the planted one"
     yield _naming(verdicts, plan.precisions)
     yield "## Bug by bug"
     yield (
-        "Over all sizes and seeds: parity's smallest margin, ✅ where every trial was detected, else how many; then "
-        f"the rivals that detected every trial, by their first letters ({_letters()})."
+        "Over all sizes and seeds: ✅ where parity told every trial apart, else how many; its smallest margin; then "
+        f"the rivals that told every trial apart, by their first letters ({_letters()})."
     )
     yield _bugs(verdicts, plan)
     yield "## What parity missed"
@@ -87,16 +91,23 @@ def _setting(verdicts: Verdicts, plan: Plan) -> str:
     )
 
 
-def _totals(verdicts: Verdicts, precisions: Sequence[str], clean: bool) -> str:
+def _told_apart(verdicts: Verdicts, precisions: Sequence[str]) -> str:
     rows = []
     for precision in precisions:
-        judged = summary.judged(verdicts, clean, precision)
-        row = [f"`{precision}`", *(_count(summary.rejections(judged, method)) for method in METHODS)]
-        if clean:
-            row += [_count(summary.rejected_tensors(judged, method)) for method in METHODS]
-        rows.append(row)
-    headers = ["precision", *METHODS, *(f"{method}, checks" for method in METHODS if clean)]
-    return _table(rows, headers)
+        trials = [trial for trial, _ in summary.judged(verdicts, False, precision)]
+        counts = [summary.told_apart(verdicts, trials, method) for method in METHODS]
+        rows.append([f"`{precision}`", *map(_count, counts)])
+    return _table(rows, ["precision", *METHODS])
+
+
+def _false_alarms(verdicts: Verdicts, precisions: Sequence[str]) -> str:
+    rows = []
+    for precision in precisions:
+        clean = summary.judged(verdicts, True, precision)
+        ports = [summary.rejections(clean, method) for method in METHODS]
+        checks = [summary.rejected_tensors(clean, method) for method in METHODS]
+        rows.append([f"`{precision}`", *map(_count, ports), *map(_count, checks)])
+    return _table(rows, ["precision", *METHODS, *(f"{method}, checks" for method in METHODS)])
 
 
 def _naming(verdicts: Verdicts, precisions: Sequence[str]) -> str:
@@ -111,18 +122,19 @@ def _bugs(verdicts: Verdicts, plan: Plan) -> str:
     rows = []
     for bug in plan.bugs:
         for host in bug.hosts:
-            cells = [_cell(trials.get((bug.name, host, precision), [])) for precision in plan.precisions]
+            cells = [_cell(verdicts, trials.get((bug.name, host, name), [])) for name in plan.precisions]
             if any(cells):
                 rows.append([catalogue.subject(bug), f"`{bug.name}`", f"`{host}`", *cells])
     return _table(rows, ["subject", "bug", "host", *(f"`{precision}`" for precision in plan.precisions)])
 
 
-def _cell(found: Sequence[tuple[Trial, Verdict]]) -> str:
+def _cell(verdicts: Verdicts, found: Sequence[tuple[Trial, Verdict]]) -> str:
     if not found:
         return ""
-    detected = summary.rejections(found, PARITY)
+    counts = {method: summary.told_apart(verdicts, [trial for trial, _ in found], method) for method in METHODS}
+    detected = counts.pop(PARITY)
     mark = "✅" if detected.hits == detected.total else f"❌ {detected.hits}/{detected.total}"
-    rivals = "".join(method[0] for method in METHODS[1:] if summary.rejections(found, method).hits == detected.total)
+    rivals = "".join(method[0] for method, count in counts.items() if count.hits == count.total)
     return f"{mark} {short(min(verdict.margin for _, verdict in found))} {rivals}".strip()
 
 
@@ -133,7 +145,8 @@ def _letters() -> str:
 def _misses(verdicts: Verdicts) -> str:
     rows = []
     for place, found in summary.by_place(verdicts).items():
-        detected = summary.rejections(found, PARITY)
+        counts = {method: summary.told_apart(verdicts, [trial for trial, _ in found], method) for method in METHODS}
+        detected = counts.pop(PARITY)
         if detected.hits == detected.total:
             continue
         strength = summary.strength(found)
@@ -147,7 +160,7 @@ def _misses(verdicts: Verdicts) -> str:
                 short(max(verdict.margin for _, verdict in found)),
                 short(strength.norm_ratio),
                 short(strength.filter_ratio),
-                ", ".join(method for method in METHODS[1:] if summary.rejections(found, method).hits),
+                ", ".join(method for method, count in counts.items() if count.hits),
             ]
         )
     if not rows:

@@ -1,8 +1,8 @@
 """How strong a bug is against the rounding noise that hides it.
 
 The *noise* is the right candidate at the judged precision minus the golden value. A bug's *effect* on a tensor is the
-candidate with the bug minus the candidate without, on the same weights and inputs, both in FP32 (TE's FP32, so the GEMMs'
-operands are TF32; equal operands round alike and cancel).
+candidate with the bug minus the candidate without, on the same weights and inputs, both in FP32: without TF32 on CPU
+kernels; on a GPU, where TE always takes TF32, what that rounds differently is taken for effect.
 
 * ``norm_ratio``: the norm of the effect over that of the noise. A rule that compares norms needs about 1.
 * ``coefficient``: the noise regressed on the effect, ``<noise, effect> / <effect, effect>``: what a matched filter
@@ -10,7 +10,8 @@ operands are TF32; equal operands round alike and cancel).
   one over that its signal to noise ratio. No formula for white noise comes in.
 
 A bug that FP32 cannot have, such as a stale FP8 scale, is itself a rounding: it has no effect that a filter could know.
-Its ``norm_ratio`` is what it adds to the noise, in squares: the root of ``(|error with it| / |noise|)^2 - 1``.
+Its ``norm_ratio`` is what it adds to the noise or takes away, in squares: the root of
+``|(|error with it| / |noise|)^2 - 1|``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure_added(error: Tensor, noise: Tensor) -> Signal:
     error_norm, noise_norm = (torch.linalg.vector_norm(x.double()).item() for x in (error, noise))
     if noise_norm == 0.0:
         return Signal(math.inf if error_norm else 0.0, math.nan)
-    return Signal(math.sqrt(max(0.0, (error_norm / noise_norm) ** 2 - 1.0)), math.nan)
+    return Signal(math.sqrt(abs((error_norm / noise_norm) ** 2 - 1.0)), math.nan)
 
 
 def filter_ratio(coefficients: Sequence[float]) -> float:

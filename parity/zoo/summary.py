@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -65,6 +66,14 @@ def judged(verdicts: Verdicts, clean: bool, precision: str) -> list[tuple[Trial,
         for trial, verdict in verdicts.items()
         if (trial.bug == CLEAN) == clean and trial.precision == precision and verdict.status != "error"
     ]
+
+
+def told_apart(verdicts: Verdicts, trials: Iterable[Trial], method: str) -> Count:
+    """Bugs that a rule rejects where it accepts the right port, among those whose right port was judged."""
+    pairs = [(verdicts[trial], verdicts.get(dataclasses.replace(trial, bug=CLEAN))) for trial in trials]
+    judged_pairs = [(bug, clean) for bug, clean in pairs if clean is not None and clean.status != "error"]
+    hits = sum(rejects(bug, method) and not rejects(clean, method) for bug, clean in judged_pairs)
+    return Count(hits, len(judged_pairs))
 
 
 def rejections(verdicts: Iterable[tuple[Trial, Verdict]], method: str) -> Count:

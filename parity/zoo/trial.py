@@ -12,6 +12,7 @@ import torch
 
 from parity.case import Case
 from parity.comparison import compare_at
+from parity.cpu.products import tf32
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, cast, prepare
 from parity.te import Kernels
@@ -154,16 +155,15 @@ def _signals(
     if not bug.occurs_at("fp32"):
         error = passes.difference(mistaken.candidate, golden)
         return {name: signal.measure_added(error[name], noise[name]) for name in error.keys() & noise.keys()}
-    pair = (mistaken, right)
-    in_fp32 = [ran.candidate if precision.name == "fp32" else _in_fp32(ran, seed, kernels) for ran in pair]
-    effect = passes.difference(*in_fp32)
+    effect = passes.difference(_in_fp32(mistaken, seed, kernels), _in_fp32(right, seed, kernels))
     return {name: signal.measure(effect[name], noise[name]) for name in effect.keys() & noise.keys()}
 
 
 def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
-    """The candidate in FP32 on the weights and inputs that were rounded to the precision."""
+    """The candidate in FP32, without TF32, on the weights and inputs that were rounded to the precision."""
     prepared = dataclasses.replace(ran.prepared, inputs=cast(ran.prepared.inputs, torch.float32))
-    return passes.candidate(ran.case, ran.checked, prepared, PRECISIONS["fp32"], seed, kernels)
+    with tf32.left_out():
+        return passes.candidate(ran.case, ran.checked, prepared, PRECISIONS["fp32"], seed, kernels)
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
