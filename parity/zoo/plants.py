@@ -57,37 +57,34 @@ def both(first: Plant, second: Plant) -> Plant:
     return lambda pair, te: second(first(pair, te), te)
 
 
-def with_argument(name: str, change: Callable[[Tensor], Any], inner: str = "") -> Plant:
-    """A keyword argument of the candidate's forward pass is another one.
-
-    Args:
-        name: of the argument.
-        change: from the right argument to the mistaken one.
-        inner: the submodule whose argument it is; empty for the candidate itself.
-    """
+def with_argument(name: str, change: Callable[[Tensor], Any]) -> Plant:
+    """A keyword argument of the candidate's forward pass is ``change(argument)``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, name: change(kwargs[name])}
 
-    return edited(lambda module: _hook_before(module.get_submodule(inner), hook))
+    return _before_forward(hook)
 
 
-def with_inputs(change: Callable[..., tuple[Any, ...]], inner: str = "") -> Plant:
-    """The positional inputs of the candidate, or of one of its submodules, are other ones."""
+def with_inputs(change: Callable[..., tuple[Any, ...]]) -> Plant:
+    """The positional inputs of the candidate's forward pass are ``change(*inputs)``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return change(*args), kwargs
 
-    return edited(lambda module: _hook_before(module.get_submodule(inner), hook))
+    return _before_forward(hook)
 
 
-def with_output(change: Callable[[nn.Module, Tensor, Tensor], Tensor], inner: str = "") -> Plant:
-    """The output is another one: ``change(module, input, output)``."""
+def with_output(change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Plant:
+    """The output is ``change(module, input, output)``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return change(module, args[0], output)
 
-    return edited(lambda module: _register(module.get_submodule(inner).register_forward_hook, hook))
+    def edit(module: nn.Module) -> None:
+        module.register_forward_hook(hook)
+
+    return edited(edit)
 
 
 def parameter_filled(name: str, value: float) -> Plant:
@@ -97,12 +94,13 @@ def parameter_filled(name: str, value: float) -> Plant:
         with torch.no_grad():
             module.get_parameter(name).fill_(value)
 
-    return edited(lambda module: _hook_before(module, hook))
+    return _before_forward(hook)
 
 
-def _hook_before(module: nn.Module, hook: Callable[..., Any]) -> None:
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+def _before_forward(hook: Callable[..., Any]) -> Plant:
+    """Registers ``hook(module, args, kwargs)``."""
 
+    def edit(module: nn.Module) -> None:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
-def _register(register: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    register(hook)
+    return edited(edit)

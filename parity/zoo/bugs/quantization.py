@@ -110,8 +110,14 @@ def _before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
 
 
 def _transposes_before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
-    """The cache is refreshed after the update, but for the copies that the backward pass reads."""
+    """The cache is refreshed after the update, but for the copies that the backward pass reads.
+
+    Raises:
+        RuntimeError: where there are none, as on a Blackwell.
+    """
     _before_the_update(module, refresh)
+    if any(workspace._transpose is None for workspace in _workspaces(module).values()):
+        raise RuntimeError("this GPU multiplies FP8 weights without a transposed copy, so none can be stale")
     stale = {name: workspace._transpose.clone() for name, workspace in _workspaces(module).items()}
     refresh()
     for name, workspace in _workspaces(module).items():

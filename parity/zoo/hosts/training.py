@@ -13,8 +13,9 @@ from torch.func import functional_call
 from parity.case import Pair
 from parity.zoo.hosts.case import host
 
-SMALL = dict(batch=32, seq=16, width=64, out=96)
-LARGE = dict(batch=64, seq=16, width=256, out=384)
+# A row is a microbatch; MXFP8 wants a multiple of 32 tokens in each.
+SMALL = dict(batch=32, seq=32, width=64, out=96)
+LARGE = dict(batch=64, seq=32, width=256, out=384)
 STEP = (dict(batch=2, seq=32, width=64, out=96), dict(batch=2, seq=128, width=256, out=384))
 # Steps that are each less than half the distance between most weights' BF16 neighbours, together more.
 STEPS = 32
