@@ -158,6 +158,25 @@ def study(
     studies.run(list(STUDIES) if every else names or [], quick, options or [], output)
 
 
+@app.command()
+def zoo(
+    bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
+    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, each that this machine runs.")] = "",
+    sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="3 for the seeds 0 to 2.")] = 1,
+    workers: Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")] = 1,
+    out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/zoo.md"),
+) -> None:
+    """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
+    from parity.cli import bug_zoo
+
+    print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), seeds, workers, out)}")
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def main() -> None:
     """The console script."""
     try:

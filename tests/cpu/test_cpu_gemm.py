@@ -15,7 +15,7 @@ from torch.nn.functional import gelu
 
 from parity import te
 from parity.cpu.enums import DType
-from parity.cpu.products import gemm
+from parity.cpu.products import gemm, tf32
 from parity.cpu.quantized import float8, quantize
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -75,6 +75,14 @@ def codes(te_module: ModuleType, values: Tensor, scale: float = 1.0, **usages: b
     return quantize.quantize(
         values, te_module.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), DType.kFloat8E4M3, **usages)
     )
+
+
+def test_fp32_products_round_no_operand_where_tf32_is_left_out() -> None:
+    values = torch.full((16, 16), 1.0 + 2.0**-20)
+    with tf32.left_out():
+        exact = run(values, values)[0]
+    assert torch.equal(exact, values @ values.t())
+    assert not torch.equal(run(values, values)[0], exact)
 
 
 @given(value=st.floats(2.0**-126, 2.0**126, width=32), negative=st.booleans())

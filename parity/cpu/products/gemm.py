@@ -20,7 +20,7 @@ from torch.nn.functional import gelu as gelu_forward
 
 from parity.cpu import versions
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.products import accumulation
+from parity.cpu.products import accumulation, tf32
 from parity.cpu.quantized import block_scaling, float8, formats, quantize
 
 __all__ = ["generic_gemm"]
@@ -92,8 +92,8 @@ def generic_gemm(
 ) -> list[Any]:
     """``D = epilogue(alpha * op(B) op(A) + beta * D)``, leading dimensions flattened.
 
-    If A, B and D are all FP32, A and B are rounded to TF32. Values with one FP8 scale a tensor are multiplied unscaled,
-    and the sums scaled; block scales multiply the values.
+    If A, B and D are all FP32, A and B are rounded to TF32, but within ``tf32.left_out``. Values with one FP8 scale a
+    tensor are multiplied unscaled, and the sums scaled; block scales multiply the values.
 
     Args:
         A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or a TE quantized tensor.
@@ -273,7 +273,7 @@ def _without_product(
 def _product(left: _Operand, right: _Operand, dtype: torch.dtype) -> Tensor:
     """``B A^T`` in FP32."""
     a, b = left.matrix, right.matrix
-    if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized:
+    if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized and tf32.rounds():
         a, b = round_to_tf32(a), round_to_tf32(b)
     return b.float() @ a.float().t()
 

@@ -1,0 +1,53 @@
+"""Plants the zoo's bugs from the command line and writes the report."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from parity.precision import PRECISIONS
+from parity.user_error import UserError
+from parity.zoo import catalogue, runner
+from parity.zoo.hosts.case import SIZES
+
+
+def run(pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: int, workers: int, out: Path) -> Path:
+    """Judge every chosen bug and the right ports of its hosts; what the record beside the report has is kept.
+
+    Args:
+        pattern: of bugs' names, as a shell's.
+        precisions: names; none for each that this machine runs.
+        sizes: of ``SIZES``; none for both.
+        seeds: how many, from 0.
+        workers: processes.
+        out: the report, whose record has its name with ``.jsonl``.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: for an unknown bug, precision or size, if this machine runs none of the precisions, and without
+            matplotlib.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the zoo's plot needs matplotlib: pip install 'te-parity[studies]'")
+    _check("precision", precisions, tuple(PRECISIONS))
+    _check("size", sizes, SIZES)
+    asked = tuple(precisions) or tuple(PRECISIONS)
+    left_out = runner.unavailable(asked)
+    available = tuple(name for name in asked if name not in left_out)
+    if not available:
+        raise UserError(f"this machine runs none of {', '.join(asked)}: {left_out[asked[0]]}")
+    bugs = catalogue.chosen(pattern)
+    plan = runner.Plan(bugs, runner.hosts_of(bugs), available, tuple(sizes) or SIZES, tuple(range(seeds)))
+    verdicts = runner.run(plan, out.with_suffix(".jsonl"), workers)
+    from parity.zoo import report  # draws with matplotlib
+
+    return report.write(verdicts, plan, left_out, out)
+
+
+def _check(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")

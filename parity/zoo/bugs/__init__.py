@@ -1,0 +1,1 @@
+"""The planted bugs, one file a subject."""

@@ -1,0 +1,33 @@
+"""Every planted bug, and which of them a run is to plant."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+from parity.user_error import UserError
+from parity.zoo.bug import Bug
+from parity.zoo.bugs import activation, attention, layer, norm, quantization, rope, training, weights
+
+BUGS: dict[str, Bug] = {
+    bug.name: bug
+    for module in (weights, norm, activation, rope, attention, layer, training, quantization)
+    for bug in module.BUGS
+}
+
+
+def chosen(pattern: str) -> tuple[Bug, ...]:
+    """The bugs whose names match a shell pattern such as ``rope-*``.
+
+    Raises:
+        UserError: if none does.
+    """
+    found = tuple(bug for name, bug in BUGS.items() if fnmatch(name, pattern))
+    if not found:
+        raise UserError(f"no bug is called {pattern!r}; there are {', '.join(BUGS)}")
+    return found
+
+
+def subject(bug: Bug) -> str:
+    """The file that has it, e.g. ``rope``."""
+    modules = (weights, norm, activation, rope, attention, layer, training, quantization)
+    return next(module.__name__.rpartition(".")[2] for module in modules if bug in module.BUGS)

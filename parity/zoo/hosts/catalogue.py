@@ -1,0 +1,12 @@
+"""All hosts by name."""
+
+from __future__ import annotations
+
+from parity.case import Case
+from parity.zoo.hosts import attention, core_attention, layer, linear, mlp, model, norm, rope, training
+
+HOSTS: dict[str, Case] = {
+    case.name: case
+    for module in (linear, norm, mlp, core_attention, attention, rope, layer, model, training)
+    for case in module.HOSTS
+}

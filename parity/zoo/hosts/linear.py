@@ -1,0 +1,55 @@
+"""Linear layers, with and without a norm in front."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from parity.case import Pair
+from parity.reference import NormLinear
+from parity.zoo.construction import construct
+from parity.zoo.hosts.case import host
+
+SMALL = dict(batch=2, seq=32, width=64, out=96)
+LARGE = dict(batch=2, seq=128, width=256, out=384)
+SQUARE = (dict(batch=2, seq=32, width=64), dict(batch=2, seq=128, width=256))
+
+
+@host("linear", SMALL, LARGE)
+def linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
+    return Pair(
+        reference=nn.Linear(width, out),
+        candidate=construct(te.Linear, width, out),
+        weights={"weight": "weight", "bias": "bias"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width),
+    )
+
+
+@host("square_linear", *SQUARE)
+def square_linear(te: ModuleType, width: int, **_: Any) -> Pair:
+    return Pair(
+        reference=nn.Linear(width, width, bias=False),
+        candidate=construct(te.Linear, width, width, bias=False),
+        weights={"weight": "weight"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width),
+    )
+
+
+@host("norm_linear", SMALL, LARGE)
+def norm_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
+    return Pair(
+        reference=NormLinear(nn.LayerNorm(width), width, out),
+        candidate=construct(te.LayerNormLinear, width, out),
+        weights={
+            "norm.weight": "layer_norm_weight",
+            "norm.bias": "layer_norm_bias",
+            "linear.weight": "weight",
+            "linear.bias": "bias",
+        },
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width),
+    )
+
+
+HOSTS = (linear, square_linear, norm_linear)

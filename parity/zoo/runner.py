@@ -1,0 +1,110 @@
+"""Runs trials in parallel processes and records each as soon as it is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity import te
+from parity.precision import PRECISIONS, why_unavailable
+from parity.studies import record
+from parity.zoo.bug import Bug
+from parity.zoo.catalogue import BUGS
+from parity.zoo.hosts.catalogue import HOSTS
+from parity.zoo.trial import CLEAN, Trial, Verdict, from_json, judge, to_json
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run judges.
+
+    Attributes:
+        bugs: to plant, each in all of its hosts.
+        hosts: right ports to judge as well.
+        precisions: of all, where a bug can occur.
+        sizes: ``small``, ``large`` or both.
+        seeds: of weights and inputs.
+    """
+
+    bugs: tuple[Bug, ...]
+    hosts: tuple[str, ...]
+    precisions: tuple[str, ...]
+    sizes: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    def trials(self) -> list[Trial]:
+        """Right ports first."""
+        places = [
+            (size, precision, seed) for seed in self.seeds for size in self.sizes for precision in self.precisions
+        ]
+        clean = [Trial(CLEAN, host, *place) for place in places for host in self.hosts]
+        mistaken = [Trial(bug.name, host, *place) for place in places for bug in self.bugs for host in bug.hosts]
+        return [trial for trial in clean + mistaken if occurs(trial)]
+
+
+def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
+    """Judge what the record has not yet, and return all of the plan's verdicts.
+
+    A record is of one version of parity and TE; start another one after a change.
+
+    Args:
+        plan: what to judge.
+        path: of the record, JSON lines.
+        workers: processes, each with one thread.
+    """
+    done = {Trial(**entry): verdict for entry, verdict in _read(path)}
+    trials = plan.trials()
+    missing = [trial for trial in trials if trial not in done]
+    for trial, verdict in _judged(missing, workers):
+        record.append(path, dataclasses.asdict(trial), to_json(verdict))
+        done[trial] = verdict
+    return {trial: done[trial] for trial in trials if trial in done}
+
+
+def unavailable(precisions: Sequence[str]) -> dict[str, str]:
+    """Precisions that this machine cannot run, each with the reason."""
+    kernels = te.kernels()
+    reasons = {name: why_unavailable(PRECISIONS[name], kernels) for name in precisions}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], Verdict]]:
+    for key, result in record.read(path).items():
+        yield json.loads(key), from_json(result)
+
+
+def _judged(trials: Sequence[Trial], workers: int) -> Iterator[tuple[Trial, Verdict]]:
+    if workers == 1:
+        yield from ((trial, _judge_here(trial)) for trial in trials)
+        return
+    # TE's modules hold locks and caches that a fork would copy half-used.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = {pool.submit(_judge_here, trial): trial for trial in trials}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _judge_here(trial: Trial) -> Verdict:
+    return judge(trial, te.kernels())
+
+
+def occurs(trial: Trial) -> bool:
+    """Whether its host runs at its precision, and its bug can be made there."""
+    precisions = HOSTS[trial.host].precisions
+    if precisions is not None and trial.precision not in precisions:
+        return False
+    return trial.bug == CLEAN or BUGS[trial.bug].occurs_at(trial.precision)
+
+
+def hosts_of(bugs: Iterable[Bug]) -> tuple[str, ...]:
+    """Each host of the bugs once."""
+    return tuple(dict.fromkeys(host for bug in bugs for host in bug.hosts))

@@ -1,0 +1,78 @@
+"""Trials, their record, and going on after an interruption."""
+
+from __future__ import annotations
+
+import pytest
+
+from parity import te
+from parity.zoo import runner
+from parity.zoo.catalogue import BUGS
+from parity.zoo.hosts.catalogue import HOSTS
+from parity.zoo.trial import CLEAN, Trial, from_json, judge, to_json
+
+
+def plan(*bugs, precisions=("fp32",)):
+    planted = tuple(BUGS[name] for name in bugs)
+    return runner.Plan(planted, runner.hosts_of(planted), precisions, ("small",), (0,))
+
+
+def verdict(bug, host, precision="fp32"):
+    return judge(Trial(bug, host, "small", precision, 0), te.kernels("cpu"))
+
+
+def test_a_plan_has_every_right_port_and_every_bug_in_each_host():
+    trials = plan("gate-up-swapped").trials()
+    assert [(trial.bug, trial.host) for trial in trials] == [
+        (CLEAN, "swiglu_mlp"),
+        (CLEAN, "llama_layer"),
+        ("gate-up-swapped", "swiglu_mlp"),
+        ("gate-up-swapped", "llama_layer"),
+    ]
+
+
+def test_a_plan_leaves_out_precisions_at_which_a_bug_or_host_is_the_same():
+    assert not plan("fp8-scale-inverted", precisions=("bf16",)).trials()[2:]
+    assert not plan("window-missing", precisions=("fp8_current",)).trials()
+
+
+def test_a_strong_bug_is_detected_and_named():
+    swapped = verdict("gate-up-swapped", "swiglu_mlp")
+    assert swapped.detected
+    assert swapped.findings[0] == "gate-up-swapped"
+    assert max(signal.norm_ratio for signal in swapped.signals.values()) > 100
+
+
+@pytest.mark.parametrize("bug", ["fp8-scale-inverted", "fp8-weight-cache-stale", "fp8-transpose-cache-stale"])
+def test_a_bug_of_the_quantized_state_is_detected(bug):
+    assert verdict(bug, "square_linear", "fp8_current").detected
+
+
+def test_a_port_that_raises_is_an_error_and_spoils_no_other_trial(monkeypatch):
+    def raises(te, **size):
+        raise RuntimeError("no such luck")
+
+    broken = HOSTS["linear"].__class__("broken", raises, sizes=HOSTS["linear"].sizes)
+    monkeypatch.setitem(HOSTS, "broken", broken)
+    failed = verdict(CLEAN, "broken", "fp8_delayed")
+    assert failed.status == "error"
+    assert "no such luck" in failed.reason
+    assert verdict(CLEAN, "linear", "fp8_delayed").status == "passed"
+
+
+@pytest.mark.parametrize(("bug", "host"), [(CLEAN, "rmsnorm"), ("eps-1e-06-for-1e-05", "rmsnorm")])
+def test_a_verdict_survives_its_record(bug, host):
+    judged = verdict(bug, host)
+    assert from_json(to_json(judged)) == judged
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    record = tmp_path / "zoo.jsonl"
+    first = runner.run(plan("eps-1e-06-for-1e-05"), record, workers=1)
+    lines = record.read_text().splitlines()
+    assert len(lines) == len(first)
+    record.write_text("\n".join(lines[:-1]) + '\n{"run": {"bug"')
+    judged = []
+    monkeypatch.setattr(runner, "judge", lambda trial, kernels: judged.append(trial) or judge(trial, kernels))
+    again = runner.run(plan("eps-1e-06-for-1e-05"), record, workers=1)
+    assert len(judged) == 1
+    assert set(again) == set(first)

@@ -1,0 +1,112 @@
+"""The zoo's counts, report and command."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+from parity.cli import app
+from parity.zoo import report, summary
+from parity.zoo.catalogue import BUGS
+from parity.zoo.rivals import RULES
+from parity.zoo.runner import Plan
+from parity.zoo.signal import Signal
+from parity.zoo.summary import PARITY, Count, Place
+from parity.zoo.trial import CLEAN, Trial, Verdict
+
+BUG = "gate-up-swapped"
+HOST = "swiglu_mlp"
+
+
+def verdict(failed: int = 0, findings: tuple[str, ...] = (), rivals: int = 0, signal: Signal | None = None) -> Verdict:
+    return Verdict(
+        status="failed" if failed else "passed",
+        margin=2.0 if failed else 0.5,
+        worst="output",
+        findings=findings,
+        tensors=5,
+        failed_tensors=failed,
+        rejected=dict.fromkeys(RULES, rivals),
+        signals={"output": signal} if signal else {},
+    )
+
+
+VERDICTS = {
+    Trial(CLEAN, HOST, "small", "fp32", 0): verdict(rivals=2),
+    Trial(CLEAN, HOST, "small", "fp32", 1): verdict(),
+    Trial(CLEAN, HOST, "small", "fp32", 2): verdict(),
+    Trial(BUG, HOST, "small", "fp32", 0): verdict(3, (BUG,), 5, Signal(100.0, 0.1)),
+    Trial(BUG, HOST, "small", "fp32", 1): verdict(1, ("activation",), 0, Signal(100.0, -0.1)),
+    Trial(BUG, HOST, "small", "fp32", 2): verdict(signal=Signal(100.0, 0.1)),
+    Trial(BUG, HOST, "small", "bf16", 0): Verdict("error", math.nan, "", (), 0, 0, {}, reason="it raised"),
+}
+PLAN = Plan((BUGS[BUG],), (HOST,), ("fp32", "bf16"), ("small",), (0, 1, 2))
+
+
+def test_detections_and_false_alarms_are_counted_apart():
+    planted, clean = (summary.judged(VERDICTS, is_clean, "fp32") for is_clean in (False, True))
+    assert summary.rejections(planted, PARITY) == Count(2, 3)
+    assert summary.rejections(planted, "RMSE") == Count(1, 3)
+    assert summary.rejections(clean, PARITY) == Count(0, 3)
+    assert summary.rejections(clean, "RMSE") == Count(1, 3)
+
+
+def test_a_bug_is_told_apart_where_the_right_port_is_accepted():
+    trials = [trial for trial in VERDICTS if trial.bug == BUG and trial.precision == "fp32"]
+    assert summary.told_apart(VERDICTS, trials, PARITY) == Count(2, 3)
+    assert summary.told_apart(VERDICTS, trials, "RMSE") == Count(0, 3)
+
+
+def test_each_tensor_of_a_right_port_is_a_check():
+    clean = summary.judged(VERDICTS, True, "fp32")
+    assert summary.rejected_tensors(clean, PARITY) == Count(0, 15)
+    assert summary.rejected_tensors(clean, "RMSE") == Count(2, 15)
+
+
+def test_a_detected_bug_counts_as_named_by_its_first_finding():
+    assert summary.named_first(summary.judged(VERDICTS, False, "fp32")) == Count(1, 2)
+
+
+def test_a_port_that_raised_is_judged_by_no_rule():
+    assert summary.judged(VERDICTS, False, "bf16") == []
+    assert [trial.precision for trial, _ in summary.errors(VERDICTS)] == ["bf16"]
+
+
+def test_a_filter_is_judged_by_its_scatter_over_seeds():
+    found = summary.by_place(VERDICTS)[Place(BUG, HOST, "small", "fp32")]
+    assert summary.strength(found) == summary.Strength(100.0, pytest.approx(10.0))
+
+
+def test_the_report_has_totals_misses_errors_and_a_plot(tmp_path: Path):
+    text = report.write(VERDICTS, PLAN, {"mxfp8": "it needs a Blackwell"}, tmp_path / "zoo.md").read_text("utf-8")
+    assert "| `fp32`      | 2 of 3" in text
+    assert "❌ 2/3 0.5" in text
+    assert "`mxfp8` did not run: it needs a Blackwell" in text
+    assert "`gate-up-swapped` in `swiglu_mlp`, small, `bf16`, seed 0: it raised" in text
+    assert (tmp_path / "zoo.png").is_file()
+
+
+def test_the_command_plants_bugs_and_names_its_report(tmp_path: Path):
+    out = tmp_path / "zoo.md"
+    options = ["--bugs", "window-*", "--precisions", "fp32", "--sizes", "small", "--out", str(out)]
+    result = CliRunner().invoke(app, ["zoo", *options])
+    assert result.exit_code == 0, result.output
+    assert f"report: {out}" in result.output
+    assert "3 of 3" in out.read_text("utf-8")
+    assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--precisions", "fp9"], "there is no precision 'fp9'; there are fp32"),
+        (["--sizes", "huge"], "there is no size 'huge'; there are small, large"),
+    ],
+)
+def test_a_name_that_there_is_not_is_told(options: list[str], message: str):
+    result = CliRunner().invoke(app, ["zoo", *options])
+    assert message in str(result.exception)
