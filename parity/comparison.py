@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity import te, weights
 from parity.case import Case, Pair
@@ -70,7 +70,7 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
 
     Never raises for a module that fails: the result's status and reason tell.
     """
-    began = time.perf_counter()
+    began, began_on_processor = time.perf_counter(), time.process_time()
 
     def result(**fields: object) -> Result:
         return Result(
@@ -100,7 +100,14 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
     tensors = _judge(_tensors(prepared.golden), expected, candidate, precision.dtype)
     passed = all(tensor.passed for tensor in tensors)
-    failure = Failure(tensors, candidate, prepared, precision, time.perf_counter() - began)
+    failure = Failure(
+        tensors,
+        candidate,
+        prepared,
+        precision,
+        time.process_time() - began_on_processor,
+        rerun=lambda change: _run_candidate(case, checked, prepared, precision, seed, kernels, change)[0],
+    )
     return result(status="passed" if passed else "failed", tensors=tensors, findings=findings(failure, unreached))
 
 
@@ -121,11 +128,21 @@ def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
 
 
 def _run_candidate(
-    case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
+    case: Case,
+    checked: CheckedSize,
+    prepared: Prepared,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    change: Callable[[nn.Module], None] = lambda module: None,
 ) -> tuple[Tensors, tuple[str, ...]]:
-    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached."""
+    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
+
+    ``change`` is called with the module before it runs.
+    """
     pair = build(case, checked, seed, kernels)
     candidate = pair.candidate.to(precision.dtype)
+    change(candidate)
     parameters = dict(candidate.named_parameters())
     with torch.no_grad():
         for name, tensor in prepared.candidate_weights.items():
