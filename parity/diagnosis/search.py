@@ -34,6 +34,8 @@ CHECKS_FOR_THE_REST = 6.0
 _VERIFIED = 4  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
+_GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
+_FEW = 32  # elements of all outputs, which many a mistake would explain by chance
 _FAITHFUL = 1.2  # times the expected error, which ends the search
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
 _TUNED = 2  # kinds of mistakes whose constant is looked for
@@ -88,7 +90,8 @@ class Explanation:
 
     Attributes:
         hypotheses: one, or two that hold at once.
-        margin: the largest of all tensors, against what the precision costs under the hypotheses; at most 1.
+        margin: the largest of all tensors, against what the precision costs under the hypotheses; at most 1 but for
+            gradients that are wrong in a way of their own.
         before: the largest relative L2 error of an output.
         after: ditto under the hypotheses.
     """
@@ -305,11 +308,16 @@ def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tu
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-    """The explanation that a combination is; None if a tensor still differs by more than the precision costs."""
+    """The explanation that a combination is.
+
+    Returns:
+        None if an output still differs by more than the precision costs, or a gradient by about as much as before.
+    """
     golden = tensors_under(failure.prepared, combination)
     model = tensors_under(failure.prepared, combination, failure.precision)
     if golden is None or model is None:
         return None
+    strict = sum(failure.golden["output", result.name].numel() for result in failure.outputs) < _FEW
     worst = after = 0.0
     for result in failure.results:
         key = result.kind, result.name
@@ -317,11 +325,14 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
             return None
         errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
         cost = measure(model[key], golden[key], failure.precision.dtype)
-        worst = max(worst, margin(errors, _tolerance_under(result, cost)))
+        fits = margin(errors, _tolerance_under(result, cost))
+        worst = max(worst, fits)
         if result.kind == "output":
             after = max(after, errors.relative_l2)
-    if worst > 1.0:
-        return None
+        elif not strict and errors.relative_l2 < _GRADIENT_HELPS * result.errors.relative_l2:
+            fits = 0.0
+        if fits > 1.0:
+            return None
     before = max(result.errors.relative_l2 for result in failure.outputs)
     return Explanation(combination, worst, before, after)
 
