@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Literal
 
 from parity import te
+from parity.calibration.law import SIGNED
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair
 from parity.diagnosis import Failure, findings
-from parity.directions import directions
+from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
 from parity.execute import Pass
 from parity.judge import judge
 from parity.passes import golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
-from parity.result import PROBED, Result, TensorResult
+from parity.result import PROBED, Finding, Result, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
@@ -72,7 +73,7 @@ def compare_at(
 
     Never raises for a module that fails: the result's status and reason tell.
     """
-    began = time.perf_counter()
+    began, began_on_processor = time.perf_counter(), time.process_time()
 
     def result(**fields: object) -> Result:
         return Result(
@@ -104,21 +105,43 @@ def compare_at(
     tensors = judge(golden_tensors(prepared), models, candidate, precision, calibration, known)
     if all(tensor.passed for tensor in tensors):
         return result(status="passed", tensors=tensors)
-    seconds = time.perf_counter() - began
-    failure = Failure([tensor for tensor in tensors if not tensor.probed], candidate, prepared, precision, seconds)
-    explained = findings(failure, unreached) or findings(_on_probe(failure, tensors)) or mistakes(tensors, known)
-    return result(status="failed", tensors=tensors, findings=tuple(explained))
+    failure = Failure(
+        tensors,
+        candidate,
+        prepared,
+        precision,
+        time.process_time() - began_on_processor,
+        rerun=lambda change: run_candidate(case, checked, prepared, precision, seed, kernels, change)[0],
+    )
+    return result(status="failed", tensors=tensors, findings=_explained(failure, unreached, known))
 
 
-def _on_probe(failure: Failure, tensors: Sequence[TensorResult]) -> Failure:
+def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
+    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
+    drawn = [tensor for tensor in failure.results if not tensor.probed]
+    if all(tensor.passed for tensor in drawn):
+        return findings(_on_probe(failure))
+    subtle = mistakes(drawn, known)
+    if subtle and all(tensor.errors.finite and not _fails_otherwise(tensor) for tensor in drawn):
+        return tuple(subtle)
+    return findings(dataclasses.replace(failure, results=drawn), unreached)
+
+
+def _fails_otherwise(tensor: TensorResult) -> bool:
+    """Whether a tensor fails for more than that its error points where a mistake would send it."""
+    return any(check.margin > 1 and check.statistic not in SIGNED for check in tensor.checks)
+
+
+def _on_probe(failure: Failure) -> Failure:
     """The same failure as the probing inputs show it: their outputs in the place of the others."""
     prepared = failure.prepared
     probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
     return dataclasses.replace(
         failure,
-        results=[dataclasses.replace(tensor, kind="output") for tensor in tensors if tensor.probed],
+        results=[dataclasses.replace(tensor, kind="output") for tensor in failure.results if tensor.probed],
         candidate={("output", name): tensor for (kind, name), tensor in failure.candidate.items() if kind == PROBED},
         prepared=probed,
+        rerun=None,
     )
 
 

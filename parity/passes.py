@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity import weights
 from parity.case import Case, Pair
@@ -59,11 +60,21 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tenso
 
 
 def run_candidate(
-    case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
+    case: Case,
+    checked: CheckedSize,
+    prepared: Prepared,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    change: Callable[[nn.Module], None] = lambda module: None,
 ) -> tuple[Tensors, tuple[str, ...]]:
-    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached."""
+    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
+
+    ``change`` is called with the newly built module before it runs.
+    """
     pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
     candidate = pair.candidate
+    change(candidate)
     parameters = dict(candidate.named_parameters())
     for _ in range(1 + precision.warmup_passes):
         ran = run(

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Site = tuple[str, int, str, int]
 
@@ -143,16 +144,23 @@ class Edit:
         site: the call.
         needs: values that appear at or before the call.
         compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
+        detached: which of the tensors that it is given gets no gradient; None for none.
     """
 
     site: Site
     needs: tuple[Value, ...]
     compute: Substitute
+    detached: int | None = None
 
 
 def edit(call: Call, needs: Sequence[Value], compute: Substitute) -> Edit:
     """``call`` returns ``compute(result, *needs)`` in place of its result."""
     return Edit(call.site, tuple(needs), compute)
+
+
+def detached(call: Call, value: Value) -> Edit:
+    """``call`` hands no gradient to ``value``, which it is given."""
+    return Edit(call.site, (), lambda result: result, call.inputs.index(value))
 
 
 def traced(module: nn.Module, run: Callable[[], Any]) -> Trace:
@@ -202,13 +210,22 @@ class _Frames:
 
 @contextmanager
 def _counting(module: nn.Module, frames: _Frames) -> Iterator[None]:
-    with ExitStack() as handles:
-        for name, submodule in module.named_modules():
-            enter = submodule.register_forward_pre_hook(lambda *_, name=name: frames.enter(name))
-            leave = submodule.register_forward_hook(lambda *_: frames.leave(), always_call=True)
-            handles.callback(enter.remove)
-            handles.callback(leave.remove)
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+
+    def enter(submodule: nn.Module, args: Any) -> None:
+        if id(submodule) in names:
+            frames.enter(names[id(submodule)])
+
+    def leave(submodule: nn.Module, args: Any, result: Any) -> None:
+        if id(submodule) in names:
+            frames.leave()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Recorder(TorchFunctionMode):
@@ -289,6 +306,9 @@ class _Editor(TorchFunctionMode):
         needed = self._needed.get(site, ())
         self._find(needed, False, (args, kwargs))
         for one in self._edits.get(site, ()):
+            if one.detached is not None:
+                given, named = _without_gradient((args, kwargs), one.detached)
+                result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
         self._find(needed, True, result if changed is None else changed)
         return result
@@ -303,6 +323,14 @@ class _Editor(TorchFunctionMode):
         if value.number not in self._found:
             raise Misfit(f"no call at {value.site} came before")
         return self._found[value.number]
+
+
+def _without_gradient(arguments: Any, position: int) -> Any:
+    """The arguments of a call, one tensor among them detached."""
+    leaves, structure = tree_flatten(arguments)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    leaves[tensors[position]] = leaves[tensors[position]].detach()
+    return tree_unflatten(leaves, structure)
 
 
 def canonical_name(function: Any) -> str:

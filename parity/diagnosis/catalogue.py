@@ -15,6 +15,7 @@ from parity.diagnosis.attention_mistakes import attention_hypotheses
 from parity.diagnosis.calls import Trace, traced
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.linears import bias_hypotheses
+from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
@@ -42,6 +43,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from rope_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
+    yield from loss_hypotheses(trace, module)
     yield _sequence_first(module)
 
 

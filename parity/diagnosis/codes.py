@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from parity.result import Finding
+
 CODES = {
     "not-finite": "PAR001",
     "golden-not-finite": "PAR002",
@@ -56,14 +58,25 @@ CODES = {
     "dropout": "PAR252",
     "not-reproducible": "PAR253",
     "output-scale": "PAR254",
+    "loss-scale": "PAR255",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",
     "fp8-format": "PAR303",
-    "fp8-scale": "PAR304",
-    "recipe-disabled": "PAR305",
+    "fp8-scale-stale": "PAR304",
+    "fp8-gradient-scale": "PAR304",
+    "fp8-margin": "PAR305",
+    "fp8-scale-inverted": "PAR306",
+    "weight-cache-stale": "PAR307",
+    "recipe-disabled": "PAR308",
     "gradient-scale": "PAR401",
     "gradient-accumulation": "PAR402",
     "gradient-path-missing": "PAR403",
+    "embeddings-not-tied": "PAR403",
     "unexplained": "PAR501",
     "first-divergence": "PAR502",
 }
+
+
+def finding(title: str, message: str) -> Finding:
+    """A finding of this title, a key of ``CODES``."""
+    return Finding(CODES[title], title, message)

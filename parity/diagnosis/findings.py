@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parity.diagnosis.catalogue import hypotheses, trace_of
-from parity.diagnosis.codes import CODES
+from parity.diagnosis.codes import CODES, finding
+from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.search import MOST_CHECKS, Budget, Explanation, Failure, explanations
+from parity.diagnosis.localise import where_the_error_is
+from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
+from parity.diagnosis.reruns import dropout_findings, microbatch_findings
+from parity.diagnosis.scale import output_scale_findings
+from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, Budget, Explanation, Failure, explanations
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.result import Finding
 
@@ -25,38 +30,50 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
-    explained = _explained(failure) if all(result.errors.finite for result in failure.outputs) else ()
-    return (*non_finite(failed, failure.precision), *explained, *unreached_parameters(unreached))
+    values = list(non_finite(failed, failure.precision))
+    finite = all(result.errors.finite for result in failure.outputs)
+    causes = _causes(failure) if finite else []
+    found = [*values, *causes, *unreached_parameters(unreached)]
+    return tuple(found or where_the_error_is(failure))
 
 
-def _explained(failure: Failure) -> Iterator[Finding]:
-    budget = Budget(MOST_CHECKS * failure.seconds)
+def _causes(failure: Failure) -> list[Finding]:
+    """What explains finite outputs and the gradients with them."""
     trace = trace_of(failure.prepared)
-    known = list(hypotheses(failure.prepared, trace))
-    del trace
     if all(result.passed for result in failure.outputs):
-        return
-    best = explanations(failure, known, budget)
-    titles = set()
-    for explanation in best:
-        key = tuple(one.title for one in explanation.hypotheses)
-        if key in titles or explanation.after > _CLOSE * best[0].after:
-            continue
-        titles.add(key)
-        yield from _told(explanation, failure)
-
-
-def _told(explanation: Explanation, failure: Failure) -> Iterator[Finding]:
-    count = len(explanation.hypotheses)
-    for one in explanation.hypotheses:
-        together = "" if count == 1 else f"together with {_others(one, explanation)}, "
-        yield Finding(
-            CODES[one.title],
-            one.title,
-            f"{together}the outputs' relative error falls from {explanation.before:.2g} to {explanation.after:.2g}, "
-            f"what {failure.precision.name} costs, if you {one.repair}",
+        return (
+            gradient_findings(failure, trace, Budget(CHECKS_FOR_SEARCH * failure.seconds))
+            or list(microbatch_findings(failure))
+            or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * failure.seconds))
         )
+    found = list(dropout_findings(failure)) or list(microbatch_findings(failure))
+    if not found:
+        known = [*hypotheses(failure.prepared, trace), *scale_hypotheses(failure.prepared, failure.precision)]
+        del trace
+        found = list(_told(explanations(failure, known, Budget(CHECKS_FOR_SEARCH * failure.seconds)), failure))
+    return (
+        found
+        or list(output_scale_findings(failure))
+        or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * failure.seconds))
+    )
 
 
-def _others(one: Hypothesis, explanation: Explanation) -> str:
-    return " and ".join(f"{CODES[x.title]} {x.title}" for x in explanation.hypotheses if x is not one)
+def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
+    """A finding for each hypothesis of each explanation, one explanation of a kind, those that fit about as well."""
+    told = set()
+    for explanation in explained:
+        titles = tuple(one.title for one in explanation.hypotheses)
+        if titles in told or explanation.after > _CLOSE * explained[0].after:
+            continue
+        told.add(titles)
+        for one in explanation.hypotheses:
+            yield finding(
+                one.title,
+                f"{_together(one, explanation)}the outputs' relative error falls from {explanation.before:.2g} to "
+                f"{explanation.after:.2g}, what {failure.precision.name} costs, if you {one.repair}",
+            )
+
+
+def _together(one: Hypothesis, explanation: Explanation) -> str:
+    others = [f"{CODES[other.title]} {other.title}" for other in explanation.hypotheses if other is not one]
+    return f"together with {' and '.join(others)}, " if others else ""

@@ -46,6 +46,15 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
     found = residuals(trace)
     yield from everywhere_and_somewhere(_mistakes(), found, module, lambda one: f"the sum in {one.call.module or 'it'}")
     yield from _order_of_blocks(found, module)
+    moved = _output_layer_norms(found)
+    if moved:
+        yield Hypothesis(
+            "post-norm",
+            "first norm after the last sum",
+            "put the layer's first norm in front of attention: output_layernorm=False; it comes after the last sum",
+            module,
+            moved,
+        )
     last = found[-1] if found else None
     if last is not None and last.norm is not None:
         norm = replace(last.norm, gain=None, bias=None)
@@ -56,6 +65,15 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
             module,
             (edit(last.call, (), lambda was: norm.compute(was)),),
         )
+
+
+def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
+    """Each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
+    edits: list[Edit] = []
+    for first, last in zip(found[::2], found[1::2], strict=False):
+        if first.norm is not None:
+            edits += _norm_after(replace(first, call=last.call, stream=last.stream, branch=last.branch))
+    return tuple(edits)
 
 
 def _mistakes() -> Iterator[Mistake[Residual]]:

@@ -4,34 +4,40 @@ Every hypothesis is screened on one row of the batch, forward only, in FP32 wher
 outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
 precision. If none explains the failure, a second is looked for on top of the best partial explanations.
 
-The cost is bounded in forward passes: a failed check costs at least ``FORWARDS_OF_A_CHECK`` of them (FP64, the rounding
-model and the candidate, each forward and backward), and a diagnosis may cost 20 checks.
+A diagnosis may cost 20 times what the failed check did; a budget of processor time ends each part of it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.trial import Tensors, outputs_under, tensors_under
+from parity.diagnosis.trial import Tensors, outputs_under, tensors_of, tensors_under
 from parity.errors import Errors, measure
 from parity.precision import Precision
 from parity.prepare import Prepared
-from parity.result import TensorResult
+from parity.result import Kind, TensorResult
 from parity.tolerance import Tolerance, margin
 
-MOST_CHECKS = 15.0
-"""Times the failed check's own seconds that a search may take; the rest of 20 is for what comes after it."""
+CHECKS_FOR_SEARCH = 11.0
+"""Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
+
+CHECKS_FOR_THE_REST = 6.0
+"""Ditto for gradients and roundings."""
 
 _VERIFIED = 4  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
+_GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
+_FEW = 32  # elements of all outputs, which many a mistake would explain by chance
+_FAITHFUL = 1.2  # times the expected error, which ends the search
+_FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
 _TUNED = 2  # kinds of mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _TUNING_STEPS = 30
@@ -50,7 +56,8 @@ class Failure:
         candidate: its tensors, in the reference's layout.
         prepared: what was compared.
         precision: at which.
-        seconds: that the comparison took.
+        seconds: of processor time that the comparison took.
+        rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
     """
 
     results: Sequence[TensorResult]
@@ -58,6 +65,12 @@ class Failure:
     prepared: Prepared
     precision: Precision
     seconds: float
+    rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
+
+    @property
+    def golden(self) -> Tensors:
+        """The reference's tensors in FP64."""
+        return tensors_of(self.prepared.golden)
 
     @property
     def outputs(self) -> list[TensorResult]:
@@ -65,36 +78,41 @@ class Failure:
         return [result for result in self.results if result.kind == "output"]
 
 
+def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
+    """The tolerance of a compared tensor."""
+    result = next(result for result in failure.results if (result.kind, result.name) == key)
+    return Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
+
+
 @dataclass(frozen=True)
 class Explanation:
-    """Hypotheses under which the reference computes what the candidate does.
+    """Hypotheses under which the reference computes what the candidate does, gradients included.
 
     Attributes:
         hypotheses: one, or two that hold at once.
-        margin: of the outputs, against what the precision costs under the hypotheses; at most 1.
-        gradient_margin: ditto of the gradients.
+        margin: the largest of all tensors, against what the precision costs under the hypotheses; at most 1 but for
+            gradients that are wrong in a way of their own.
         before: the largest relative L2 error of an output.
         after: ditto under the hypotheses.
     """
 
     hypotheses: tuple[Hypothesis, ...]
     margin: float
-    gradient_margin: float
     before: float
     after: float
 
 
 @dataclass
 class Budget:
-    """Seconds that may be spent."""
+    """Seconds of processor time that may be spent; other processes on the machine do not shorten a diagnosis."""
 
     seconds: float
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=time.process_time)
     exceeded: bool = False
 
     def spent(self) -> bool:
         """Whether they are; remembered in ``exceeded``."""
-        self.exceeded = self.exceeded or time.perf_counter() - self.began > self.seconds
+        self.exceeded = self.exceeded or time.process_time() - self.began > self.seconds
         return self.exceeded
 
 
@@ -112,9 +130,7 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
     screen = _Screen(failure)
     ranked: list[Ranked] = []
     for everywhere in (True, False):
-        ranked += screen.ranked([(one,) for one in known if one.everywhere is everywhere], budget)
-        ranked.sort(key=lambda entry: entry[0])
-        found = _verified(failure, ranked, budget)
+        found = _screened(failure, screen, [(one,) for one in known if one.everywhere is everywhere], ranked, budget)
         if found:
             return found
     found = _verified(failure, _tuned(screen, ranked, budget), budget)
@@ -122,9 +138,33 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
         return found
     pairs: list[Ranked] = []
     for share, (first,) in ranked[:_PARTIAL]:
-        if share < _HELPS:
-            pairs += screen.ranked([(first, second) for second in known if _go_together(first, second)], budget)
-    return _verified(failure, sorted(pairs, key=lambda entry: entry[0]), budget)
+        if share < _HELPS and not budget.spent():
+            together = [(first, second) for second in known if _go_together(first, second)]
+            found = _screened(failure, screen, together, pairs, budget)
+            if found:
+                return found
+    return []
+
+
+def _screened(
+    failure: Failure,
+    screen: _Screen,
+    combinations: Sequence[tuple[Hypothesis, ...]],
+    ranked: list[Ranked],
+    budget: Budget,
+) -> list[Explanation]:
+    """The explanations among combinations; the search ends at one that leaves no more than the precision costs.
+
+    ``ranked`` gets every combination that changes anything, the best first.
+    """
+    for entry in screen.shares(combinations, budget):
+        ranked.append(entry)
+        if screen.is_exact(entry):
+            explanation = verified(failure, entry[1])
+            if explanation is not None:
+                return [explanation]
+    ranked.sort(key=lambda entry: entry[0])
+    return _verified(failure, ranked, budget)
 
 
 def _tuned(screen: _Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
@@ -144,7 +184,7 @@ def _line_search(screen: _Screen, one: Hypothesis, budget: Budget) -> list[Ranke
 
     def share(exponent: float) -> float:
         if exponent not in tried and one.tuned is not None:
-            tried[exponent] = screen.ranked([(one.tuned(math.exp(exponent)),)], budget)
+            tried[exponent] = list(screen.shares([(one.tuned(math.exp(exponent)),)], budget))
         entries = tried[exponent]
         return entries[0][0] if entries else math.inf
 
@@ -174,23 +214,31 @@ class _Screen:
         self._tolerances = {result.name: result.tolerance_relative_l2 for result in failure.outputs}
         self._rows = self._worst_row()
         self._before = {rows: self._error(self._golden, rows) for rows in (True, False)}
+        self._faithful = max(
+            max(_FAITHFUL * result.expected.relative_l2 / result.tolerance_relative_l2, _FAITHFUL_AT_LEAST)
+            for result in failure.outputs
+        )
         plain = outputs_under(self._prepared, (), torch.float32)
         exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
         self._dtype = torch.float32 if exact else torch.float64
 
-    def ranked(self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget) -> list[Ranked]:
-        """Combinations with the share that each leaves, the smallest first; those that change nothing left out."""
-        shares = []
+    def shares(self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
+        """Combinations with the share of the error that each leaves; those that change nothing are left out."""
         for combination in combinations:
             if budget.spent():
-                break
+                return
             alone = self._rows is not None and not any(one.around for one in combination)
             outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
             if outputs is not None and self._same_shapes(outputs, alone):
                 share = self._error(outputs, alone, cut=False) / self._before[alone]
                 if math.isfinite(share) and abs(share - 1.0) > _CHANGES:
-                    shares.append((share, combination))
-        return sorted(shares, key=lambda entry: entry[0])
+                    yield share, combination
+
+    def is_exact(self, entry: Ranked) -> bool:
+        """Whether what is left is no more than a faithful port at the precision has."""
+        share, combination = entry
+        alone = self._rows is not None and not any(one.around for one in combination)
+        return share * self._before[alone] <= self._faithful
 
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
@@ -251,7 +299,7 @@ def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> lis
         explanation = verified(failure, combination)
         if explanation is not None:
             found.append(explanation)
-    return sorted(found, key=lambda one: (max(one.margin, one.gradient_margin), one.after))
+    return sorted(found, key=lambda one: (one.margin, one.after))
 
 
 def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
@@ -260,27 +308,33 @@ def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tu
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-    """The explanation that a combination is; None if the outputs still differ by more than the precision costs."""
+    """The explanation that a combination is.
+
+    Returns:
+        None if an output still differs by more than the precision costs, or a gradient by about as much as before.
+    """
     golden = tensors_under(failure.prepared, combination)
     model = tensors_under(failure.prepared, combination, failure.precision)
     if golden is None or model is None:
         return None
-    margins: dict[str, float] = {"output": 0.0, "gradient": 0.0}
-    after = 0.0
+    strict = sum(failure.golden["output", result.name].numel() for result in failure.outputs) < _FEW
+    worst = after = 0.0
     for result in failure.results:
         key = result.kind, result.name
         if golden[key].shape != failure.candidate[key].shape:
             return None
         errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
         cost = measure(model[key], golden[key], failure.precision.dtype)
-        kind = "output" if result.kind == "output" else "gradient"
-        margins[kind] = max(margins[kind], margin(errors, _tolerance_under(result, cost)))
+        fits = margin(errors, _tolerance_under(result, cost))
+        worst = max(worst, fits)
         if result.kind == "output":
             after = max(after, errors.relative_l2)
-    if margins["output"] > 1.0:
-        return None
+        elif not strict and errors.relative_l2 < _GRADIENT_HELPS * result.errors.relative_l2:
+            fits = 0.0
+        if fits > 1.0:
+            return None
     before = max(result.errors.relative_l2 for result in failure.outputs)
-    return Explanation(combination, margins["output"], margins["gradient"], before, after)
+    return Explanation(combination, worst, before, after)
 
 
 def _tolerance_under(result: TensorResult, cost: Errors) -> Tolerance:

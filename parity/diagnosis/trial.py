@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
-from parity.execute import outputs_of, run
+from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
 from parity.result import Kind
@@ -75,11 +75,17 @@ def tensors_under(
             )
     except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
         return None
+    tensors = tensors_of(ran)
+    if precision is not None:
+        tensors = {key: precision.rounding.store(tensor) for key, tensor in tensors.items()}
+    return tensors
+
+
+def tensors_of(ran: Pass) -> Tensors:
+    """All tensors of a pass by kind and name."""
     tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
     tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
     tensors.update({("weight gradient", name): tensor for name, tensor in ran.weight_gradients.items()})
-    if precision is not None:
-        tensors = {key: precision.rounding.store(tensor) for key, tensor in tensors.items()}
     return tensors
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parity.calibration.table import packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.cpu.products import tf32
@@ -110,7 +111,7 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
     bug = BUGS[trial.bug] if trial.bug else None
     case = planted(bug, host) if bug else host
     (checked,) = check_case(case, kernels.te)
-    result = compare_at(case, checked, precision, trial.seed, kernels)
+    result = compare_at(case, checked, precision, trial.seed, kernels, packaged())
     if result.status == "error":
         return Verdict("error", math.nan, "", (), 0, 0, {}, reason=result.reason)
     ran = _run(case, checked, precision, trial.seed, kernels)

@@ -1,0 +1,165 @@
+"""Explains gradients that are wrong where the outputs are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from parity.diagnosis.calls import Trace, detached
+from parity.diagnosis.codes import finding
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.scale import factor_of, readable
+from parity.diagnosis.search import Budget, Failure, tolerance_of
+from parity.diagnosis.trial import Tensors, tensors_under
+from parity.errors import measure
+from parity.prepare import Prepared
+from parity.result import Finding, TensorResult
+from parity.tolerance import margin
+
+_SAME_FACTOR = 0.02  # by which the factors of a gradient that is scaled as a whole may differ
+_CLEARLY = 0.5  # of the error, below which another rounding must bring it
+
+
+def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
+    """What explains the gradients of a comparison whose outputs passed; empty if nothing does."""
+    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    for explain in (_scaled, _one_path_missing, _one_microbatch, _rounded_sums):
+        if not budget.spent() and (found := list(explain(failure, failed, trace, budget))):
+            return found
+    return []
+
+
+def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
+    """Every failed gradient is the right one times one factor."""
+    factors = [factor_of(failure, result) for result in failed]
+    if any(factor is None for factor in factors):
+        return
+    known = [factor for factor in factors if factor is not None]
+    if max(known) - min(known) > _SAME_FACTOR * max(map(abs, known)):
+        return
+    factor = sum(known) / len(known)
+    gradients = [result for result in failure.results if result.kind != "output"]
+    which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
+    yield finding(
+        "gradient-scale",
+        f"{which} is {readable(factor)} times what it should be, and right but for that; "
+        + ("nothing flows back there" if factor == 0.0 else "divide by it (a loss scale, a number of tokens or ranks)"),
+    )
+
+
+def _one_path_missing(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """A parameter that is used more than once gets the gradient of some of its uses alone."""
+    names = {result.name for result in failed if result.kind == "weight gradient"}
+    for number, name in trace.parameters.items():
+        uses = [call for call in trace.calls if number in {value.number for value in call.inputs}]
+        if name not in names or len(uses) < 2:
+            continue
+        for call in uses:
+            value = next(value for value in call.inputs if value.number == number)
+            title = "embeddings-not-tied" if any(use.name == "embedding" for use in uses) else "gradient-path-missing"
+            hypothesis = Hypothesis(title, title, "", failure.prepared.reference, (detached(call, value),))
+            if _explains(failure, tensors_under(failure.prepared, (hypothesis,))):
+                yield finding(
+                    title,
+                    f"the gradient of {name} lacks what comes through {call.name} in {call.module}; without that it "
+                    "agrees. Use the same parameter there, not a copy or a detached view",
+                )
+                return
+
+
+def _one_microbatch(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """Weight gradients of one part of the batch in place of all."""
+    if not failed or any(result.kind != "weight gradient" for result in failed):
+        return
+    for parts in _divisors(failure.prepared):
+        for which, part in (("last", parts - 1), ("first", 0)):
+            if budget.spent():
+                return
+            gradients = tensors_under(failure.prepared, (), cotangents=_of_part(failure.prepared, parts, part))
+            if gradients is not None and all(_agrees(failure, result, gradients) for result in failed):
+                labels = ", ".join(result.label for result in failed)
+                yield finding(
+                    "gradient-accumulation",
+                    f"{labels} is the {which} of {parts} microbatches' gradient alone; add the others to it "
+                    "(is_first_microbatch, fuse_wgrad_accumulation, zero_grad)",
+                )
+                return
+
+
+def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
+    """Weight gradients whose sum over microbatches is rounded each time."""
+    if not failed or any(result.kind != "weight gradient" for result in failed):
+        return
+    best: tuple[float, int, torch.dtype] = (_CLEARLY, 0, torch.bfloat16)
+    for parts in _divisors(failure.prepared)[::-1]:
+        of_parts: list[Tensors] = []
+        for part in range(parts):
+            if budget.spent():
+                return
+            cotangents = _of_part(failure.prepared, parts, part)
+            ran = tensors_under(failure.prepared, (), failure.precision, cotangents)
+            of_parts += [ran] if ran is not None else []
+        orders = (of_parts, of_parts[::-1])  # autograd adds up the parts of one graph from the last
+        for dtype, ordered in product((torch.bfloat16, torch.float16), orders):
+            left = max(_share_left(failure, result, _summed(ordered, result, dtype)) for result in failed)
+            best = min(best, (left, parts, dtype), key=lambda entry: entry[0])
+        if best[0] < _CLEARLY / 4:
+            break
+    left, parts, dtype = best
+    if parts:
+        labels = ", ".join(result.label for result in failed)
+        yield finding(
+            "gradient-accumulation",
+            f"{labels} is what a sum over {parts} microbatches gives that is rounded to {str(dtype)[6:]} each time: "
+            f"{left:.0%} of the error is left. Accumulate in FP32 (main_grad)",
+        )
+
+
+def _divisors(prepared: Prepared) -> list[int]:
+    """Into how many equal parts the batch can be cut."""
+    counts = {x.shape[0] if x.dim() > 1 else 1 for x in prepared.cotangents.values()}
+    rows = counts.pop() if len(counts) == 1 else 1
+    return [parts for parts in range(2, min(rows, 64) + 1) if rows % parts == 0]
+
+
+def _of_part(prepared: Prepared, parts: int, part: int) -> dict[str, Tensor]:
+    """Output gradients that are zero but for one part of the batch."""
+
+    def masked(x: Tensor) -> Tensor:
+        rows = x.shape[0] // parts
+        kept = torch.zeros_like(x)
+        kept[part * rows : (part + 1) * rows] = x[part * rows : (part + 1) * rows]
+        return kept
+
+    return {name: masked(x) for name, x in prepared.cotangents.items()}
+
+
+def _summed(of_parts: Sequence[Tensors], result: TensorResult, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros_like(of_parts[0][result.kind, result.name])
+    for part in of_parts:
+        total = (total + part[result.kind, result.name]).float().to(dtype).double()
+    return total
+
+
+def _share_left(failure: Failure, result: TensorResult, other: Tensor) -> float:
+    candidate = failure.candidate[result.kind, result.name].double()
+    before = torch.linalg.vector_norm(candidate - failure.golden[result.kind, result.name])
+    return (torch.linalg.vector_norm(candidate - other) / before).item()
+
+
+def _explains(failure: Failure, golden: Tensors | None) -> bool:
+    return golden is not None and all(_agrees(failure, result, golden) for result in failure.results)
+
+
+def _agrees(failure: Failure, result: TensorResult, golden: Tensors) -> bool:
+    """Whether the candidate's tensor is another one within tolerance."""
+    key = result.kind, result.name
+    errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
+    return margin(errors, tolerance_of(failure, key)) <= 1.0

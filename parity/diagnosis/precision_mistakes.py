@@ -1,0 +1,237 @@
+"""Known mistakes of precision, each as another rounding of the reference.
+
+What a candidate loses is deterministic but for the order of sums: if it rounds as a mistake has it, the reference under
+that rounding is nearer to it than under the precision's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.diagnosis.codes import finding
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.search import Budget, Failure
+from parity.diagnosis.trial import Tensors, tensors_under
+from parity.formats import Format, e4m3, e5m2, tf32
+from parity.precision import Precision
+from parity.prepare import Prepared
+from parity.result import Finding, TensorResult
+from parity.rounding import Rounding
+from parity.weight_terms import pack, unpack
+
+_NEARER = 0.7
+"""Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
+
+_SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """Another rounding.
+
+    Attributes:
+        title: of the finding.
+        what: what is computed, the start of a sentence.
+        repair: what to change.
+        rounding: in the place of the precision's.
+        inside: entered around the pass, for what no ``Rounding`` says.
+    """
+
+    title: str
+    what: str
+    repair: str
+    rounding: Rounding
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
+    """The rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
+    wrong = [result for result in failure.results if not result.passed and result.errors.finite]
+    # A wrong forward pass spoils gradients in ways of its own.
+    failed = [result for result in wrong if result.kind == "output"] or wrong
+    own = tensors_under(failure.prepared, (), failure.precision)
+    if own is None or not failed:
+        return []
+    nearest: tuple[float, _Mistake] | None = None
+    for mistake in _mistakes(failure.precision):
+        if budget.spent():
+            break
+        precision = replace(failure.precision, rounding=mistake.rounding)
+        with mistake.inside():
+            other = tensors_under(failure.prepared, (), precision)
+        if other is None:
+            continue
+        share = max(_share(failure, result, other, own) for result in failed)
+        if share < (nearest[0] if nearest else _NEARER):
+            nearest = share, mistake
+    if nearest is None:
+        return []
+    share, mistake = nearest
+    message = (
+        f"{mistake.what}: the candidate is {1 / max(share, 1e-9):.2g} times nearer to the reference that rounds so "
+        f"than to one that rounds as {failure.precision.name} does. {mistake.repair}"
+    )
+    return [finding(mistake.title, message)]
+
+
+def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:
+    """Weights that are multiplied by the scale of their quantization where the inverse is due."""
+    if precision.recipe not in _SCALED_BY_TENSOR:
+        return
+    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        others: dict[str, Tensor] = {}
+        for left in prepared.weights:
+            packed = pack(left, reference, next(iter(reference.values())))
+            if packed.dim() > 1:
+                scale = torch.finfo(torch.float8_e4m3fn).max / packed.detach().abs().amax()
+                others |= unpack(left, packed * scale.square(), shapes)
+        return others
+
+    yield Hypothesis(
+        "fp8-scale-inverted",
+        "weights multiplied by their scale",
+        "multiply a quantized weight by scale_inv; it is multiplied by scale",
+        prepared.reference,
+        read=read,
+    )
+
+
+def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors) -> float:
+    """The distance to another rounding, over the distance to the precision's own."""
+    key = result.kind, result.name
+    candidate = failure.candidate[key].double()
+    to_own = torch.linalg.vector_norm(candidate - own[key].double())
+    to_other = torch.linalg.vector_norm(candidate - other[key].double())
+    return (to_other / to_own).item() if to_own > 0 else 1.0
+
+
+def _mistakes(precision: Precision) -> Iterator[_Mistake]:
+    rounding = precision.rounding
+    if precision.dtype is torch.float32:
+        advice = "Keep autocast off, and inputs and weights in FP32"
+        for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
+            yield _Mistake("accumulation-precision", f"GEMMs read {name}", advice, _reading(_in(dtype)))
+            yield _Mistake("accumulation-precision", f"results are stored in {name}", advice, Rounding(dtype))
+        everything = "Set NVIDIA_TF32_OVERRIDE=0, or expect TF32 (10 bits) where true FP32 was promised"
+        yield _Mistake("tf32", "attention's products are TF32", everything, rounding, partial(_Batched, tf32))
+    advice = "Accumulate in FP32 (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False)"
+    for length in (16, 32, 64, 128):
+        what = f"sums are rounded to BF16 after each {length} products"
+        yield _Mistake("accumulation-precision", what, advice, rounding, partial(_Chunked, length, torch.bfloat16))
+    if precision.recipe is not None:
+        yield from _of_recipes(rounding, precision)
+
+
+def _of_recipes(rounding: Rounding, precision: Precision) -> Iterator[_Mistake]:
+    yield _Mistake(
+        "recipe-disabled",
+        "nothing is quantized",
+        "Call the module inside te.autocast(enabled=True, recipe=...)",
+        Rounding(rounding.storage),
+    )
+    if precision.recipe not in _SCALED_BY_TENSOR:
+        return
+    hybrid = "Use Format.HYBRID: E4M3 forward, E5M2 for gradients"
+    yield _Mistake("fp8-format", "inputs are E5M2", hybrid, replace(rounding, inputs=e5m2))
+    yield _Mistake("fp8-format", "inputs and weights are E5M2", hybrid, replace(rounding, inputs=e5m2, weights=e5m2))
+    yield _Mistake("fp8-format", "gradients are E4M3", hybrid, replace(rounding, gradients=e4m3))
+    update = "Let amax history update scales: one autocast around each pass, reduce_and_update at the end of it"
+    e4, e5 = torch.float8_e4m3fn, torch.float8_e5m2
+    yield _Mistake(
+        "fp8-scale-stale",
+        "inputs and weights are not scaled",
+        update,
+        replace(rounding, inputs=_unscaled(e4), weights=_unscaled(e4)),
+    )
+    yield _Mistake("fp8-gradient-scale", "gradients are not scaled", update, replace(rounding, gradients=_unscaled(e5)))
+    for by in (2.0, 4.0, 8.0, 16.0, 1 / 16.0, 1 / 64.0, 1 / 256.0):
+        end = "saturate" if by > 1 else "underflow"
+        yield _Mistake(
+            "fp8-scale-stale",
+            f"scales of inputs and weights are {by:g} times what amax asks for, so that values {end}",
+            f"{update}; margin=0",
+            replace(rounding, inputs=_scaled(by, e4), weights=_scaled(by, e4)),
+        )
+        yield _Mistake(
+            "fp8-margin",
+            f"all scales are {by:g} times what amax asks for, so that values {end}",
+            f"{update}; margin=0",
+            replace(rounding, inputs=_scaled(by, e4), weights=_scaled(by, e4), gradients=_scaled(by, e5)),
+        )
+
+
+def _reading(to_format: Format) -> Rounding:
+    return Rounding(torch.float32, to_format, to_format, to_format)
+
+
+def _in(dtype: torch.dtype) -> Format:
+    return lambda x, dim: x.to(dtype).to(x.dtype)
+
+
+def _unscaled(dtype: torch.dtype) -> Format:
+    """Cast as it is; what is too large saturates."""
+    return lambda x, dim: _saturated(x, dtype)
+
+
+def _scaled(by: float, dtype: torch.dtype) -> Format:
+    """Scaled by a multiple of what maps the largest magnitude to the format's."""
+
+    def to_format(x: Tensor, dim: int) -> Tensor:
+        amax = x.abs().amax()
+        scale = by * torch.finfo(dtype).max / amax if amax > 0 else torch.ones_like(amax)
+        return _saturated(x * scale, dtype) / scale
+
+    return to_format
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype).to(x.dtype)
+
+
+_aten = torch.ops.aten
+
+
+class _Batched(TorchDispatchMode):
+    """Rounds the operands of batched GEMMs, as attention's are."""
+
+    def __init__(self, to_format: Format) -> None:
+        super().__init__()
+        self._to_format = to_format
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.bmm.default:
+            args = tuple(self._to_format(x, -1) for x in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+class _Chunked(TorchDispatchMode):
+    """GEMMs whose sum is rounded after each so many products."""
+
+    def __init__(self, length: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._length = length
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.mm.default:
+            return self._product(args[0], args[1])
+        if func is _aten.addmm.default and not kwargs:
+            return args[0] + self._product(args[1], args[2])
+        return func(*args, **(kwargs or {}))
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        total = left.new_zeros(left.shape[0], right.shape[1])
+        for some, others in zip(left.split(self._length, 1), right.split(self._length, 0), strict=True):
+            total = (total + some @ others).to(self._dtype).to(left.dtype)
+        return total

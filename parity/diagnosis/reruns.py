@@ -1,0 +1,83 @@
+"""Mistakes in how a candidate is run, found by running it again without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from parity.diagnosis.codes import finding
+from parity.diagnosis.search import Failure, tolerance_of
+from parity.diagnosis.trial import Tensors
+from parity.errors import measure
+from parity.result import Finding, Kind
+from parity.tolerance import margin
+
+
+def dropout_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if the outputs agree as soon as nothing is dropped; the candidate runs again only where it drops."""
+    if failure.rerun is None:
+        return
+    dropped: list[str] = []
+    again = failure.rerun(lambda module: dropped.extend(_switched_off(module)))
+    if dropped and _agree(failure, again, ("output",)):
+        yield finding(
+            "dropout",
+            f"the candidate agrees without dropout; switch off {', '.join(sorted(set(dropped)))} "
+            "(hidden_dropout=0.0, attention_dropout=0.0), or call .eval() on both modules",
+        )
+
+
+def microbatch_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if all agrees as soon as no call says ``is_first_microbatch``, by which TE reuses weights and sums."""
+    if failure.rerun is None:
+        return
+    said: list[str] = []
+    again = failure.rerun(lambda module: _say_nothing_of_microbatches(module, said))
+    if not said or not _agree(failure, again, ("output", "input gradient", "weight gradient")):
+        return
+    failed = {result.kind for result in failure.results if not result.passed}
+    where = ", ".join(sorted(set(said)))
+    if failed == {"weight gradient"}:
+        yield finding(
+            "gradient-accumulation",
+            f"weight gradients agree without is_first_microbatch ({where}); True starts a new sum, so pass it for the "
+            "first microbatch alone, and zero main_grad before",
+        )
+    else:
+        yield finding(
+            "weight-cache-stale",
+            f"the candidate agrees without is_first_microbatch ({where}); with False TE computes with the quantized "
+            "weights of an earlier microbatch, so pass True for the first one after each optimizer step",
+        )
+
+
+def _agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
+    return all(
+        margin(measure(again[key], truth, failure.precision.dtype), tolerance_of(failure, key)) <= 1.0
+        for key, truth in failure.golden.items()
+        if key[0] in kinds
+    )
+
+
+def _switched_off(module: nn.Module) -> Iterator[str]:
+    """Sets every probability of dropout to 0; yields each that was not, with its value."""
+    for name, submodule in module.named_modules():
+        for attribute, value in list(vars(submodule).items()):
+            is_probability = "dropout" in attribute or (attribute == "p" and "Dropout" in type(submodule).__name__)
+            if is_probability and isinstance(value, float) and value > 0.0:
+                setattr(submodule, attribute, 0.0)
+                yield f"{name}.{attribute}={value:g}".lstrip(".")
+
+
+def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
+    def hook(submodule: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        value = kwargs.get("is_first_microbatch")
+        if value is None:
+            return args, kwargs
+        said.append(f"{type(submodule).__name__} is called with {value}")
+        return args, {**kwargs, "is_first_microbatch": None}
+
+    for submodule in module.modules():
+        submodule.register_forward_pre_hook(hook, with_kwargs=True)
