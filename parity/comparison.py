@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from parity import diagnose, te, weights
-from parity.case import Case, Pair
+from parity.case import Case, Pair, as_case
 from parity.errors import measure
 from parity.execute import Pass, run
 from parity.precision import PRECISIONS, Precision, why_unavailable
@@ -49,7 +47,7 @@ def compare(
         UserError: if the pair's weight map or inputs do not fit, or a precision's name is unknown.
         parity.te.BackendUnavailable: if the backend cannot be had on this machine.
     """
-    case = pair if isinstance(pair, Case) else _case_of(pair)
+    case = as_case(pair)
     unknown = [name for name in precisions if name not in PRECISIONS]
     if unknown:
         raise UserError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
@@ -199,8 +197,3 @@ def _summed_terms(kind: Kind, tensor: Tensor, golden: Tensors) -> int:
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
     return max(output.numel() // max(1, output.shape[-1]) for (k, _), output in golden.items() if k == "output")
-
-
-def _case_of(pair: Pair) -> Case:
-    """A case whose builds are copies of the user's own modules, with the weights that they hold."""
-    return Case("pair", lambda te: copy.deepcopy(pair), sizes=({},), vary_constants=False, path=Path("pair"))

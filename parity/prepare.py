@@ -69,7 +69,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
     if case.vary_constants:
-        _vary_constants(pair.reference, Rng(seed, "weights"))
+        vary_constants(pair.reference, Rng(seed, "weights"))
     candidate_weights = _share_rounded_weights(pair, dtype)
     inputs = _rounded_inputs(pair, checked, dtype, seed, kernels.device)
     cotangents: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ def cast(inputs: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
-def _vary_constants(reference: nn.Module, rng: Rng) -> None:
+def vary_constants(reference: nn.Module, rng: Rng) -> None:
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
