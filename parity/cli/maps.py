@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, get_args
 
 from parity import registry
 from parity.case import Case, Size
 from parity.suggest import suggest_map
 from parity.suggest.text import explain, python
-from parity.te import BackendUnavailable
+from parity.te import Backend, BackendUnavailable
 from parity.user_error import UserError
 
 
@@ -24,14 +25,12 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
         max_runs: how many alternatives are run at most.
 
     Raises:
-        UserError: if there is no such pair, size or backend, or the pair cannot be built.
+        UserError: if there is no such pair or size, the backend cannot be had, or the pair cannot be built.
     """
-    if backend not in ("auto", "gpu", "cpu"):
-        raise UserError(f"--backend is {backend!r}, but must be auto, gpu or cpu")
     case = _case(target)
     chosen = _size(case, size)
     try:
-        suggestion = suggest_map(case, chosen, seed, backend, keep, max_runs)
+        suggestion = suggest_map(case, chosen, seed, _backend(backend), keep, max_runs)
     except BackendUnavailable as error:
         raise UserError(str(error)) from None
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
@@ -39,6 +38,15 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
     print(f"{python(suggestion.weights)}\n")
     print(explain(suggestion))
     return suggestion.settled
+
+
+def _backend(name: str) -> Backend | Literal["auto"]:
+    if name == "auto":
+        return "auto"
+    for backend in get_args(Backend):
+        if name == backend:
+            return backend
+    raise UserError(f"--backend is {name!r}, but must be auto, {' or '.join(get_args(Backend))}")
 
 
 def _case(target: str) -> Case:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 
 from parity.suggest.geometry import Geometry
 from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
-from parity.suggest.units import BIAS, WEIGHT, Unit
-from parity.weight_terms import MisfitError, Shape, Side, describe, shape_of
+from parity.suggest.units import WEIGHT, Unit
+from parity.weight_terms import MisfitError, Shape, Side, Term, describe, shape_of
 from parity.weights import (
     constant,
     experts,
@@ -49,9 +50,7 @@ class Shapes:
     def fit(self, entries: Entries) -> bool:
         """Whether both sides of each entry pack to one shape."""
         try:
-            return all(
-                shape_of(left, self.reference) == shape_of(right, self.candidate) for left, right in entries
-            )
+            return all(shape_of(left, self.reference) == shape_of(right, self.candidate) for left, right in entries)
         except MisfitError:
             return False
 
@@ -63,14 +62,14 @@ def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
     other order is a layout too.
     """
     kinds = {kind for unit in group.reference for kind in unit.parameters}
-    lacking = [(unit, kind) for unit in group.candidate for kind in unit.parameters if kind not in kinds]
-    constant_biases = tuple(entry for unit, kind in lacking for entry in _constant(unit, kind, 0.0))
-    own = [unit.without([unit.parameters[kind] for other, kind in lacking if other == unit]) for unit in group.candidate]
+    lacking = {unit: [kind for kind in unit.parameters if kind not in kinds] for unit in group.candidate}
+    constant_biases = tuple(_constant(unit, kind, 0.0) for unit, own in lacking.items() for kind in own)
+    candidate = [unit.without([unit.parameters[kind] for kind in own]) for unit, own in lacking.items()]
     orders = [group.reference] if group.named else list(permutations(group.reference))
     found: dict[tuple[str, ...], Layout] = {}
     for reference in orders:
         for transposed in (False, True):
-            for layout in _of_kinds(reference, own, group.parts, transposed, geometry):
+            for layout in _of_kinds(reference, candidate, group.parts, transposed, geometry):
                 if layout.entries and shapes.fit(layout.entries):
                     written = tuple(f"{describe(left)}: {describe(right)}" for left, right in layout.entries)
                     found.setdefault(written, Layout(layout.entries + constant_biases, layout.usual))
@@ -83,17 +82,17 @@ def constant_layouts(unit: Unit) -> list[Layout]:
     TE's norm with ``zero_centered_gamma`` stores its gain minus 1, which is 0.
     """
     if WEIGHT not in unit.parameters:
-        return [Layout(tuple(entry for kind in unit.parameters for entry in _constant(unit, kind, 0.0)))]
+        return [Layout(tuple(_constant(unit, kind, 0.0) for kind in unit.parameters))]
     if not is_norm(unit):
         return []
     return [
-        Layout(tuple(entry for kind in unit.parameters for entry in _constant(unit, kind, gain * (kind == WEIGHT))))
+        Layout(tuple(_constant(unit, kind, gain if kind == WEIGHT else 0.0) for kind in unit.parameters))
         for gain in (1.0, 0.0)
     ]
 
 
-def _constant(unit: Unit, kind: str, value: float) -> Entries:
-    return ((constant(value, *unit.shapes[kind]), unit.parameters[kind]),)
+def _constant(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
+    return constant(value, *unit.shapes[kind]), unit.parameters[kind]
 
 
 def _of_kinds(
@@ -189,20 +188,23 @@ def _fused_layouts(
         yield tuple(entry for kind in right for entry in zip(left[kind], right[kind], strict=True))
         return
     # One group by itself is Q, K and V one after the other.
-    interleaved = [dict(groups=groups, head_dim=head_dim) for groups, head_dim in geometries if groups > 1]
+    heads = [(groups, head_dim) for groups, head_dim in geometries if groups > 1]
     if fused_left and fused_right:
         yield tuple((left[kind][0], right[kind][0]) for kind in right)
-        for options in interleaved:
-            yield tuple((left[kind][0], separated_qkv(right[kind][0], **options)) for kind in right)
-            yield tuple((separated_qkv(left[kind][0], **options), right[kind][0]) for kind in right)
-    elif fused_right:
-        for options in interleaved:
-            yield tuple((interleaved_qkv(*left[kind], **options), right[kind][0]) for kind in right)
-        yield tuple((stack(*left[kind]), right[kind][0]) for kind in right)
-    else:
-        yield tuple((left[kind][0], stack(*right[kind])) for kind in right)
-        for options in interleaved:
-            yield tuple((left[kind][0], interleaved_qkv(*right[kind], **options)) for kind in right)
+        for groups, head_dim in heads:
+            separated = partial(separated_qkv, groups=groups, head_dim=head_dim)
+            yield tuple((left[kind][0], separated(right[kind][0])) for kind in right)
+            yield tuple((separated(left[kind][0]), right[kind][0]) for kind in right)
+        return
+    ways: list[Callable[..., Term]] = [
+        partial(interleaved_qkv, groups=groups, head_dim=head_dim) for groups, head_dim in heads
+    ]
+    # TE's own fused weight is interleaved by default, another model's more often not.
+    for fuse in [*ways, stack] if fused_right else [stack, *ways]:
+        if fused_right:
+            yield tuple((fuse(*left[kind]), right[kind][0]) for kind in right)
+        else:
+            yield tuple((left[kind][0], fuse(*right[kind])) for kind in right)
 
 
 def _rotated(parts: Sequence[Side], head_dim: int, rotary_dim: int) -> list[Side]:
@@ -227,9 +229,7 @@ def _of_fused_experts(
         yield tuple(entries)
 
 
-def _all_experts(
-    units: Sequence[Unit], kind: str, order: tuple[int, ...], transposed: bool
-) -> Side:
+def _all_experts(units: Sequence[Unit], kind: str, order: tuple[int, ...], transposed: bool) -> Side:
     """One term with all experts' parameters of a kind, gate over up in the given order."""
     numbers = sorted({unit.expert for unit in units if unit.expert is not None})
     if numbers:  # an expert's own units, one expert after the other

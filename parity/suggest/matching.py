@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parity.suggest.names import GATE, QKV, UP, Parts, is_norm
+from parity.suggest.names import GATE, QKV, UP, Parts
 from parity.suggest.units import WEIGHT, Unit
 
 # A part, an expert, and the how-manieth of its kind in the model: the third layer's query, say.
@@ -138,7 +138,9 @@ def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], 
         key = front.pop()
         near = {other for other in shared if left[other] == left[key] or right[other] == right[key]}
         together = {(part, *key[1:]) for parts in _TOGETHER if key[0] in parts for part in parts}
-        if together <= shared and all(len({side[other] for other in together}) == len(together) for side in (left, right)):
+        if together <= shared and all(
+            len({side[other] for other in together}) == len(together) for side in (left, right)
+        ):
             near |= together
         front += near - found
         found |= near
@@ -181,8 +183,7 @@ def _by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[
     classes: dict[object, tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
     for side, units in enumerate((reference, candidate)):
         for unit in units:
-            norm = len(unit.shape) == 1 and is_norm(unit)
-            classes[norm, tuple(sorted(unit.shape)), unit.expert][side].append(unit)
+            classes[WEIGHT in unit.shapes, tuple(sorted(unit.shape)), unit.expert][side].append(unit)
     for left, right in classes.values():
         if left and len(left) == len(right):
             yield tuple(Group((one,), (other,), named=False) for one, other in zip(left, right, strict=True))

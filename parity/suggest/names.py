@@ -1,4 +1,4 @@
-"""What a unit computes, read from its name: the words that Hugging Face, Meta, Megatron and TE use for the same thing."""
+"""What a unit computes, read from its name: the words of Hugging Face, Meta, Megatron and TE for the same thing."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
@@ -63,8 +64,10 @@ def suggest_map(
         weights.check_entries(kept, shapes.reference, shapes.candidate)
     open_choices, problems = _open_choices(built, shapes, kept)
     if problems:
-        return Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
-    return _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
+        suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
+    else:
+        suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
+    return replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)))
 
 
 def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:
@@ -95,8 +98,8 @@ def _problems(
         for kind, name in unit.parameters.items():
             if name not in mapped | told:
                 yield (
-                    f'nothing in the reference fits TE\'s "{name}" {unit.shapes[kind]}; build the TE module without it, '
-                    "or map it by hand"
+                    f'nothing in the reference fits TE\'s "{name}" {unit.shapes[kind]}; build the TE module without '
+                    "it, or map it by hand"
                 )
     for unit in reference:
         for kind, name in unit.parameters.items():
@@ -136,9 +139,7 @@ def _settled(
     )
 
 
-def _search(
-    trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: int
-) -> tuple[Settled, Sequence[Choice]]:
+def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: int) -> tuple[Settled, Sequence[Choice]]:
     """Where the search ended, and the choices that it was about."""
     usual = [choice.usual() for choice in found]
 
@@ -156,6 +157,11 @@ def _search(
 def _map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:
     picked = (choice.layouts[pick].entries for choice, pick in zip(found, picks, strict=True))
     return {**kept, **dict(chain.from_iterable(picked))}
+
+
+def _in_order(weight_map: WeightMap, candidate: Sequence[str]) -> WeightMap:
+    """The entries in the order in which the candidate declares its parameters."""
+    return dict(sorted(weight_map.items(), key=lambda entry: candidate.index(next(names(entry[1])))))
 
 
 def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -> Iterator[Decision]:

@@ -58,8 +58,8 @@ def _verdict(suggestion: Suggestion) -> Iterator[str]:
         yield f"{figures}: the map fits ({suggestion.runs} maps run)."
     else:
         yield f"{figures}: NO map fits, this is the best of {suggestion.runs} that were run."
-        yield "Look at what a weight map cannot express: the activation, the norm and its eps, zero_centered_gamma, the "
-        yield "mask, RoPE, the softmax scale, the order of inputs. With this map in the pair, `parity run` tries the known "
+        yield "Look at what a weight map cannot express: the activation, the norm and its eps, the mask, RoPE, the"
+        yield "scale of the softmax, the order of inputs. With this map in the pair, `parity run` tries the known"
         yield "mistakes and names the one that explains the rest."
 
 

@@ -12,7 +12,7 @@ WEIGHT, BIAS = "weight", "bias"
 
 # ``q_proj.weight``, TE's ``query_weight``, and ``weight3`` of te.GroupedLinear's fourth expert.
 _LEAF = re.compile(r"(?P<stem>.*?)_?(?P<kind>weight|bias|gamma|beta)(?P<expert>\d*)")
-_KINDS = {"gamma": WEIGHT, "beta": BIAS, "scale": WEIGHT}
+_KINDS = {"gamma": WEIGHT, "gain": WEIGHT, "scale": WEIGHT, "beta": BIAS, "offset": BIAS}
 _EXPERT = re.compile(r"(?:^|\.)(?:local_)?experts?\.(\d+)(?=\.|$)")
 
 
