@@ -14,6 +14,7 @@ from parity import diagnose, te, weights
 from parity.case import Case, Pair, as_case
 from parity.errors import measure
 from parity.execute import Pass, run
+from parity.judgeable import NothingToJudge, check_tolerances, gradients_missed, remarks
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, build, cast, prepare
 from parity.result import Kind, Result, TensorResult
@@ -92,14 +93,24 @@ def compare_at(case: Case, checked: CheckedSize, precision: Precision, seed: int
         expected = _run_rounded(prepared, precision)
         step = "the candidate"
         candidate, unreached = _run_candidate(case, checked, prepared, precision, seed, kernels)
+    except UserError as error:
+        return result(status="error", reason=str(error))
     except Exception as error:
         prepare.cache_clear()
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
-    tensors = _judge(_tensors(prepared.golden), expected, candidate, precision.dtype)
+    golden = _tensors(prepared.golden)
+    tensors = _judge(golden, expected, candidate, precision.dtype)
     passed = all(tensor.passed for tensor in tensors)
+    if passed:
+        try:
+            check_tolerances(tensors, precision.name)
+        except NothingToJudge as error:
+            return result(status="error", reason=str(error))
     outputs = {name: tensor for (kind, name), tensor in candidate.items() if kind == "output"}
-    findings = diagnose.findings(tensors, outputs, unreached, prepared, precision)
-    return result(status="passed" if passed else "failed", tensors=tensors, findings=findings)
+    missed = gradients_missed(unreached, prepared.weights, prepared.reference)
+    findings = diagnose.findings(tensors, outputs, missed, prepared, precision)
+    notes = remarks(tensors, golden, candidate, prepared.reference, prepared.golden.not_compared, precision.dtype)
+    return result(status="passed" if passed else "failed", tensors=tensors, findings=findings, notes=notes)
 
 
 def _run_rounded(prepared: Prepared, precision: Precision) -> Tensors:
@@ -196,4 +207,5 @@ def _summed_terms(kind: Kind, tensor: Tensor, golden: Tensors) -> int:
     """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
-    return max(output.numel() // max(1, output.shape[-1]) for (k, _), output in golden.items() if k == "output")
+    outputs = [output for (kind, _), output in golden.items() if kind == "output"]
+    return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)

@@ -15,6 +15,7 @@ from parity import weights
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, positional_names, run
 from parity.inputs import Rng
+from parity.judgeable import check_golden, check_inputs_fit, check_weights_fit
 from parity.te import Kernels
 from parity.validate import CheckedSize
 from parity.weights import WeightMap
@@ -65,6 +66,9 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
     Weights are rounded in the candidate's layout and mapped back, so that both modules hold the same numbers even where
     the map does arithmetic (a gamma stored minus 1).
+
+    Raises:
+        NothingToJudge: if a comparison would pass whatever the candidate computed.
     """
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
@@ -82,6 +86,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
     names = positional_names(pair.reference, pair.call_reference, inputs)
     golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), names, draw_cotangents)
+    check_golden(golden)
     return Prepared(
         pair.reference, pair.call_reference, inputs, names, pair.weights, candidate_weights, cotangents, golden
     )
@@ -102,9 +107,9 @@ def vary_constants(reference: nn.Module, rng: Rng) -> None:
 def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in pair.candidate.named_parameters()}
-    candidate = {
-        name: tensor.to(dtype) for name, tensor in weights.to_candidate(pair.weights, reference, shapes).items()
-    }
+    mapped = weights.to_candidate(pair.weights, reference, shapes)
+    check_weights_fit(mapped, dtype)
+    candidate = {name: tensor.to(dtype) for name, tensor in mapped.items()}
     shared = weights.to_reference(
         pair.weights,
         {name: tensor.double() for name, tensor in candidate.items()},
@@ -118,4 +123,5 @@ def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
     drawn = draw_inputs(pair, checked.size, Rng(seed))
+    check_inputs_fit(drawn, dtype)
     return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)

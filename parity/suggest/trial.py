@@ -19,11 +19,13 @@ from parity.precision import PRECISIONS
 from parity.prepare import cast, vary_constants
 from parity.rounding import rounded
 from parity.te import Kernels
-from parity.tolerance import tolerance
 from parity.user_error import UserError
 from parity.weights import WeightMap
 
 FP32 = PRECISIONS["fp32"]
+# A map fits if the error is at most this many times what rounding costs the reference. Measured over the default suite
+# (TE 2.20.2 on emulated kernels): 1.00 to 1.09 times for right maps, 890 times or more with one entry wrong.
+FITS_WITHIN = 3.0
 
 
 @dataclass(frozen=True)
@@ -88,18 +90,14 @@ def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
         with rounded(FP32.rounding, reference.float().parameters()):
             modelled = _outputs("reference", reference, pair.call_reference, inputs)
     errors = {name: measure(output, golden[name], FP32.dtype) for name, output in modelled.items()}
-    limits = [
-        tolerance(error, FP32.dtype, golden[name].shape[-1] if golden[name].dim() else 1).relative_l2
-        for name, error in errors.items()
-    ]
     expected = max(error.relative_l2 for error in errors.values())
-    return Trial(candidate, pair.call_candidate, inputs, held, golden, expected, max(limits))
+    limit = FITS_WITHIN * max(expected, torch.finfo(FP32.dtype).eps)
+    return Trial(candidate, pair.call_candidate, inputs, held, golden, expected, limit)
 
 
 def _outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
-    fresh = tree_map_only(Tensor, torch.clone, inputs)  # a module may write to its inputs
     try:
-        return outputs_of(module, call, fresh)
+        return outputs_of(module, call, inputs)
     except UserError:
         raise
     except Exception as error:
