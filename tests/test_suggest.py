@@ -314,6 +314,30 @@ def test_a_bias_of_query_alone_is_fused_with_constants():
     assert "parity.constant(0.0, 64), parity.constant(0.0, 64), groups=4, head_dim=16" in python(suggestion.weights)
 
 
+def test_a_bias_of_query_and_value_alone_in_both_is_mapped():
+    class Projections(nn.Module):
+        def __init__(self, layer) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (layer(HIDDEN, HIDDEN, bias=bias) for bias in (True, False, True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+    suggestion = suggested(Projections(nn.Linear), Projections(te.Linear))
+    assert_settled(suggestion)
+    assert all(left == right for left, right in suggestion.weights.items())
+    assert len(suggestion.weights) == 5
+
+
+def test_a_layer_with_a_bias_goes_to_the_layer_with_a_bias():
+    reference = Chain(a=nn.Linear(HIDDEN, HIDDEN), b=nn.Linear(HIDDEN, HIDDEN, bias=False))
+    candidate = Chain(y=te.Linear(HIDDEN, HIDDEN, bias=False), x=te.Linear(HIDDEN, HIDDEN))
+    candidate.names = ["x", "y"]
+    suggestion = suggested(reference, candidate)
+    assert_settled(suggestion)
+    assert suggestion.weights == {"a.weight": "x.weight", "a.bias": "x.bias", "b.weight": "y.weight"}
+
+
 def test_entries_that_the_pair_has_stay_and_the_rest_is_completed():
     mlp = te.LayerNormMLP(HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", bias=False)
     swapped = {parity.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight"}

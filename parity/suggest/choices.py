@@ -58,6 +58,13 @@ def choices(matching: Matching, shapes: Shapes, geometry: Geometry) -> tuple[lis
 
 def _orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
     """Layouts of groups of one shape, whose units of the reference may belong to any of them."""
+    found = list(_all_orders(groups, shapes, geometry))
+    named = [sum(1 for left, _ in layout.entries for _ in names(left)) for layout in found]
+    # An order that leaves a bias of the reference without a place is none.
+    yield from (layout for layout, count in zip(found, named, strict=True) if count == max(named))
+
+
+def _all_orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
     if len(groups) <= _ALL_ORDERS_UP_TO:
         orders = list(permutations(range(len(groups))))
     else:

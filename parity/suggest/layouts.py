@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 from parity.suggest.geometry import Geometry
 from parity.suggest.matching import Group
@@ -153,40 +154,53 @@ def _of_attention(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
     """Query, key and value, fused or not on either side; fused by group or one after the other."""
-    fused = len(reference) == 1, len(candidate) == 1
     if len(reference) not in (1, 3) or len(candidate) not in (1, 3):
         return
-    rows = [_rows(unit, transposed) for unit in reference]
-    known = rows if len(rows) == 3 else [unit.shape[0] for unit in candidate] if len(candidate) == 3 else [None, None]
-    all_rows = sum(unit.shape[0] for unit in candidate)
-    geometries = list(geometry.layouts(known[0], known[1], all_rows))
-    kinds = list(dict.fromkeys(kind for unit in candidate for kind in unit.parameters))
+    query_rows, key_rows = None, None
+    if len(reference) == 3:
+        query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
+    elif len(candidate) == 3:
+        query_rows, key_rows, _ = (unit.shape[0] for unit in candidate)
+    geometries = list(geometry.layouts(query_rows, key_rows, sum(unit.shape[0] for unit in candidate)))
+    kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
     left = {kind: _sides(reference, kind, transposed) for kind in kinds}
-    right: dict[str, list[Side]] = {kind: [unit.parameters[kind] for unit in candidate] for kind in kinds}
+    right = {kind: [unit.parameters.get(kind) for unit in candidate] for kind in kinds}
     yield from (Layout(entries) for entries in _fused_layouts(left, right, geometries))
-    head_dims = list(dict.fromkeys(head_dim for _, head_dim in geometries))
-    for head_dim in head_dims:
+    for head_dim in dict.fromkeys(head_dim for _, head_dim in geometries):
         for rotary_dim in (head_dim, head_dim // 2, head_dim // 4):
-            if rotary_dim % 2 or rotary_dim == 0:
+            rotate = partial(_rotated, head_dim=head_dim, rotary_dim=rotary_dim)
+            if rotary_dim < 2 or rotary_dim % 2:
                 continue
-            for side, other_fused in ((0, fused[0]), (1, fused[1])):
-                rotated = [dict(left), dict(right)]
-                if other_fused:
-                    continue
-                rotated[side] = {kind: _rotated(parts, head_dim, rotary_dim) for kind, parts in rotated[side].items()}
-                for entries in _fused_layouts(rotated[0], rotated[1], geometries):
-                    yield Layout(entries, usual=False)
+            if len(reference) == 3:
+                rotated = {kind: rotate(parts) for kind, parts in left.items()}
+                yield from (Layout(entries, usual=False) for entries in _fused_layouts(rotated, right, geometries))
+            if len(candidate) == 3:
+                rotated = {kind: rotate(parts) for kind, parts in right.items()}
+                yield from (Layout(entries, usual=False) for entries in _fused_layouts(left, rotated, geometries))
 
 
 def _fused_layouts(
-    left: Mapping[str, Sequence[Side]], right: Mapping[str, Sequence[Side]], geometries: Sequence[tuple[int, int]]
+    left: Mapping[str, Sequence[Side]],
+    right: Mapping[str, Sequence[Side | None]],
+    geometries: Sequence[tuple[int, int]],
 ) -> Iterator[Entries]:
-    """Entries for each way to fuse; ``left`` and ``right`` have one side or three for each kind."""
+    """Entries for each way to fuse.
+
+    Args:
+        left: for each kind, the reference's one side or three.
+        right: ditto of the candidate; None for a bias that one of its three units has not.
+        geometries: groups and head dimensions that are possible.
+    """
     fused_left = len(next(iter(left.values()))) == 1
     fused_right = len(next(iter(right.values()))) == 1
     if not fused_left and not fused_right:
-        yield tuple(entry for kind in right for entry in zip(left[kind], right[kind], strict=True))
+        entries = [entry for kind in right for entry in zip(left[kind], right[kind], strict=True)]
+        yield tuple((one, other) for one, other in entries if other is not None)
         return
+    complete = {kind: [side for side in sides if side is not None] for kind, sides in right.items()}
+    if complete != right:  # a fused bias has all three parts
+        return
+    right = complete
     # One group by itself is Q, K and V one after the other.
     heads = [(groups, head_dim) for groups, head_dim in geometries if groups > 1]
     if fused_left and fused_right:
@@ -207,11 +221,13 @@ def _fused_layouts(
             yield tuple((left[kind][0], fuse(*right[kind])) for kind in right)
 
 
-def _rotated(parts: Sequence[Side], head_dim: int, rotary_dim: int) -> list[Side]:
-    """Query and key for the other form of RoPE."""
-    rotary = None if rotary_dim == head_dim else rotary_dim
+def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> list[Any]:
+    """Query and key for the other form of RoPE; None stays None."""
     query, key, value = parts
-    return [*(rope_halves(part, head_dim=head_dim, rotary_dim=rotary) for part in (query, key)), value]
+    rotated = [
+        part if part is None else rope_halves(part, head_dim=head_dim, rotary_dim=rotary_dim) for part in (query, key)
+    ]
+    return [*rotated, value]
 
 
 def _of_fused_experts(
