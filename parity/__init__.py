@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parity.comparison import compare
     from parity.registry import pair
     from parity.result import Finding, Result, TensorResult
+    from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
     from parity.weights import (
         constant,
@@ -32,6 +33,7 @@ __all__ = [
     "Finding",
     "Pair",
     "Result",
+    "Suggestion",
     "TensorResult",
     "UserError",
     "compare",
@@ -45,6 +47,7 @@ __all__ = [
     "separated_qkv",
     "shift",
     "stack",
+    "suggest_map",
     "te",
     "transpose",
 ]
@@ -54,6 +57,7 @@ _HOME = {
     "Finding": "result",
     "Pair": "case",
     "Result": "result",
+    "Suggestion": "suggest",
     "TensorResult": "result",
     "UserError": "user_error",
     "compare": "comparison",
@@ -66,6 +70,7 @@ _HOME = {
     "separated_qkv": "weights",
     "shift": "weights",
     "stack": "weights",
+    "suggest_map": "suggest",
     "transpose": "weights",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,13 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.path.name}:{self.line})"
+
+
+def as_case(pair: Case | Pair) -> Case:
+    """The case itself, or one whose builds are copies of the user's own modules, with the weights that they hold."""
+    if isinstance(pair, Case):
+        return pair
+    return Case("pair", lambda te: copy.deepcopy(pair), sizes=({},), vary_constants=False, path=Path("pair"))
 
 
 def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
 from parity import te
 from parity.calibration.law import SIGNED
 from parity.calibration.table import Table, packaged
-from parity.case import Case, Pair
+from parity.case import Case, Pair, as_case
 from parity.diagnosis import Failure, findings
 from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
 from parity.execute import Pass
 from parity.judge import judge
+from parity.judgeable import NothingToJudge, check_tolerances, gradients_missed, remarks
 from parity.passes import golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
@@ -51,7 +50,7 @@ def compare(
         UserError: if the pair's weight map or inputs do not fit, or a precision's name is unknown.
         parity.te.BackendUnavailable: if the backend cannot be had on this machine.
     """
-    case = pair if isinstance(pair, Case) else _case_of(pair)
+    case = as_case(pair)
     unknown = [name for name in precisions if name not in PRECISIONS]
     if unknown:
         raise UserError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
@@ -98,13 +97,20 @@ def compare_at(
         models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
         step = "the candidate"
         candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
+    except UserError as error:
+        return result(status="error", reason=str(error))
     except Exception as error:
         prepare.cache_clear()
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
-    known = directions(prepared)
-    tensors = judge(golden_tensors(prepared), models, candidate, precision, calibration, known)
+    golden, known = golden_tensors(prepared), directions(prepared)
+    tensors = judge(golden, models, candidate, precision, calibration, known)
+    notes = remarks(tensors, golden, candidate, prepared.reference, prepared.golden.not_compared, precision.dtype)
     if all(tensor.passed for tensor in tensors):
-        return result(status="passed", tensors=tensors)
+        try:
+            check_tolerances(tensors, precision.name)
+        except NothingToJudge as error:
+            return result(status="error", reason=str(error))
+        return result(status="passed", tensors=tensors, notes=notes)
     failure = Failure(
         tensors,
         candidate,
@@ -113,7 +119,8 @@ def compare_at(
         time.process_time() - began_on_processor,
         rerun=lambda change: run_candidate(case, checked, prepared, precision, seed, kernels, change)[0],
     )
-    return result(status="failed", tensors=tensors, findings=_explained(failure, unreached, known))
+    missed = gradients_missed(unreached, prepared.weights, prepared.reference)
+    return result(status="failed", tensors=tensors, findings=_explained(failure, missed, known), notes=notes)
 
 
 def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
@@ -143,8 +150,3 @@ def _on_probe(failure: Failure) -> Failure:
         prepared=probed,
         rerun=None,
     )
-
-
-def _case_of(pair: Pair) -> Case:
-    """A case whose builds are copies of the user's own modules, with the weights that they hold."""
-    return Case("pair", lambda te: copy.deepcopy(pair), sizes=({},), vary_constants=False, path=Path("pair"))

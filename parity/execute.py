@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -20,16 +20,19 @@ class Pass:
     """What a forward and backward pass returns.
 
     Attributes:
-        outputs: the module's floating-point outputs; ``output``, or ``output[i]`` where there are several.
+        outputs: the module's floating-point outputs; ``output``, or where there are several ``output[i]``, or
+            ``output[key]`` if it returns a dict.
         input_gradients: by the input's name; zero where no gradient arrived.
         weight_gradients: by the parameter's name; zero where no gradient arrived.
         unreached: names of the parameters where no gradient arrived.
+        not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
     """
 
     outputs: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
     weight_gradients: dict[str, Tensor]
     unreached: tuple[str, ...]
+    not_compared: int = 0
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -66,7 +69,7 @@ def run(
     forward_context: AbstractContextManager[Any] | None = None,
     before_backward: Callable[[], None] = lambda: None,
 ) -> Pass:
-    """Call the module, then differentiate.
+    """Call the module, then differentiate; its buffers and the inputs stay as they were.
 
     Args:
         module: its parameters' gradients are cleared first.
@@ -80,29 +83,46 @@ def run(
     module.zero_grad(set_to_none=True)
     leaves: dict[str, Tensor] = {}
     args, kwargs = _differentiable(as_arguments(inputs), names, leaves)
-    with forward_context or nullcontext():
-        outputs = _call(module, call, (args, kwargs))
-    before_backward()
-    gradients = cotangents(outputs)
-    differentiable = [name for name, output in outputs.items() if output.requires_grad]
-    torch.autograd.backward([outputs[name] for name in differentiable], [gradients[name] for name in differentiable])
+    with _restored_buffers(module):
+        with forward_context or nullcontext():
+            returned = _call(module, call, (args, kwargs))
+        outputs = _named_outputs(returned)
+        before_backward()
+        gradients = cotangents(outputs)
+        reached = [name for name, output in outputs.items() if output.requires_grad]
+        torch.autograd.backward([outputs[name] for name in reached], [gradients[name] for name in reached])
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     return Pass(
         outputs={name: output.detach() for name, output in outputs.items()},
         input_gradients={name: _gradient(leaf) for name, leaf in leaves.items()},
         weight_gradients={name: _gradient(parameter) for name, parameter in trained.items()},
         unreached=tuple(name for name, parameter in trained.items() if parameter.grad is None),
+        not_compared=sum(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)) - len(outputs),
     )
 
 
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
-    """The outputs of a forward pass by name; arguments as for ``run``."""
-    return _call(module, call, as_arguments(inputs))
+    """The outputs of a forward pass by name; arguments as for ``run``, and left as they were like there."""
+    fresh = tree_map_only(Tensor, torch.clone, inputs)
+    with _restored_buffers(module):
+        return _named_outputs(_call(module, call, as_arguments(fresh)))
 
 
-def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> dict[str, Tensor]:
+def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
     args, kwargs = arguments
-    return _named_outputs(call(module, *args, **kwargs) if call else module(*args, **kwargs))
+    return call(module, *args, **kwargs) if call else module(*args, **kwargs)
+
+
+@contextmanager
+def _restored_buffers(module: nn.Module) -> Iterator[None]:
+    """A pass must not see what another left behind, such as a BatchNorm's running mean or a counter of calls."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def _gradient(leaf: Tensor) -> Tensor:
@@ -110,13 +130,18 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _differentiable(arguments: Arguments, names: Sequence[str], leaves: dict[str, Tensor]) -> Arguments:
-    """The arguments with fresh leaves for floating-point tensors, which are entered in ``leaves`` by name."""
+    """Copies of the arguments, those of floating-point tensors grown from leaves, which are entered by name.
+
+    The module gets no leaf itself, since it may write to its inputs, which autograd allows of all but leaves.
+    """
     args, kwargs = arguments
 
     def leaf(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             leaves[name] = value.detach().clone().requires_grad_()
-            return leaves[name]
+            return leaves[name].clone()
+        if isinstance(value, Tensor):
+            return value.clone()
         if isinstance(value, (tuple, list)):
             return type(value)(leaf(f"{name}[{i}]", entry) for i, entry in enumerate(value))
         return value
@@ -126,7 +151,15 @@ def _differentiable(arguments: Arguments, names: Sequence[str], leaves: dict[str
 
 
 def _named_outputs(returned: Any) -> dict[str, Tensor]:
-    outputs = [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]
-    if len(outputs) == 1:
-        return {"output": outputs[0]}
-    return {f"output[{i}]": output for i, output in enumerate(outputs)}
+    if isinstance(returned, Mapping):
+        keyed = [(str(key), _floating(value)) for key, value in returned.items()]
+        found = [(key if len(of) == 1 else f"{key}.{i}", x) for key, of in keyed for i, x in enumerate(of)]
+    else:
+        found = [(str(i), x) for i, x in enumerate(_floating(returned))]
+    if len(found) == 1:
+        return {"output": found[0][1]}
+    return {f"output[{key}]": x for key, x in found}
+
+
+def _floating(returned: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]

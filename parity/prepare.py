@@ -15,6 +15,7 @@ from parity import weights
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.inputs import Rng
+from parity.judgeable import check_golden, check_inputs_fit, check_weights_fit
 from parity.probes import probe
 from parity.te import Kernels
 from parity.validate import CheckedSize
@@ -70,11 +71,14 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
     Weights are rounded in the candidate's layout and mapped back, so that both modules hold the same numbers even where
     the map does arithmetic (a gamma stored minus 1).
+
+    Raises:
+        NothingToJudge: if a comparison would pass whatever the candidate computed.
     """
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
     if case.vary_constants:
-        _vary_constants(pair.reference, Rng(seed, "weights"))
+        vary_constants(pair.reference, Rng(seed, "weights"))
     candidate_weights = _share_rounded_weights(pair, dtype)
     inputs = _rounded_inputs(pair, checked, dtype, seed, kernels.device)
     cotangents: dict[str, Tensor] = {}
@@ -87,6 +91,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
     names = positional_names(pair.reference, pair.call_reference, inputs)
     golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), names, draw_cotangents)
+    check_golden(golden)
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
     with torch.no_grad():
         exact = cast(probing, torch.float64)
@@ -110,7 +115,7 @@ def cast(inputs: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
-def _vary_constants(reference: nn.Module, rng: Rng) -> None:
+def vary_constants(reference: nn.Module, rng: Rng) -> None:
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
@@ -120,9 +125,9 @@ def _vary_constants(reference: nn.Module, rng: Rng) -> None:
 def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in pair.candidate.named_parameters()}
-    candidate = {
-        name: tensor.to(dtype) for name, tensor in weights.to_candidate(pair.weights, reference, shapes).items()
-    }
+    mapped = weights.to_candidate(pair.weights, reference, shapes)
+    check_weights_fit(mapped, dtype)
+    candidate = {name: tensor.to(dtype) for name, tensor in mapped.items()}
     shared = weights.to_reference(
         pair.weights,
         {name: tensor.double() for name, tensor in candidate.items()},
@@ -136,4 +141,5 @@ def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
     drawn = draw_inputs(pair, checked.size, Rng(seed))
+    check_inputs_fit(drawn, dtype)
     return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)

@@ -116,6 +116,7 @@ class Result:
         reason: why it was skipped or could not run, else empty.
         tensors: every compared tensor.
         findings: named causes of a failure.
+        notes: what the comparison leaves unproven, even if it passed; a sentence each.
         seconds: wall time of the whole comparison.
         path: the file that declares the case.
     """
@@ -130,6 +131,7 @@ class Result:
     reason: str = ""
     tensors: tuple[TensorResult, ...] = ()
     findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
     seconds: float = 0.0
     path: str = ""
 
@@ -179,7 +181,8 @@ def from_json(record: dict[str, Any]) -> Result:
         for tensor in decoded.pop("tensors")
     )
     findings = tuple(Finding(**finding) for finding in decoded.pop("findings"))
-    return Result(**decoded, tensors=tensors, findings=findings)
+    notes = tuple(decoded.pop("notes", ()))
+    return Result(**decoded, tensors=tensors, findings=findings, notes=notes)
 
 
 def _errors(record: dict[str, Any]) -> Errors:

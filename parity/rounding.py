@@ -114,7 +114,7 @@ class Phase:
 
 
 @contextmanager
-def rounded(rounding: Rounding, weights: Iterable[Tensor] = (), freedom: Freedom = UNFUSED) -> Iterator[Phase]:
+def rounded(rounding: Rounding, weights: Iterable[Tensor] = (), freedom: Freedom = FUSED_POINTWISE) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
     Args:

@@ -19,6 +19,7 @@ from parity.case import Case, Pair, Size, draw_inputs
 from parity.inputs import Rng
 from parity.meta_build import without_memory
 from parity.user_error import UserError
+from parity.weight_terms import WeightMapError
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +60,36 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
 
 def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[int, ...]:
     """The shape of the first input tensor."""
-    try:
-        pair, drawn = _build(case, te, size)
-        weights.check(pair.weights, _parameter_shapes(pair.reference), _parameter_shapes(pair.candidate))
+    with located(case, size):
+        pair, drawn = _build_without_memory(case, te, size)
+        try:
+            weights.check(pair.weights, parameter_shapes(pair.reference), parameter_shapes(pair.candidate))
+        except WeightMapError as error:
+            raise WeightMapError(f"{error}\n{_advice(case)}") from None
         first = next(_tensors(drawn), None)
         if first is None:
             raise UserError(f"inputs returned no tensor but {_type_name(drawn)}")
+    return tuple(first.shape)
+
+
+def _advice(case: Case) -> str:
+    if case.path.suffix != ".py":
+        return "parity.suggest_map(pair) proposes a map"
+    return f"`parity suggest-map {case.path.name}::{case.name}` proposes a map"
+
+
+@contextmanager
+def located(case: Case, size: Size) -> Iterator[None]:
+    """Within the context, a ``UserError`` names the case, its file and line, and the size."""
+    try:
+        yield
     except UserError as error:
         at_size = f", size ({', '.join(f'{key}={value!r}' for key, value in size.items())})" if size else ""
         where = f"{case.path}:{case.line}: pair {case.name!r}{at_size}"
         raise type(error)(f"{where}:{_indented(str(error))}") from error.__cause__
-    return tuple(first.shape)
 
 
-def _build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
+def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
     """The pair and its inputs, without memory if they can be built so."""
     try:
         with without_memory():
@@ -84,6 +101,15 @@ def _build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
     except Exception:
         # Sound code can need values; whether it does, only the real call tells, and it tells the real cause.
         pass
+    return build(case, te, size)
+
+
+def build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
+    """The pair at a size, and its inputs.
+
+    Raises:
+        UserError: if the factory or ``inputs`` raises, or the factory returns no pair of two modules.
+    """
     with _as_user_error("the factory", case.path):
         pair = case.build(te, size)
     _check_pair(pair)
@@ -122,7 +148,8 @@ def _check_pair(pair: Any) -> None:
             raise UserError(f"{role} must be a function, not {_type_name(function)}")
 
 
-def _parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's parameters, by name."""
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 

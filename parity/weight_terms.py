@@ -330,12 +330,17 @@ def renamed(side: Side, rename: Callable[[str], str]) -> Side:
     return dataclasses.replace(side, parts=tuple(renamed(part, rename) for part in side.parts))
 
 
-def describe(side: object) -> str:
-    """The expression that builds a side, as a user would write it."""
+def describe(side: object, module: str = "") -> str:
+    """The expression that builds a side, as a user would write it.
+
+    Args:
+        side: what stands on a side of a weight map.
+        module: what stands before the name of each function, ``parity.`` say.
+    """
     if isinstance(side, str):
         return f'"{side}"'
     if isinstance(side, Constant):
-        return f"constant({', '.join(map(repr, (side.value, *side.shape)))})"
+        return f"{module}constant({', '.join(map(repr, (side.value, *side.shape)))})"
     if not isinstance(side, Compound):
         return repr(side)
     options = [
@@ -343,4 +348,4 @@ def describe(side: object) -> str:
         for option in dataclasses.fields(side)
         if option.name != "parts" and getattr(side, option.name) != option.default
     ]
-    return f"{side.function}({', '.join([*map(describe, side.parts), *options])})"
+    return f"{module}{side.function}({', '.join([*(describe(part, module) for part in side.parts), *options])})"

@@ -213,22 +213,50 @@ def check(weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_s
     Raises:
         WeightMapError: with every problem there is, one a line.
     """
-    if not isinstance(weights, Mapping):
-        raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
     problems = [
-        problem
-        for left, right in weights.items()
-        for problem in _entry_problems(left, right, reference_shapes, candidate_shapes)
+        *_map_problems(weights, reference_shapes, candidate_shapes),
+        *_unused("reference", reference_shapes, _users(weights, 0)),
+        *_unused("TE", candidate_shapes, _users(weights, 1)),
     ]
-    valid = [(left, right) for left, right in weights.items() if isinstance(left, SIDES) and isinstance(right, SIDES)]
-    for kind, shapes, side in (("reference", reference_shapes, 0), ("TE", candidate_shapes, 1)):
-        users: dict[str, list[str]] = defaultdict(list)
-        for entry in valid:
-            for name in names(entry[side]):
-                users[name].append(_describe_entry(*entry))
-        problems += _use_problems(kind, shapes, users)
     if problems:
         raise WeightMapError("\n".join(problems))
+
+
+def check_entries(
+    weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]
+) -> None:
+    """As ``check``, but the map may leave parameters out.
+
+    Raises:
+        WeightMapError: ditto.
+    """
+    problems = list(_map_problems(weights, reference_shapes, candidate_shapes))
+    if problems:
+        raise WeightMapError("\n".join(problems))
+
+
+def _map_problems(
+    weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]
+) -> Iterator[str]:
+    """What is wrong with the entries that there are."""
+    if not isinstance(weights, Mapping):
+        raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
+    for left, right in weights.items():
+        yield from _entry_problems(left, right, reference_shapes, candidate_shapes)
+    for kind, side in (("reference", 0), ("TE", 1)):
+        for name, entries in _users(weights, side).items():
+            if len(entries) > 1:
+                yield f'{kind} parameter "{name}" is used {len(entries)} times: in {" and in ".join(entries)}'
+
+
+def _users(weights: WeightMap, side: int) -> dict[str, list[str]]:
+    """The entries that mention each parameter on their left (0) or right (1) side, as a user would write them."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for entry in weights.items():
+        if isinstance(entry[0], SIDES) and isinstance(entry[1], SIDES):
+            for name in names(entry[side]):
+                users[name].append(_describe_entry(*entry))
+    return users
 
 
 def _entry_problems(
@@ -269,11 +297,8 @@ def _unknown_names(kind: str, side: Side, shapes: Mapping[str, Shape], entry: st
             yield f'{entry}: there is no {kind} parameter "{name}"{advice}'
 
 
-def _use_problems(kind: str, shapes: Mapping[str, Shape], users: Mapping[str, list[str]]) -> Iterator[str]:
-    """Names that more than one entry mentions, or one twice, and parameters that none does."""
-    for name, entries in users.items():
-        if len(entries) > 1:
-            yield f'{kind} parameter "{name}" is used {len(entries)} times: in {" and in ".join(entries)}'
+def _unused(kind: str, shapes: Mapping[str, Shape], users: Mapping[str, list[str]]) -> Iterator[str]:
+    """Parameters that no entry mentions."""
     for name, shape in shapes.items():
         if name in users:
             continue

@@ -225,3 +225,33 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
 def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
     write(tmp_path, MISFITS)
     assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
+
+
+# parity suggest-map
+
+FORGOTTEN = FITS.replace('{"weight": "weight", "bias": "bias"}', "{}")
+
+
+def test_a_file_without_a_map_is_told_of_suggest_map_whose_map_then_passes(tmp_path: Path) -> None:
+    pairs = write(tmp_path, FORGOTTEN)
+    assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "`parity suggest-map my_pairs.py::my_linear`")
+    suggested = parity(tmp_path, "suggest-map", "my_pairs.py::my_linear")
+    assert suggested.returncode == 0, suggested.stderr
+    _, _, printed = suggested.stdout.partition("weights={")
+    entries, _, told = printed.partition("},")
+    assert "the map fits" in told
+    pairs.write_text(pairs.read_text().replace("weights={}", f"weights={{{entries}}}"))
+    assert parity(tmp_path, "run", "my_pairs.py", "-p", "fp32", "-n", "0").returncode == 0
+
+
+def test_suggest_map_of_modules_that_do_not_go_together_says_so_with_code_1(tmp_path: Path) -> None:
+    write(tmp_path, MISFITS)
+    done = parity(tmp_path, "suggest-map", "my_pairs.py", "--afresh")
+    assert done.returncode == 1, done.stderr
+    assert "(32, 16)" in done.stdout
+    assert "(48, 16)" in done.stdout
+
+
+def test_suggest_map_needs_one_pair_that_exists(tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    assert_mistake(parity(tmp_path, "suggest-map", "my_pairs.py::other"), "'other'", "my_pairs.py::my_linear")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,15 @@ from parity import registry, te
 from parity.calibration import table
 from parity.calibration.measure import Sample, draw, laws
 from parity.calibration.table import Table
+from parity.case import Case
 from parity.precision import PRECISIONS, why_unavailable
 from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError
 from parity.validate import check_case
+from parity.zoo.hosts.catalogue import HOSTS
+
+ZOO = "parity.zoo.hosts"
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-        files: of pairs that are known to agree.
+        files: of pairs that are known to agree; ``ZOO`` stands for the right ports into which the zoo plants its bugs.
         precisions: names; those that this machine cannot run are left out.
         seeds: of weights and inputs.
         draws: random kernels a case, precision and seed.
@@ -66,9 +71,7 @@ def _measure(settings: Settings, workers: int) -> list[Sample]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         jobs = [
-            pool.submit(_measure_case, settings, file, case.name)
-            for file in settings.files
-            for case in registry.load_file(Path(file))
+            pool.submit(_measure_case, settings, file, case.name) for file in settings.files for case in _cases(file)
         ]
         return [sample for job in track(as_completed(jobs), "calibrating", total=len(jobs)) for sample in job.result()]
 
@@ -79,7 +82,7 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
 
     torch.set_num_threads(1)
     kernels = te.kernels(settings.backend)
-    case = next(case for case in registry.load_file(Path(file)) if case.name == name)
+    case = next(case for case in _cases(file) if case.name == name)
     return [
         sample
         for checked in check_case(case, kernels.te)
@@ -89,6 +92,10 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
         for seed in settings.seeds
         for sample in draw(case, checked, precision, seed, kernels, settings.draws)
     ]
+
+
+def _cases(file: str) -> Sequence[Case]:
+    return list(HOSTS.values()) if file == ZOO else registry.load_file(Path(file))
 
 
 def _provenance(settings: Settings) -> dict[str, Any]:

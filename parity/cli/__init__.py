@@ -62,6 +62,21 @@ def list_cases(paths: Paths = None) -> None:
     print(suite.table(suite.cases(paths)))
 
 
+@app.command(name="suggest-map")
+def suggest_map(
+    target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE where it declares one pair.")],
+    size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    afresh: Annotated[bool, typer.Option("--afresh", help="Disregard the entries that the pair has.")] = False,
+    max_runs: Annotated[int, typer.Option(help="How many alternatives are run at most.", min=1)] = 300,
+) -> None:
+    """Propose a weight map for a pair that has none, or complete it; exit code 1 if something is left open."""
+    from parity.cli import maps
+
+    raise typer.Exit(0 if maps.suggest(target, size, seed, backend, not afresh, max_runs) else 1)
+
+
 @app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
@@ -125,7 +140,8 @@ def calibrate(
     from parity.precision import PRECISIONS
 
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
-    settings = command.Settings(tuple(suite.files(paths)), chosen, parse_seeds(seeds), draws, parse_backend(backend))
+    files = (*suite.files(paths), *(() if paths else (command.ZOO,)))
+    settings = command.Settings(files, chosen, parse_seeds(seeds), draws, parse_backend(backend))
     command.make_table(settings, workers, output, report)
     print(f"table: {output}")
 

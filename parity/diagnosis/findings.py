@@ -30,11 +30,12 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
-    values = list(non_finite(failed, failure.precision))
+    plain = [*non_finite(failed, failure.precision), *unreached_parameters(unreached)]
     finite = all(result.errors.finite for result in failure.outputs)
-    causes = _causes(failure) if finite else []
-    found = [*values, *causes, *unreached_parameters(unreached)]
-    return tuple(found or where_the_error_is(failure))
+    outputs_are_right = all(result.passed for result in failure.outputs)
+    # Gradients that are not finite, or not there, need no further cause where the outputs are right.
+    causes = _causes(failure) if finite and not (plain and outputs_are_right) else []
+    return tuple([*plain, *causes] or where_the_error_is(failure))
 
 
 def _causes(failure: Failure) -> list[Finding]:

@@ -40,6 +40,7 @@ def draw(record: Record, name: str) -> str:
         _how_to_read(record),
         *_failures(failed),
         *_skips(skipped),
+        *_notes(items),
         "## Every tensor",
         *_cases(items),
     ]
@@ -134,6 +135,17 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
     for item in skipped:
         by_reason.setdefault(item.results[0].reason, []).append(f"`{item.name}`")
     yield "\n".join(f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items())
+
+
+def _notes(items: Sequence[Item]) -> Iterator[str]:
+    """What comparisons leave unproven, each sentence once."""
+    by_note: dict[str, dict[str, None]] = {}
+    for item in items:
+        for note in (note for result in item.results for note in result.notes):
+            by_note.setdefault(note, {})[f"`{item.name}`"] = None
+    if by_note:
+        yield "## Notes"
+        yield "\n".join(f"- {note} ({', '.join(names)})" for note, names in by_note.items())
 
 
 def _cases(items: Sequence[Item]) -> Iterator[str]:

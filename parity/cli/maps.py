@@ -1,0 +1,67 @@
+"""Finds the pair whose weight map is to be suggested, and prints the suggestion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from parity import registry
+from parity.case import Case, Size
+from parity.suggest import suggest_map
+from parity.suggest.text import explain, python
+from parity.te import Backend, BackendUnavailable
+from parity.user_error import UserError
+
+
+def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_runs: int) -> bool:
+    """Print a map for one pair; whether it fits and nothing is left open.
+
+    Args:
+        target: ``my_pairs.py::my_mlp``, or the file alone where it declares one pair.
+        size: which of the case's sizes, from 0.
+        seed: of weights and inputs.
+        backend: ``auto``, ``gpu`` or ``cpu``.
+        keep: whether the entries that the pair has stay.
+        max_runs: how many alternatives are run at most.
+
+    Raises:
+        UserError: if there is no such pair or size, the backend cannot be had, or the pair cannot be built.
+    """
+    case = _case(target)
+    chosen = _size(case, size)
+    try:
+        suggestion = suggest_map(case, chosen, seed, _backend(backend), keep, max_runs)
+    except BackendUnavailable as error:
+        raise UserError(str(error)) from None
+    at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+    print(f"{case}{f' at {at}' if at else ''}\n")
+    print(f"{python(suggestion.weights)}\n")
+    print(explain(suggestion))
+    return suggestion.settled
+
+
+def _backend(name: str) -> Backend | Literal["auto"]:
+    if name == "auto":
+        return "auto"
+    for backend in get_args(Backend):
+        if name == backend:
+            return backend
+    raise UserError(f"--backend is {name!r}, but must be auto, {' or '.join(get_args(Backend))}")
+
+
+def _case(target: str) -> Case:
+    file, _, name = target.partition("::")
+    cases = {case.name: case for case in registry.load_file(Path(file))}
+    name = name.partition("[")[0]
+    if not name and len(cases) == 1:
+        return next(iter(cases.values()))
+    if name not in cases:
+        wrong = f"there is no pair {name!r} in {file}" if name else f"{file} declares {len(cases)} pairs"
+        raise UserError(f"{wrong}; name one of {', '.join(f'{file}::{known}' for known in cases)}")
+    return cases[name]
+
+
+def _size(case: Case, index: int) -> Size:
+    if not 0 <= index < len(case.sizes):
+        raise UserError(f"--size is {index}, but {case} has {len(case.sizes)}, counted from 0")
+    return case.sizes[index]

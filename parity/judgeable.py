@@ -1,0 +1,182 @@
+"""Says where a comparison would prove nothing, so that it is not taken for a pass, and what a pass leaves unproven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from parity.execute import Pass
+from parity.result import Kind, TensorResult
+from parity.user_error import UserError
+from parity.weights import WeightMap, names
+
+
+class NothingToJudge(UserError):
+    """A comparison at these inputs or this precision would pass whatever the candidate computed; says why."""
+
+
+def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
+    """Make sure that rounding leaves something of the inputs.
+
+    Args:
+        drawn: as a pair's ``inputs`` returns them.
+        dtype: to which they are rounded.
+
+    Raises:
+        NothingToJudge: if finite elements of an input are beyond the dtype's range, or an input becomes all zero.
+    """
+    for path, value in tree_flatten_with_path(drawn)[0]:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        what = f"the input{keystr(path)}"
+        _check_no_overflow(what, value, dtype)
+        if value.any() and not value.to(dtype).any():
+            raise NothingToJudge(
+                f"every element of {what} rounds to 0 in {_name(dtype)}, as the largest is {value.abs().max():.2g}; "
+                "nothing can be compared at this precision: draw larger inputs, or leave the precision out"
+            )
+
+
+def check_weights_fit(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Make sure that no finite weight is beyond the dtype's range.
+
+    Args:
+        weights: of the candidate, by name, before rounding.
+        dtype: to which they are rounded.
+
+    Raises:
+        NothingToJudge: if one is.
+    """
+    for name, tensor in weights.items():
+        _check_no_overflow(f"the weights for TE's {name}", tensor, dtype)
+
+
+def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
+    lost = value.isfinite() & ~value.to(dtype).isfinite()
+    if lost.any():
+        raise NothingToJudge(
+            f"{int(lost.sum())} of {value.numel()} elements of {what} overflow {_name(dtype)}: they reach "
+            f"{value[lost].abs().max():.2g}, its largest number is {torch.finfo(dtype).max:.6g}; nothing can be "
+            "compared at this precision: scale the values down, or leave the precision out"
+        )
+
+
+def check_golden(golden: Pass) -> None:
+    """Make sure that the reference computes something that a wrong candidate could miss.
+
+    Raises:
+        NothingToJudge: if it returns no floating-point tensor, only empty ones, or if all outputs and gradients are 0.
+    """
+    outputs = golden.outputs.values()
+    if not outputs:
+        raise NothingToJudge(
+            "the reference returns no floating-point tensor, so there is nothing to compare; return one from "
+            "call_reference and call_candidate"
+        )
+    if not any(output.numel() for output in outputs):
+        raise NothingToJudge(
+            "every output of the reference is empty, so any candidate would pass; give inputs with at least one element"
+        )
+    tensors = (*outputs, *golden.input_gradients.values(), *golden.weight_gradients.values())
+    if not any(tensor.any() for tensor in tensors):
+        raise NothingToJudge(
+            "every output and gradient of the reference is 0 on these inputs, so a candidate that computes nothing "
+            "would pass; give other inputs or weights"
+        )
+
+
+def check_tolerances(tensors: Sequence[TensorResult], precision: str) -> None:
+    """Make sure that the precision leaves enough of the reference's numbers to tell a candidate from zeros.
+
+    Args:
+        tensors: of a comparison that passed.
+        precision: its name, for the message.
+
+    Raises:
+        NothingToJudge: if every tensor's tolerance on the relative L2 error is 1 or more.
+    """
+    if _lost(tensors) and len(_lost(tensors)) == len([tensor for tensor in tensors if tensor.errors.golden_rms]):
+        raise NothingToJudge(
+            f"a faithful {precision} computation loses all of these numbers, so a candidate that returns 0 would pass; "
+            "nothing can be compared at this precision: scale the values, or leave the precision out"
+        )
+
+
+def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
+    """Those that would pass if they were all zero, though golden is not."""
+    return [tensor for tensor in tensors if tensor.errors.golden_rms and tensor.tolerance_relative_l2 >= 1.0]
+
+
+def remarks(
+    tensors: Sequence[TensorResult],
+    golden: Mapping[tuple[Kind, str], Tensor],
+    candidate: Mapping[tuple[Kind, str], Tensor],
+    reference: nn.Module,
+    not_compared: int,
+    dtype: torch.dtype,
+) -> tuple[str, ...]:
+    """What a comparison leaves unproven though it may pass; a sentence each.
+
+    Args:
+        tensors: the results.
+        golden: the reference's tensors in FP64.
+        candidate: the candidate's, in the reference's layout.
+        reference: whose frozen parameters have no gradient to compare.
+        not_compared: how many tensors the reference returns that are not floating-point.
+        dtype: of the precision.
+    """
+    return tuple(_remarks(tensors, golden, candidate, reference, not_compared, dtype))
+
+
+def _remarks(
+    tensors: Sequence[TensorResult],
+    golden: Mapping[tuple[Kind, str], Tensor],
+    candidate: Mapping[tuple[Kind, str], Tensor],
+    reference: nn.Module,
+    not_compared: int,
+    dtype: torch.dtype,
+) -> Iterator[str]:
+    zero = [_label(key) for key, truth in golden.items() if truth.numel() and not truth.any() | candidate[key].any()]
+    if zero:
+        yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
+    lost = [tensor.label for tensor in _lost(tensors)]
+    if lost:
+        yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
+    empty = [_label(key) for key, truth in golden.items() if not truth.numel()]
+    if empty:
+        yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
+    frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"
+    if not_compared:
+        yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
+    for key, truth in golden.items():
+        returned = candidate[key].dtype
+        if not key[0].endswith("gradient") and truth.numel() and returned != dtype:
+            yield f"the candidate returns {_label(key)} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
+
+
+def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, reference: nn.Module) -> tuple[str, ...]:
+    """Those of TE's parameters without a gradient whose gradient the reference has.
+
+    Args:
+        unreached: TE's parameters that no gradient reached.
+        weights: the pair's map.
+        reference: whose frozen parameters need none.
+    """
+    trained = {name for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    wanted = {name for left, right in weights.items() if trained & set(names(left)) for name in names(right)}
+    return tuple(name for name in unreached if name in wanted)
+
+
+def _label(key: tuple[Kind, str]) -> str:
+    kind, name = key
+    return f"d {name}" if kind.endswith("gradient") else name
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

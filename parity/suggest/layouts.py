@@ -1,0 +1,284 @@
+"""The entries by which a group of units can map: each layout in which somebody stores the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+from parity.suggest.geometry import Geometry
+from parity.suggest.matching import Group
+from parity.suggest.names import is_norm
+from parity.suggest.units import WEIGHT, Unit
+from parity.weight_terms import MisfitError, Shape, Side, Term, describe, shape_of
+from parity.weights import (
+    constant,
+    experts,
+    interleaved_qkv,
+    reorder,
+    rope_halves,
+    separated_qkv,
+    shift,
+    stack,
+    transpose,
+)
+
+Entries = tuple[tuple[Side, Side], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to map a group.
+
+    Attributes:
+        entries: left and right sides of a weight map.
+        usual: whether it is tried at once; else only where no usual one explains what the candidate computes.
+    """
+
+    entries: Entries
+    usual: bool = True
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of all parameters by name."""
+
+    reference: Mapping[str, Shape]
+    candidate: Mapping[str, Shape]
+
+    def fit(self, entries: Entries) -> bool:
+        """Whether both sides of each entry pack to one shape."""
+        try:
+            return all(shape_of(left, self.reference) == shape_of(right, self.candidate) for left, right in entries)
+        except MisfitError:
+            return False
+
+
+def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
+    """Every layout whose shapes fit, the likeliest first; biases follow their weights.
+
+    Where the reference has no bias, TE's is constant 0. Where order alone put the reference's units together, each
+    other order is a layout too.
+    """
+    kinds = {kind for unit in group.reference for kind in unit.parameters}
+    lacking = {unit: [kind for kind in unit.parameters if kind not in kinds] for unit in group.candidate}
+    constant_biases = tuple(_constant(unit, kind, 0.0) for unit, own in lacking.items() for kind in own)
+    candidate = [unit.without([unit.parameters[kind] for kind in own]) for unit, own in lacking.items()]
+    orders = [group.reference] if group.named else list(permutations(group.reference))
+    found: dict[tuple[str, ...], Layout] = {}
+    for reference in orders:
+        for transposed in (False, True):
+            for layout in _of_kinds(reference, candidate, group.parts, transposed, geometry):
+                if layout.entries and shapes.fit(layout.entries):
+                    written = tuple(f"{describe(left)}: {describe(right)}" for left, right in layout.entries)
+                    found.setdefault(written, Layout(layout.entries + constant_biases, layout.usual))
+    return sorted(found.values(), key=lambda layout: not layout.usual)
+
+
+def constant_layouts(unit: Unit) -> list[Layout]:
+    """Layouts for a unit of TE that the reference lacks, if numbers can stand for it: a bias is 0, a norm's gain 1.
+
+    TE's norm with ``zero_centered_gamma`` stores its gain minus 1, which is 0.
+    """
+    if WEIGHT not in unit.parameters:
+        return [Layout(tuple(_constant(unit, kind, 0.0) for kind in unit.parameters))]
+    if not is_norm(unit):
+        return []
+    return [
+        Layout(tuple(_constant(unit, kind, gain if kind == WEIGHT else 0.0) for kind in unit.parameters))
+        for gain in (1.0, 0.0)
+    ]
+
+
+def _constant(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
+    return constant(value, *unit.shapes[kind]), unit.parameters[kind]
+
+
+def _of_kinds(
+    reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], transposed: bool, geometry: Geometry
+) -> Iterator[Layout]:
+    """Layouts with the weights of the reference transposed or as they are."""
+    words = [part.removeprefix("cross ") for part in parts]
+    if any(_is_fused(unit) for unit in (*reference, *candidate)):
+        yield from map(Layout, _of_fused_experts(reference, candidate, words, transposed))
+    elif words == ["query", "key", "value"]:
+        yield from _of_attention(reference, candidate, transposed, geometry)
+    elif words in (["gate", "up"], ["key", "value"]) and len(reference) + len(candidate) > 2:
+        yield from map(Layout, _of_two(reference, candidate, transposed, words, geometry))
+    elif len(reference) == len(candidate) == 1:
+        yield from map(Layout, _of_one(reference[0], candidate[0], words, transposed))
+
+
+def _of_one(reference: Unit, candidate: Unit, words: Sequence[str], transposed: bool) -> Iterator[Entries]:
+    right = candidate.parameters
+    left = {kind: _sides([reference], kind, transposed)[0] for kind in right}
+    yield tuple((left[kind], right[kind]) for kind in right)
+    if len(candidate.shape) == 1 and WEIGHT in reference.parameters and WEIGHT in right and not transposed:
+        for by in (-1.0, 1.0):
+            shifted = {**left, WEIGHT: shift(left[WEIGHT], by)}
+            yield tuple((shifted[kind], right[kind]) for kind in right)
+    if words == ["gate", "up"]:
+        yield tuple((reorder(left[kind], (1, 0)), right[kind]) for kind in right)
+        rows = candidate.shape[0]
+        evens_first = (*range(0, rows, 2), *range(1, rows, 2))
+        yield tuple((reorder(left[kind], evens_first), right[kind]) for kind in right)
+
+
+def _of_two(
+    reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, words: Sequence[str], geometry: Geometry
+) -> Iterator[Entries]:
+    """Gate and up, or key and value: stacked in either order, key and value also head by head."""
+    kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
+    orders = [(0, 1), (1, 0)] if words == ["gate", "up"] else [(0, 1)]
+    blocks = [None] if words == ["gate", "up"] else [None, *geometry.groups]
+    for order in orders:
+        for count in blocks:
+            entries = []
+            for kind in kinds:
+                left = _sides(reference, kind, transposed)
+                right: list[Side] = [unit.parameters[kind] for unit in candidate if kind in unit.parameters]
+                if len(left) == len(right) == 2:
+                    entries += list(zip([left[i] for i in order], right, strict=True))
+                    continue
+                one, other = (stack(*[side[i] for i in order]) if len(side) == 2 else side[0] for side in (left, right))
+                if count is not None and len(left) == 2:
+                    by_head = tuple(i for head in range(count) for i in (head, count + head))
+                    one = reorder(one, by_head)
+                entries.append((one, other))
+            yield tuple(entries)
+
+
+def _of_attention(
+    reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
+) -> Iterator[Layout]:
+    """Query, key and value, fused or not on either side; fused by group or one after the other."""
+    if len(reference) not in (1, 3) or len(candidate) not in (1, 3):
+        return
+    query_rows, key_rows = None, None
+    if len(reference) == 3:
+        query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
+    elif len(candidate) == 3:
+        query_rows, key_rows, _ = (unit.shape[0] for unit in candidate)
+    geometries = list(geometry.layouts(query_rows, key_rows, sum(unit.shape[0] for unit in candidate)))
+    kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
+    left = {kind: _sides(reference, kind, transposed) for kind in kinds}
+    right = {kind: [unit.parameters.get(kind) for unit in candidate] for kind in kinds}
+    yield from (Layout(entries) for entries in _fused_layouts(left, right, geometries))
+    for head_dim in dict.fromkeys(head_dim for _, head_dim in geometries):
+        for rotary_dim in (head_dim, head_dim // 2, head_dim // 4):
+            rotate = partial(_rotated, head_dim=head_dim, rotary_dim=rotary_dim)
+            if rotary_dim < 2 or rotary_dim % 2:
+                continue
+            if len(reference) == 3:
+                rotated = {kind: rotate(parts) for kind, parts in left.items()}
+                yield from (Layout(entries, usual=False) for entries in _fused_layouts(rotated, right, geometries))
+            if len(candidate) == 3:
+                rotated = {kind: rotate(parts) for kind, parts in right.items()}
+                yield from (Layout(entries, usual=False) for entries in _fused_layouts(left, rotated, geometries))
+
+
+def _fused_layouts(
+    left: Mapping[str, Sequence[Side]],
+    right: Mapping[str, Sequence[Side | None]],
+    geometries: Sequence[tuple[int, int]],
+) -> Iterator[Entries]:
+    """Entries for each way to fuse.
+
+    Args:
+        left: for each kind, the reference's one side or three.
+        right: ditto of the candidate; None for a bias that one of its three units has not.
+        geometries: groups and head dimensions that are possible.
+    """
+    fused_left = len(next(iter(left.values()))) == 1
+    fused_right = len(next(iter(right.values()))) == 1
+    if not fused_left and not fused_right:
+        entries = [entry for kind in right for entry in zip(left[kind], right[kind], strict=True)]
+        yield tuple((one, other) for one, other in entries if other is not None)
+        return
+    complete = {kind: [side for side in sides if side is not None] for kind, sides in right.items()}
+    if complete != right:  # a fused bias has all three parts
+        return
+    right = complete
+    # One group by itself is Q, K and V one after the other.
+    heads = [(groups, head_dim) for groups, head_dim in geometries if groups > 1]
+    if fused_left and fused_right:
+        yield tuple((left[kind][0], right[kind][0]) for kind in right)
+        for groups, head_dim in heads:
+            separated = partial(separated_qkv, groups=groups, head_dim=head_dim)
+            yield tuple((left[kind][0], separated(right[kind][0])) for kind in right)
+            yield tuple((separated(left[kind][0]), right[kind][0]) for kind in right)
+        return
+    ways: list[Callable[..., Term]] = [
+        partial(interleaved_qkv, groups=groups, head_dim=head_dim) for groups, head_dim in heads
+    ]
+    # TE's own fused weight is interleaved by default, another model's more often not.
+    for fuse in [*ways, stack] if fused_right else [stack, *ways]:
+        if fused_right:
+            yield tuple((fuse(*left[kind]), right[kind][0]) for kind in right)
+        else:
+            yield tuple((left[kind][0], fuse(*right[kind])) for kind in right)
+
+
+def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> list[Any]:
+    """Query and key for the other form of RoPE; None stays None."""
+    query, key, value = parts
+    rotated = [
+        part if part is None else rope_halves(part, head_dim=head_dim, rotary_dim=rotary_dim) for part in (query, key)
+    ]
+    return [*rotated, value]
+
+
+def _of_fused_experts(
+    reference: Sequence[Unit], candidate: Sequence[Unit], words: Sequence[str], transposed: bool
+) -> Iterator[Entries]:
+    """A weight ``[experts, out, in]`` on one side or on both."""
+    orders = [(0, 1), (1, 0)] if words == ["gate", "up"] else [(0,)]
+    for order in orders:
+        entries = []
+        for kind in dict.fromkeys(kind for unit in candidate for kind in unit.parameters):
+            flip = transposed and kind == WEIGHT
+            left = _all_experts([u for u in reference if kind in u.parameters], kind, order, flip)
+            right = _all_experts([u for u in candidate if kind in u.parameters], kind, order, False)
+            entries.append((left, right))
+        yield tuple(entries)
+
+
+def _all_experts(units: Sequence[Unit], kind: str, order: tuple[int, ...], transposed: bool) -> Side:
+    """One term with all experts' parameters of a kind, gate over up in the given order."""
+    numbers = sorted({unit.expert for unit in units if unit.expert is not None})
+    if numbers:  # an expert's own units, one expert after the other
+        each = [[unit for unit in units if unit.expert == number] for number in numbers]
+        return experts(*(_one_expert([unit.parameters[kind] for unit in own], order, transposed) for own in each))
+    names: list[Side] = [unit.parameters[kind] for unit in units]
+    flipped = [transpose(name) if transposed else name for name in names]
+    if len(flipped) == 2:
+        return stack(*(flipped[i] for i in order), dim=1)
+    return reorder(flipped[0], order, dim=1) if order == (1, 0) else flipped[0]
+
+
+def _one_expert(names: Sequence[str], order: tuple[int, ...], transposed: bool) -> Side:
+    sides: list[Side] = [transpose(name) if transposed else name for name in names]
+    return stack(*(sides[i] for i in order)) if len(sides) == 2 else sides[0]
+
+
+def _is_fused(unit: Unit) -> bool:
+    return unit.expert is None and len(unit.shapes.get(WEIGHT, ())) == 3
+
+
+def _sides(reference: Sequence[Unit], kind: str, transposed: bool) -> list[Side]:
+    """The reference's sides of one kind; a bias that only some of the units have is 0 in the others."""
+    sides: list[Side] = []
+    for unit in reference:
+        name = unit.parameters.get(kind)
+        if name is None:
+            sides.append(constant(0.0, _rows(unit, transposed)))
+        else:
+            sides.append(transpose(name) if transposed and len(unit.shapes[kind]) > 1 else name)
+    return sides
+
+
+def _rows(unit: Unit, transposed: bool) -> int:
+    """Output features of a linear layer."""
+    return unit.shape[-1] if transposed else unit.shape[0]

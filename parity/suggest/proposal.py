@@ -1,0 +1,183 @@
+"""Proposes a weight map for two modules: by names and shapes, and where these do not tell, by running both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Literal
+
+import torch
+
+from parity import te, weights
+from parity.case import Case, Pair, Size, as_case
+from parity.suggest.choices import Choice, choices
+from parity.suggest.geometry import geometry_of
+from parity.suggest.layouts import Entries, Shapes
+from parity.suggest.matching import Group, match
+from parity.suggest.names import parts_by_unit
+from parity.suggest.settle import Picks, Settled, settle
+from parity.suggest.suggestion import Alternative, Decision, Suggestion
+from parity.suggest.trial import Trial, prepare_trial
+from parity.suggest.units import Unit, units_of
+from parity.te import Backend, Kernels
+from parity.user_error import UserError
+from parity.validate import build, located, parameter_shapes
+from parity.weights import WeightMap, names
+
+MAX_RUNS = 300
+
+
+def suggest_map(
+    pair: Case | Pair,
+    size: Size | None = None,
+    seed: int = 0,
+    backend: Backend | Literal["auto"] = "auto",
+    keep: bool = True,
+    max_runs: int = MAX_RUNS,
+) -> Suggestion:
+    """Suggest a weight map for a pair that has none, or complete the one that it has.
+
+    Both modules run in FP32 on the pair's inputs, in evaluation mode, once for each alternative; the one with the
+    smallest error of the outputs is taken.
+
+    Args:
+        pair: what ``@parity.pair`` made of a function, or a ``parity.Pair``; its ``weights`` may lack entries.
+        size: at which the modules are built and run; None for the case's first.
+        seed: of weights and inputs.
+        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels where they can run.
+        keep: whether the entries that the pair's ``weights`` has are to stay.
+        max_runs: how many alternatives are run at most, twice that where none of the usual ones fits.
+
+    Raises:
+        UserError: if the pair cannot be built, or an entry that is to stay does not fit the modules.
+        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
+    """
+    case = as_case(pair)
+    chosen = case.sizes[0] if size is None else size
+    kernels = te.kernels(backend)
+    with located(case, chosen), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        built, _ = build(case, kernels.te, chosen)
+        kept = dict(built.weights) if keep else {}
+        shapes = Shapes(parameter_shapes(built.reference), parameter_shapes(built.candidate))
+        weights.check_entries(kept, shapes.reference, shapes.candidate)
+    open_choices, problems = _open_choices(built, shapes, kept)
+    if problems:
+        suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
+    else:
+        suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
+    return replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)))
+
+
+def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:
+    """What there is to choose for the parameters that no kept entry names, and which of them have no place."""
+    units = units_of(shapes.reference), units_of(shapes.candidate)
+    used = [{name for entry in kept.items() for name in names(entry[side])} for side in (0, 1)]
+    reference, candidate = (
+        [left for unit in side if (left := unit.without(taken)).parameters]
+        for side, taken in zip(units, used, strict=True)
+    )
+    matching = match(reference, candidate, (parts_by_unit(units[0]), parts_by_unit(units[1])))
+    found, misfits = choices(matching, shapes, geometry_of(pair.candidate, pair.reference))
+    mapped = {
+        name for choice in found for left, right in choice.layouts[0].entries for name in (*names(left), *names(right))
+    }
+    return found, list(_problems(reference, candidate, mapped, misfits))
+
+
+def _problems(
+    reference: Sequence[Unit], candidate: Sequence[Unit], mapped: set[str], misfits: Sequence[Group]
+) -> Iterator[str]:
+    told: set[str] = set()
+    for group in misfits:
+        left, right = _listed(group.reference), _listed(group.candidate)
+        told |= {name for unit in (*group.reference, *group.candidate) for name in unit.parameters.values()}
+        yield f"{left} should hold TE's {right} by name, but no layout fits the shapes; are both modules of one size?"
+    for unit in candidate:
+        for kind, name in unit.parameters.items():
+            if name not in mapped | told:
+                yield (
+                    f'nothing in the reference fits TE\'s "{name}" {unit.shapes[kind]}; build the TE module without '
+                    "it, or map it by hand"
+                )
+    for unit in reference:
+        for kind, name in unit.parameters.items():
+            if name not in mapped | told:
+                yield (
+                    f'the reference\'s "{name}" {unit.shapes[kind]} has no place in the TE module; build that with it '
+                    "(bias=True, say), or map it by hand"
+                )
+
+
+def _listed(units: Sequence[Unit]) -> str:
+    named = [f'"{name}" {unit.shapes[kind]}' for unit in units for kind, name in unit.parameters.items()]
+    return ", ".join(named)
+
+
+def _settled(
+    pair: Pair, size: Size, seed: int, kernels: Kernels, kept: WeightMap, found: Sequence[Choice], max_runs: int
+) -> Suggestion:
+    """The suggestion after running both modules under the alternatives, the usual ones first."""
+    likeliest = (0,) * len(found)
+    try:
+        trial = prepare_trial(pair, size, seed, kernels)
+        settled, usual = _search(trial, kept, found, max_runs)
+    except UserError as error:
+        return Suggestion(
+            _map(kept, found, likeliest),
+            tuple(_decisions(found, likeliest, None)),
+            (f"both modules could not be run, so this is by names and shapes alone: {error}",),
+        )
+    return Suggestion(
+        _map(kept, usual, settled.picks),
+        tuple(_decisions(usual, settled.picks, settled)),
+        error=settled.error,
+        expected=trial.expected,
+        limit=trial.limit,
+        runs=settled.runs,
+    )
+
+
+def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: int) -> tuple[Settled, Sequence[Choice]]:
+    """Where the search ended, and the choices that it was about."""
+    usual = [choice.usual() for choice in found]
+
+    def search(among: Sequence[Choice]) -> Settled:
+        counts = [len(choice.layouts) for choice in among]
+        return settle(counts, lambda picks: trial.error(_map(kept, among, picks)), trial.limit, max_runs)
+
+    settled = search(usual)
+    if settled.error <= trial.limit or usual == list(found):
+        return settled, usual
+    further = search(found)
+    return (further, found) if further.error < settled.error else (settled, usual)
+
+
+def _map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:
+    picked = (choice.layouts[pick].entries for choice, pick in zip(found, picks, strict=True))
+    return {**kept, **dict(chain.from_iterable(picked))}
+
+
+def _in_order(weight_map: WeightMap, candidate: Sequence[str]) -> WeightMap:
+    """The entries in the order in which the candidate declares its parameters."""
+    return dict(sorted(weight_map.items(), key=lambda entry: candidate.index(next(names(entry[1])))))
+
+
+def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -> Iterator[Decision]:
+    for i, choice in enumerate(found):
+        if len(choice.layouts) == 1:
+            continue
+        entries = [choice.first(layout) for layout in choice.layouts]
+        shared = set(entries[0]).intersection(*entries[1:])
+        errors = settled.alternatives[i] if settled else [float("nan")] * len(entries)
+        alternatives = [
+            Alternative(_without(own, shared), error, pick == picks[i])
+            for pick, (own, error) in enumerate(zip(entries, errors, strict=True))
+        ]
+        alternatives.sort(key=lambda alternative: (not alternative.chosen, alternative.error))
+        yield Decision(choice.about, tuple(alternatives), choice.repeats)
+
+
+def _without(entries: Entries, shared: set[tuple[weights.Side, weights.Side]]) -> Entries:
+    return tuple(entry for entry in entries if entry not in shared)

@@ -1,0 +1,125 @@
+"""Runs both modules to see how far the candidate's outputs are from the reference's under a weight map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity import weights
+from parity.case import Pair, Size, draw_inputs
+from parity.errors import measure
+from parity.execute import outputs_of
+from parity.inputs import Rng
+from parity.precision import PRECISIONS
+from parity.prepare import cast, vary_constants
+from parity.rounding import rounded
+from parity.te import Kernels
+from parity.user_error import UserError
+from parity.weights import WeightMap
+
+FP32 = PRECISIONS["fp32"]
+# A map fits if the error is at most this many times what rounding costs the reference. Measured over the default suite
+# (TE 2.20.2 on emulated kernels): 1.00 to 1.09 times for right maps, 890 times or more with one entry wrong.
+FITS_WITHIN = 3.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Two modules, ready to be run under one weight map after the other.
+
+    Attributes:
+        candidate: in FP32, in evaluation mode, so that no dropout is drawn.
+        call: how to call it, or None.
+        inputs: as the pair returns them, in FP32.
+        reference_weights: by name, in FP32.
+        golden: the reference's outputs in FP64.
+        expected: relative L2 error that TF32's rounding costs the reference itself, the worst of all outputs.
+        limit: the largest relative L2 error at which a map fits.
+    """
+
+    candidate: nn.Module
+    call: Callable[..., Any] | None
+    inputs: Any
+    reference_weights: Mapping[str, Tensor]
+    golden: Mapping[str, Tensor]
+    expected: float
+    limit: float
+
+    def error(self, weight_map: WeightMap) -> float:
+        """Relative L2 error of the candidate's outputs, the worst of them; infinite where one is not finite.
+
+        Raises:
+            UserError: if the candidate raises or returns outputs of other shapes than the reference's.
+        """
+        parameters = dict(self.candidate.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        with torch.no_grad():
+            for name, tensor in weights.to_candidate(weight_map, self.reference_weights, shapes).items():
+                parameters[name].copy_(tensor)
+            outputs = _outputs("candidate", self.candidate, self.call, self.inputs)
+        return _worst_error(outputs, self.golden)
+
+
+def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
+    """Run the reference in FP64, and under FP32's rounding model.
+
+    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart.
+
+    Args:
+        pair: its modules are changed: cast, moved, and given weights.
+        size: of the case.
+        seed: of the inputs and of that noise.
+        kernels: on which the candidate runs.
+
+    Raises:
+        UserError: if the reference raises, returns no floating-point tensor, or is not finite or all zero.
+    """
+    reference = pair.reference.to(kernels.device).eval()
+    candidate = pair.candidate.to(kernels.device).float().eval()
+    vary_constants(reference, Rng(seed, "weights"))
+    inputs = cast(tree_map_only(Tensor, lambda x: x.to(kernels.device), draw_inputs(pair, size, Rng(seed))), FP32.dtype)
+    held = {name: parameter.detach().float() for name, parameter in reference.named_parameters()}
+    with torch.no_grad():
+        golden = _outputs("reference", reference.double(), pair.call_reference, cast(inputs, torch.float64))
+        _check_golden(golden)
+        with rounded(FP32.rounding, reference.float().parameters()):
+            modelled = _outputs("reference", reference, pair.call_reference, inputs)
+    errors = {name: measure(output, golden[name], FP32.dtype) for name, output in modelled.items()}
+    expected = max(error.relative_l2 for error in errors.values())
+    limit = FITS_WITHIN * max(expected, torch.finfo(FP32.dtype).eps)
+    return Trial(candidate, pair.call_candidate, inputs, held, golden, expected, limit)
+
+
+def _outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
+    try:
+        return outputs_of(module, call, inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the {role} raised {type(error).__name__}: {error}") from error
+
+
+def _check_golden(golden: Mapping[str, Tensor]) -> None:
+    if not golden:
+        raise UserError("the reference returns no floating-point tensor, so there is nothing to tell maps apart by")
+    for name, output in golden.items():
+        if not output.isfinite().all():
+            raise UserError(f"the reference's {name} is not finite in FP64; look at the weights and inputs")
+        if not output.any():
+            raise UserError(f"the reference's {name} is all zero on these inputs, which tells no map from another")
+
+
+def _worst_error(outputs: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> float:
+    shapes = [{name: tuple(output.shape) for name, output in side.items()} for side in (outputs, golden)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"the candidate returns {shapes[0]} where the reference returns {shapes[1]}; "
+            "bring them to one shape in the pair's call_candidate or call_reference"
+        )
+    errors = [measure(output, golden[name], FP32.dtype) for name, output in outputs.items()]
+    return max(error.relative_l2 if error.finite else float("inf") for error in errors)
