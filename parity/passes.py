@@ -41,7 +41,7 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 def run_model(prepared: Prepared, precision: Precision, freedom: Freedom) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
-    store = precision.rounding.store
+    store = precision.rounding.store_part
     with rounded(precision.rounding, prepared.reference.parameters(), freedom) as phase:
         ran = run(
             prepared.reference,

@@ -11,6 +11,9 @@ that it judges (``parity.cpu``). What it rounds, and why:
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well.
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
+
+Each rounding belongs to one of ``PARTS``, and a model may be told to make those of some parts alone. With none, what is
+left is FP32 arithmetic: its sums, and what lies between GEMMs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.formats import Format, hadamard
+
+OperandPart = Literal["weights", "inputs", "gradients"]
+Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
+PARTS: frozenset[Part] = frozenset(get_args(Part))
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,9 @@ class Rounding:
         gradients: ditto of the gradients with respect to its outputs.
         rotate_wgrad: whether the two operands of a weight gradient's GEMM are rotated by Hadamard matrices first, which
             cancel in the product.
+        parts: which roundings are made. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
+            operands, ``attention`` those of attention's batched GEMMs, operands and results; ``storage`` those of other
+            stored results: of linear layers, of sums and pointwise steps, and of the module.
     """
 
     storage: torch.dtype
@@ -47,10 +57,21 @@ class Rounding:
     weights: Format | None = None
     gradients: Format | None = None
     rotate_wgrad: bool = False
+    parts: frozenset[Part] = PARTS
 
     def store(self, x: Tensor) -> Tensor:
         """``x`` as it reads after having been stored in the precision's dtype."""
         return x if x.dtype == self.storage else x.to(self.storage).to(x.dtype)
+
+    def store_part(self, x: Tensor, part: Part = "storage") -> Tensor:
+        """As ``store``, if the part's roundings are made."""
+        return self.store(x) if part in self.parts else x
+
+    def operand_format(self, part: OperandPart) -> Format | None:
+        """The format of a linear layer's operand; None if it stays as it is stored."""
+        if part not in self.parts:
+            return None
+        return {"weights": self.weights, "inputs": self.inputs, "gradients": self.gradients}[part]
 
 
 @dataclass(frozen=True)
@@ -125,10 +146,11 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         position = _FIRST_OPERAND.get(func)
         if position is not None:
-            left, right = self._gemm_operands(args[position], args[position + 1])
+            operands = self._linear_operands if _is_linear_layer(args[position]) else self._attention_operands
+            left, right = operands(args[position], args[position + 1])
             result = self._product(func, args[:position], left, right, args[position + 2 :], kwargs)
             if _is_linear_layer(left):
-                return self.rounding.store(result)
+                return self.rounding.store_part(result)
             return self._attention_result(result, args[position], args[position + 1], left)
         if func is _SOFTMAX_BACKWARD and not self.freedom.stores_scores:
             flash = self._flash_softmax_backward(*args[:2])
@@ -137,11 +159,11 @@ class _RoundingMode(TorchDispatchMode):
         if func in _SUMS and _are_activations(args[:2]):
             if not self.freedom.stores_sums:
                 return func(*args, **kwargs)
-            stored = self.rounding.store(func(*args, **kwargs))
+            stored = self.rounding.store_part(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and func in _POINTWISE:
-            result = self.rounding.store(result)
+            result = self.rounding.store_part(result)
         if func in _SOFTMAX or (func in _POINTWISE and _addresses(args) & self._probabilities.keys()):
             self._probabilities[_address(result)] = result
         return result
@@ -164,13 +186,13 @@ class _RoundingMode(TorchDispatchMode):
         """The result as it is stored, if it is: scores and their gradients may stay in a kernel."""
         probabilities = {_address(left), _address(right)} & self._probabilities.keys()
         if probabilities:
-            result = self.rounding.store(result)
+            result = self.rounding.store_part(result, "attention")
             if _address(left) in probabilities and not self.phase.backward:
                 self._contexts[_address(left)] = result
             return result
         if self.phase.backward:
             self._output_gradients[_address(result)] = (result, stored_left)
-        return self.rounding.store(result) if self.freedom.stores_scores else result
+        return self.rounding.store_part(result, "attention") if self.freedom.stores_scores else result
 
     def _flash_softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
@@ -187,28 +209,29 @@ class _RoundingMode(TorchDispatchMode):
         self._probabilities[_address(result)] = result
         return result
 
-    def _gemm_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def _attention_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rounding.store_part(left, "attention"), self.rounding.store_part(right, "attention")
+
+    def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
-        stored = self.rounding.store(left), self.rounding.store(right)
-        if not _is_linear_layer(left):
-            return stored
-        formats = self._format(left), self._format(right)
         is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
         operands = []
-        for x, to_format, dim in zip(stored, formats, (1, 0), strict=True):
-            matrix = x.reshape(x.shape[-2:])
+        for x, dim in ((left, 1), (right, 0)):
+            part = self._part(x)
+            matrix = self.rounding.store_part(x, part).reshape(x.shape[-2:])
             if is_wgrad and self.rounding.rotate_wgrad:
                 matrix = hadamard(matrix, dim)
+            to_format = self.rounding.operand_format(part)
             operands.append((matrix if to_format is None else to_format(matrix, dim)).reshape(x.shape))
         return operands[0], operands[1]
 
-    def _format(self, x: Tensor) -> Format | None:
+    def _part(self, x: Tensor) -> OperandPart:
         address = _address(x)
         if address in self._weights:
-            return self.rounding.weights
+            return "weights"
         if not self.phase.backward:
             self._inputs[address] = x
-        return self.rounding.inputs if address in self._inputs else self.rounding.gradients
+        return "inputs" if address in self._inputs else "gradients"
 
 
 _aten = torch.ops.aten

@@ -1,12 +1,14 @@
 """The rounding model, operation by operation."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from parity.formats import e4m3, e5m2, tf32
-from parity.rounding import FUSED, UNFUSED, Rounding, rounded
+from parity.rounding import FUSED, PARTS, UNFUSED, Freedom, Rounding, rounded
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, tf32, tf32, tf32)
@@ -83,3 +85,39 @@ def test_the_expected_error_of_an_mlp_is_of_the_formats_size(rounding, low, high
         y = mlp(x)
     exact = mlp.double()(x.double())
     assert low < ((y - exact).norm() / exact.norm()).item() < high
+
+
+WHOLE_SUMS = Freedom(stores_scores=True, stores_sums=True, stores_pointwise=True)
+
+
+def alone(rounding, *parts):
+    return dataclasses.replace(rounding, parts=frozenset(parts))
+
+
+def test_each_rounding_of_a_linear_layer_can_be_made_alone():
+    x, weight = torch.randn(4, 64), torch.randn(8, 64)
+    expected = {
+        "inputs": F.linear(e4m3(bf16(x)), weight),
+        "weights": F.linear(x, e4m3(bf16(weight))),
+        "storage": bf16(F.linear(x, weight)),
+        "gradients": F.linear(x, weight),
+        "attention": F.linear(x, weight),
+    }
+    for part in PARTS:
+        with rounded(alone(FP8, part), [weight], WHOLE_SUMS):
+            assert torch.equal(F.linear(x, weight), expected[part]), part
+
+
+def test_roundings_of_attention_are_a_part_of_their_own():
+    a, b = torch.randn(3, 4, 64), torch.randn(3, 64, 8)
+    with rounded(alone(BF16, "attention"), (), WHOLE_SUMS):
+        assert torch.equal(a @ b, bf16(torch.bmm(bf16(a), bf16(b))))
+    with rounded(alone(BF16, *(PARTS - {"attention"})), (), WHOLE_SUMS):
+        assert torch.equal(a @ b, torch.bmm(a, b))
+
+
+def test_without_any_part_nothing_is_rounded():
+    x, weight = torch.randn(4, 64), torch.randn(8, 64)
+    with rounded(alone(FP8), [weight], WHOLE_SUMS):
+        y = F.linear(x, weight) + x[:, :8]
+    assert torch.equal(y, F.linear(x, weight) + x[:, :8])

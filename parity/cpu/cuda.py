@@ -11,6 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,21 @@ GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
 GPU_VARIABLE = "PARITY_EMULATED_GPU"
 
 
-@functools.cache
+# The GPU in place of the environment's, set by ``emulated_gpu.emulated``.
+chosen_gpu: ContextVar[DeviceProperties | None] = ContextVar("chosen_gpu", default=None)
+
+
 def emulated_gpu() -> DeviceProperties:
+    """The GPU of the context (``parity.cpu.emulated_gpu``), else the environment's.
+
+    Raises:
+        ValueError: as ``environment_gpu``.
+    """
+    return chosen_gpu.get() or environment_gpu()
+
+
+@functools.cache
+def environment_gpu() -> DeviceProperties:
     """The GPU that the environment variable ``PARITY_EMULATED_GPU`` names; a Hopper if it is not set.
 
     It is read once: what TE says is available follows from it, and TE remembers what it has said.

@@ -48,6 +48,7 @@ def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
         weights=_dithered_format(rounding.weights, seed),
         gradients=_dithered_format(rounding.gradients, seed),
         rotate_wgrad=rounding.rotate_wgrad,
+        parts=rounding.parts,
         seed=seed,
     )
 

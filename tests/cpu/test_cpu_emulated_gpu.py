@@ -18,9 +18,9 @@ from parity.cpu.enums import DType
 
 @pytest.fixture
 def fresh_choice() -> Iterator[None]:
-    cuda.emulated_gpu.cache_clear()
+    cuda.environment_gpu.cache_clear()
     yield
-    cuda.emulated_gpu.cache_clear()
+    cuda.environment_gpu.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_choice")
