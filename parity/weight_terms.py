@@ -11,7 +11,7 @@ A term with parts has three methods: ``shape`` gives the packed shape for the sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
@@ -319,6 +319,15 @@ def linear_part(side: Side) -> Side:
     if isinstance(side, Shift):
         return linear_part(side.parts[0])
     return dataclasses.replace(side, parts=tuple(map(linear_part, side.parts)))
+
+
+def renamed(side: Side, rename: Callable[[str], str]) -> Side:
+    """The same layout of parameters of other names."""
+    if isinstance(side, str):
+        return rename(side)
+    if isinstance(side, Constant):
+        return dataclasses.replace(side)
+    return dataclasses.replace(side, parts=tuple(renamed(part, rename) for part in side.parts))
 
 
 def describe(side: object) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 from parity.user_error import UserError
 
 STUDIES = {
+    "expected_error": "Which error is normal: by TE module and precision, over width, length and depth.",
     "flops": "FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case.",
     "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
+    "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
     "query_key_scale": "Where to scale queries and keys: overflow and error by magnitude, head width and dtype.",
     "softmax_precision": "Softmax in FP16, BF16 and FP32: error, overflow, gradient and cost by the size of scores.",
     "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,17 @@ from parity.cpu.products.accumulation import HOPPER, Factor
 from parity.cpu.quantized import float8
 from parity.errors import measure
 from parity.inputs import Rng
-from parity.studies import record
+from parity.studies import distributions, record
+from parity.studies.distributions import Draw
 from parity.user_error import UserError
 
 RECORD = "fp8_accumulation.jsonl"
 E4M3 = torch.float8_e4m3fn
-# Whose sums cancel, whose sums grow, and mostly small numbers beside a few large ones (FlashAttention-3,
-# arXiv 2407.08608, section 4.3: N(0, 1) + N(0, 100) with a probability of 0.001).
-DISTRIBUTIONS: dict[str, Callable[[Rng, int, int], Tensor]] = {
-    "normal": lambda rng, rows, inner: rng.normal(rows, inner),
-    "positive": lambda rng, rows, inner: rng.uniform(rows, inner),
-    "outliers": lambda rng, rows, inner: (
-        rng.normal(rows, inner) + rng.normal(rows, inner, std=10.0) * (rng.uniform(rows, inner) < 0.001)
-    ),
+# Whose sums cancel, whose sums grow, and mostly small numbers beside a few large ones.
+DISTRIBUTIONS: dict[str, Draw] = {
+    "normal": distributions.normal,
+    "positive": lambda rng, *shape: rng.uniform(*shape),
+    "outliers": distributions.outliers,
 }
 WHOLE = 0  # as an interval: never promoted
 _SIDES = ("left", "right")  # the streams of the two matrices

@@ -1,0 +1,380 @@
+"""Draws the report of the study ``expected_error``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from parity import te
+from parity.report.environment import KERNELS
+from parity.report.numbers import ratio, short
+from parity.studies import expected_error_plots
+from parity.studies.expected_error import (
+    ISSUE_407,
+    ISSUE_407_SHAPE,
+    KINDS,
+    MODEL,
+    PER_TENSOR,
+    SHORT_SUMS,
+    TE,
+    Measured,
+    Results,
+    Run,
+    Settings,
+    base,
+    held_out,
+    law,
+    mean,
+    sizes_of,
+    sweep,
+)
+from parity.studies.growth import Law
+from parity.studies.te_modules import MODULES
+from parity.te import Kernels
+from parity.tolerance import FACTOR_L2
+
+GROWTH_PICTURE, PARTS_PICTURE = "expected_error_growth.png", "expected_error_parts.png"
+
+_INTRODUCTION = """\
+You replaced a PyTorch module by TransformerEngine's (TE) and the numbers differ. This is by how much they differ if
+nothing is wrong. The error is relative: the Euclidean norm of the difference from the same module in FP64, on the same
+weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is 1 %.
+
+Kernels: {kernels}. TransformerEngine {te}, torch {torch}. Inputs and output gradients are N(0, 1), weights are
+PyTorch's initial ones, batch 1; seeds 0 to {last_seed} at the table's size, between which errors differ by up to {spread}, and seed 0 at others; MLPs are 4 (gated: 3) times as wide inside, heads have 64
+channels. {gpus}"""
+
+_HOW_TO = """\
+Find your module and your precision: that is the error at hidden size {hidden}, {seq} tokens, one module. At another
+size multiply it by (hidden / {hidden})^a (tokens / {seq})^b (modules in a row)^c with the exponents from the table
+below. {example} Up to {factor:g} times that is what parity accepts for one module; ten times that is a bug, or inputs
+unlike these: see "What it does not say"."""
+
+_MODEL = """\
+The prediction: the same table from the rounding model (`parity/rounding.py`), which is plain PyTorch with roundings
+put in and has never seen TE. {agreement}"""
+
+_PARTS = """\
+Each rounding was made alone in the rounding model, one module at hidden size {hidden} and {seq} tokens: that of the
+weights to the GEMM's format, that of what enters a GEMM as its input, that of results as they are stored between
+kernels, those of attention's own products, and none, which leaves FP32 sums. The bars are shares of the output's
+squared error. Weights cost nothing in BF16 and FP16, because the FP64 module holds the same rounded weights: what
+rounding a checkpoint to BF16 costs is no error of a port. Errors of parts add as squares (independent errors do): the
+last column is the root of their sum over the error of all roundings together, 1 if nothing else matters."""
+
+_SHORT_SUMS = """\
+The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 14 bits (study `fp8_accumulation`).
+With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose:"""
+
+_LIMITS = """\
+- **Other inputs.** A relative error hardly depends on the inputs' scale, but on their shape: outliers cost per-tensor
+  FP8 more (study `fp8_recipes`), and an output in which large terms cancel has a larger relative error from the same
+  absolute one. A trained model has both. `parity run` computes the expected error on your module, weights and inputs.
+- **Layers hide errors.** In a TransformerLayer the residual stream passes most of the output unrounded but for
+  storage: its output's error is small because the stream is large. Its weight gradients show the error of the branches.
+- **FP8 attention is off.** TE computes attention in BF16 under every recipe unless `fp8_dpa` is set.
+- **Real kernels.** {real}"""
+
+_REAL = {
+    "cpu": "These are TE's own modules on parity's CPU kernels, which sum in another order than a GPU's. The same "
+    "command on a GPU measures the real ones.",
+    "gpu": "These are TE's compiled kernels on the GPU named above.",
+}
+
+
+def write(
+    found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels, folder: Path
+) -> Path:
+    """Write ``expected_error.md`` and its plots into the folder; returns the report's path.
+
+    Args:
+        found: every run of the settings.
+        missing: precisions that no GPU here runs, each with the reason.
+        settings: of the study, without those precisions.
+        kernels: that TE ran on.
+        folder: exists.
+    """
+    expected_error_plots.growth(found, settings).savefig(folder / GROWTH_PICTURE, dpi=80)
+    if settings.parts:
+        expected_error_plots.parts(found, settings).savefig(folder / PARTS_PICTURE, dpi=90)
+    path = folder / "expected_error.md"
+    sections = _sections(found, missing, settings, kernels)
+    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return path
+
+
+def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
+    yield "# Which error is normal?"
+    yield _INTRODUCTION.format(
+        kernels=KERNELS[kernels.backend],
+        te=te.version(),
+        torch=torch.__version__,
+        last_seed=settings.seeds - 1,
+        spread=_spread(found, settings),
+        gpus=_gpus(found, settings),
+    )
+    yield from (f"- `{name}` was not measured: {reason}" for name, reason in missing.items())
+    yield "## My module, my precision: expect this"
+    yield _HOW_TO.format(hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), factor=FACTOR_L2)
+    yield "Error of the **output**, measured:"
+    yield _lookup(found, settings, TE, "output")
+    yield "Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules that are not stacked):"
+    yield _by_module(settings, lambda name, precision: _exponents(found, settings, name, precision))
+    for kind in KINDS[1:]:
+        yield f"Error of the **{kind}{'s' if kind.startswith('weight') else ''}**, measured:"
+        yield _lookup(found, settings, TE, kind)
+    yield _MODEL.format(agreement=_agreement(found, settings))
+    yield _lookup(found, settings, MODEL, "output")
+    yield "## How it grows"
+    yield _growth_text(found, settings)
+    yield f"![Error over sizes]({GROWTH_PICTURE})"
+    if settings.parts:
+        yield "## Where it comes from"
+        yield _PARTS.format(hidden=settings.hidden, seq=settings.seq)
+        yield f"![Shares of the parts]({PARTS_PICTURE})"
+        yield _parts_table(found, settings)
+        if kernels.backend == "cpu" and set(PER_TENSOR) & set(settings.precisions):
+            yield _SHORT_SUMS
+            yield _short_sums(found, settings)
+    yield "## The module of TransformerEngine issue 407"
+    yield _issue(found, settings)
+    yield "## Claims"
+    yield _claims(found, settings)
+    yield "## What it does not say"
+    yield _LIMITS.format(real=_REAL[kernels.backend])
+    yield "Made by `parity study expected_error`."
+
+
+def _gpus(found: Results, settings: Settings) -> str:
+    by_gpu: dict[str, list[str]] = {}
+    for precision in settings.precisions:
+        gpu = next(measured.gpu for run, measured in found.items() if (run.precision, run.way) == (precision, TE))
+        by_gpu.setdefault(gpu, []).append(f"`{precision}`")
+    return " ".join(f"On an {gpu}: {', '.join(names)}." for gpu, names in by_gpu.items())
+
+
+def _spread(found: Results, settings: Settings) -> str:
+    """The largest factor between two seeds' output errors at the base size, less 1."""
+    factors = []
+    for name in settings.modules:
+        for precision in settings.precisions:
+            errors = [measured.relative_l2["output"] for measured in _at_base(found, settings, name, precision)]
+            factors.append(max(errors) / min(errors))
+    return f"{100 * (max(factors) - 1):.0f} %"
+
+
+def _example(found: Results, settings: Settings) -> str:
+    """The law at the shape that it was not fitted to, beside what was measured there."""
+    name, precision = settings.modules[-1], settings.precisions[min(4, len(settings.precisions) - 1)]
+    fitted, shape = law(found, settings, name, precision), held_out(name, settings)
+    if fitted is None:
+        return ""
+    measured = mean(found, name, shape, precision, TE)
+    return (
+        f"For example, {shape.depth} x {MODULES[name].title} of hidden size {shape.hidden} on {shape.seq} tokens in "
+        f"`{precision}`: the law gives {short(fitted.at(sizes_of(shape)))}; measured: {short(measured)}."
+    )
+
+
+def _by_module(settings: Settings, cell: Callable[[str, str], str]) -> str:
+    rows = [[MODULES[name].title, *(cell(name, each) for each in settings.precisions)] for name in settings.modules]
+    return _table(rows, ["module", *settings.precisions])
+
+
+def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
+    middle = base(settings)
+    return _by_module(settings, lambda name, precision: short(mean(found, name, middle, precision, way, kind)))
+
+
+def _exponents(found: Results, settings: Settings, name: str, precision: str) -> str:
+    fitted = law(found, settings, name, precision)
+    if fitted is None:
+        return "–"
+    exponents = [fitted.exponents.get(size, math.nan) for size in _SIZE_TITLES]
+    return ", ".join("–" if math.isnan(exponent) else f"{exponent + 0.0:.2f}" for exponent in exponents)
+
+
+def _agreement(found: Results, settings: Settings) -> str:
+    ratios = {
+        (name, shape, precision): mean(found, name, shape, precision, TE) / mean(found, name, shape, precision, MODEL)
+        for name in settings.modules
+        for shape in (*sweep(name, settings), held_out(name, settings))
+        for precision in settings.precisions
+    }
+    furthest = max(ratios, key=lambda key: abs(math.log(ratios[key])))
+    name, shape, precision = furthest
+    return (
+        f"Over all {len(ratios)} modules, sizes and precisions of this report, measured over predicted is "
+        f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, median {statistics.median(ratios.values()):.2f}; "
+        f"furthest off: {MODULES[name].title} in `{precision}`, hidden {shape.hidden}, {shape.seq} tokens, "
+        f"{shape.depth} in a row. (Fused attention keeps scores in FP32 that the model rounds.)"
+    )
+
+
+def _growth_text(found: Results, settings: Settings) -> str:
+    fits = {
+        (name, precision): fitted
+        for name in settings.modules
+        for precision in settings.precisions
+        if (fitted := law(found, settings, name, precision)) is not None
+    }
+    worst_name, worst_precision = max(fits, key=lambda key: fits[key].worst_factor)
+    misses = [fitted.worst_factor for fitted in fits.values()]
+    held = [
+        mean(found, name, held_out(name, settings), precision, TE) / fitted.at(sizes_of(held_out(name, settings)))
+        for (name, precision), fitted in fits.items()
+    ]
+    lines = [
+        f"The law is error = e (hidden / {settings.hidden})^a (tokens / {settings.seq})^b (modules)^c, fitted by least "
+        "squares of logarithms.",
+        "",
+        *(_exponents_in_words(title, size, list(fits.values())) for size, title in _SIZE_TITLES.items()),
+        f"- The law misses the points that it was fitted to by at most a factor of {max(misses):.2f} "
+        f"({MODULES[worst_name].title}, `{worst_precision}`), in the median by {statistics.median(misses):.2f}.",
+        f"- At sizes that it was not fitted to (hidden {settings.held_out_hidden}, {settings.held_out_seq} tokens, "
+        f"{settings.held_out_depth} in a row where stacked), measured over law is {min(held):.2f} to {max(held):.2f}.",
+    ]
+    return "\n".join(line for line in lines if line is not None)
+
+
+_SIZE_TITLES = {"hidden": "hidden size", "seq": "tokens", "depth": "modules in a row"}
+
+
+def _exponents_in_words(title: str, size: str, fits: Sequence[Law]) -> str | None:
+    values = [fitted.exponents[size] for fitted in fits if size in fitted.exponents]
+    if not values:
+        return None
+    return f"- {title}: exponents {min(values):.2f} to {max(values):.2f}, median {statistics.median(values):.2f}."
+
+
+def _parts_table(found: Results, settings: Settings) -> str:
+    titles = [expected_error_plots.PART_TITLES[part] for part in expected_error_plots.PARTS_OF_OUTPUTS]
+    rows = []
+    for name in settings.modules:
+        for precision in settings.precisions:
+            errors = [
+                mean(found, name, base(settings), precision, way)
+                for way in (MODEL, *expected_error_plots.PARTS_OF_OUTPUTS)
+            ]
+            whole = expected_error_plots.explained(found, settings, name, precision)
+            rows.append([MODULES[name].title, precision, *map(short, errors), f"{whole:.2f}"])
+    headers = ["module", "precision", "all", *(f"{title} alone" for title in titles), "parts / all"]
+    return "<details><summary>Each rounding alone: error of the output</summary>\n\n" + (
+        _table(rows, headers) + "\n\n</details>"
+    )
+
+
+def _short_sums(found: Results, settings: Settings) -> str:
+    precision = next(name for name in reversed(PER_TENSOR) if name in settings.precisions)
+    middle = base(settings)
+    rows = []
+    for name in settings.modules:
+        cells = []
+        for kind in KINDS:
+            plain, summed = (mean(found, name, middle, precision, way, kind) for way in (TE, SHORT_SUMS))
+            cells.append("–" if math.isnan(plain) else f"{short(summed)} ({ratio(summed, plain)} times)")
+        rows.append([MODULES[name].title, *cells])
+    return _table(rows, [f"`{precision}`, short sums (over FP32 sums)", *KINDS])
+
+
+def _issue(found: Results, settings: Settings) -> str:
+    rows = []
+    for precision in settings.precisions:
+        runs = [Run(ISSUE_407, ISSUE_407_SHAPE, precision, TE, seed) for seed in range(settings.seeds)]
+        errors = [mean(found, ISSUE_407, ISSUE_407_SHAPE, precision, TE, kind) for kind in KINDS]
+        predicted = mean(found, ISSUE_407, ISSUE_407_SHAPE, precision, MODEL)
+        sums = ", ".join(f"{found[run].sum_error:+.2f}" for run in runs)
+        rows.append([precision, *map(short, errors), short(predicted), sums])
+    headers = ["precision", *KINDS, "output, predicted", "error of the outputs' sum, by seed"]
+    return (
+        "RMSNorm and a SwiGLU MLP, hidden size 512, ffn 1536, input `rand(2, 1024, 512)`, weights N(0, 0.023). The "
+        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n" + _table(rows, headers)
+    )
+
+
+def _claims(found: Results, settings: Settings) -> str:
+    rows = [*_issue_claims(found, settings), *_theory_claims(found, settings), *_tolerance_claims(found, settings)]
+    return tabulate(rows, ["source", "its figure", "ours", "agree, and why"], tablefmt="github", disable_numparse=True)
+
+
+def _issue_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
+    if "fp32" not in settings.precisions:
+        return
+    sums = [found[Run(ISSUE_407, ISSUE_407_SHAPE, "fp32", TE, seed)].sum_error for seed in range(settings.seeds)]
+    ours = ", ".join(f"{error:+.2f}" for error in sums)
+    relative = mean(found, ISSUE_407, ISSUE_407_SHAPE, "fp32", TE)
+    yield [
+        "TransformerEngine issue 407: SwiGLU MLP against LayerNormMLP in FP32",
+        "outputs' sums differ by -0.1887",
+        f"{ours}; a relative error of {short(relative)}",
+        "yes: rounding does as much. TE computes FP32 GEMMs in TF32 (the weights are not the reporter's)",
+    ]
+    yield [
+        "ibid., after an attempt at a repair",
+        "-140.2",
+        ours,
+        f"no: {short(140.2 / max(map(abs, sums)))} times what rounding does. A bug (gate and up exchanged)",
+    ]
+
+
+# Significand bits, with the leading one, of the operands and of the result.
+_OPERAND_BITS = {"fp32": 11, "fp8_delayed": 4, "fp8_current": 4, "fp8_block": 4, "mxfp8": 4}
+_RESULT_BITS = {"bf16": 8, "fp16": 11}
+
+
+def _theory_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
+    """The noise of floating-point quantization with p significand bits is 0.180 * 2^-2p of the signal's power."""
+    if "linear" not in settings.modules:
+        return
+    for precision in settings.precisions:
+        roundings, bits = 1, _RESULT_BITS.get(precision)
+        if precision in _OPERAND_BITS:
+            roundings, bits = 2, _OPERAND_BITS[precision]
+        if bits is None:
+            continue
+        theory = math.sqrt(roundings * 0.180) * 2.0**-bits
+        ours = mean(found, "linear", base(settings), precision, TE)
+        agrees = abs(math.log(ours / theory)) < math.log(1.15)
+        what = "two operands" if roundings == 2 else "the result"
+        yield [
+            f"Widrow and Kollár, Quantization Noise (2008): Linear in `{precision}`, {what} rounded to {bits} "
+            "significand bits",
+            f"sqrt({roundings} x 0.180) x 2^-{bits} = {short(theory)}",
+            short(ours),
+            "yes, within 15 %" if agrees else "in size: the formula assumes a smooth distribution over many binades",
+        ]
+
+
+# atol of tests/pytorch/test_numerics.py, TE 2.20.
+_TE_TOLERANCES = (
+    ("layernorm_mlp_swiglu", "LayerNormMLP", {"fp32": 2e-2, "bf16": 5e-2}),
+    ("transformer_layer_gpt", "TransformerLayer", {"fp32": 5e-3, "bf16": 1e-1}),
+)
+
+
+def _tolerance_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
+    for name, title, tolerances in _TE_TOLERANCES:
+        for precision, atol in tolerances.items():
+            if name in settings.modules and precision in settings.precisions:
+                largest = max(_at_base(found, settings, name, precision), key=lambda each: each.max_abs).max_abs
+                yield [
+                    f"TE 2.20's own tests (test_numerics.py): {title} in {precision}",
+                    f"atol {atol:g}",
+                    f"largest output error {short(largest)}",
+                    f"a faithful port uses 1/{short(atol / largest)} of it: too wide to see a small mistake",
+                ]
+
+
+def _at_base(found: Results, settings: Settings, name: str, precision: str) -> Sequence[Measured]:
+    wanted = (name, base(settings), precision, TE)
+    return [each for run, each in found.items() if (run.module, run.shape, run.precision, run.way) == wanted]
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    alignment = ["left", *["right"] * (len(headers) - 1)]
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

@@ -1,0 +1,151 @@
+"""A linear layer whose input or output gradient changes its magnitude from one step to the next, under each recipe.
+
+Delayed scaling takes a tensor's scale from its past: after a jump it is the wrong one, until the past is forgotten.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from parity.errors import measure as errors_of
+from parity.inputs import Rng
+from parity.precision import PRECISIONS
+from parity.studies.gpu import gpu_with
+from parity.te import Kernels
+
+Change = Literal["up", "down", "spike"]
+CHANGES: tuple[Change, ...] = ("up", "down", "spike")
+Side = Literal["input", "gradient"]
+SIDES: tuple[Side, ...] = ("input", "gradient")
+# What is judged: the first result of the GEMM that reads the tensor.
+JUDGED: Mapping[Side, str] = {"input": "output", "gradient": "input gradient"}
+AS_GOOD_DB = 1.0
+
+
+@dataclass(frozen=True)
+class StepsRun:
+    """A linear layer's passes around a change.
+
+    Attributes:
+        recipe: name of a precision that has a TE recipe.
+        history: amaxes that delayed scaling remembers; 0 where the recipe has no past.
+        side: whether the input or the output gradient changes.
+        change: ``up``, larger by ``factor`` from then on; ``down``, smaller by it; ``spike``, larger in one step alone.
+        factor: of the change.
+        before: steps before it.
+        after: steps from it on.
+        size: input, weight and output gradient are ``[size, size]``.
+        seed: of all values.
+    """
+
+    recipe: str
+    history: int
+    side: Side
+    change: Change
+    factor: float
+    before: int
+    after: int
+    size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the judged result lost in each step.
+
+    Attributes:
+        sqnr_db: signal to quantization noise ratio of each step; minus infinity where the result is not finite.
+        clipped: share of the changed tensor's elements above the largest that its scale can take, in the step of the
+            change and, of a spike, in the step after it; 0 where the scale is the tensor's own.
+        flushed: ditto of those so small that they become 0.
+        gpu: that TE ran on or was emulated.
+    """
+
+    sqnr_db: tuple[float, ...]
+    clipped: tuple[float, ...]
+    flushed: tuple[float, ...]
+    gpu: str
+
+    def steady(self, before: int) -> tuple[float, float]:
+        """Median and minimum before the change; the first half, when delayed scaling has no past yet, is left out."""
+        settled = sorted(self.sqnr_db[before // 2 : before])
+        return settled[len(settled) // 2], settled[0]
+
+    def recovered_after(self, before: int) -> int | None:
+        """Steps from the change on until every later one is as good as before; None if the last one is not.
+
+        As good is what lies at most ``AS_GOOD_DB`` below the worst of the steps before.
+        """
+        _, worst = self.steady(before)
+        bad = [i for i, sqnr in enumerate(self.sqnr_db[before:]) if sqnr < worst - AS_GOOD_DB]
+        if not bad:
+            return 0
+        return None if bad[-1] == len(self.sqnr_db) - before - 1 else bad[-1] + 1
+
+
+def measure(run: StepsRun, kernels: Kernels) -> Steps:
+    """Take the steps, each with values of its own and without an update of the weight."""
+    precision = PRECISIONS[run.recipe]
+    rng = Rng(run.seed, "steps")
+    with gpu_with(precision, kernels) as gpu:
+        linear = kernels.te.Linear(
+            run.size, run.size, bias=False, params_dtype=precision.dtype, device=kernels.device.type
+        )
+        with torch.no_grad():
+            linear.weight.copy_(rng.normal(run.size, run.size, std=run.size**-0.5))
+        weight = linear.weight.detach().double()
+        ratios: list[float] = []
+        clipped: list[float] = []
+        flushed: list[float] = []
+        for step in range(run.before + run.after):
+            factor = _factor(run, step)
+            x = rng.normal(run.size, run.size, std=factor if run.side == "input" else 1.0)
+            dy = rng.normal(run.size, run.size, std=factor if run.side == "gradient" else 1.0)
+            x, dy = (tensor.to(kernels.device, precision.dtype) for tensor in (x, dy))
+            if run.history and step in (run.before, run.before + 1):
+                shares = _misfits(linear, run.side, x if run.side == "input" else dy)
+                clipped.append(shares[0])
+                flushed.append(shares[1])
+            x.requires_grad_()
+            with _autocast(run, kernels):
+                y = linear(x)
+            y.backward(dy)
+            assert x.grad is not None
+            result, golden = (y, x.double() @ weight.t()) if run.side == "input" else (x.grad, dy.double() @ weight)
+            ratios.append(_sqnr(result, golden))
+            linear.weight.grad = None
+    return Steps(tuple(ratios), tuple(clipped), tuple(flushed), gpu)
+
+
+def _factor(run: StepsRun, step: int) -> float:
+    if step < run.before or (run.change == "spike" and step > run.before):
+        return 1.0
+    return 1 / run.factor if run.change == "down" else run.factor
+
+
+def _autocast(run: StepsRun, kernels: Kernels) -> AbstractContextManager[None]:
+    if not run.history:
+        return PRECISIONS[run.recipe].autocast(kernels)
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    return kernels.te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=run.history))
+
+
+def _misfits(linear: Any, side: Side, values: torch.Tensor) -> tuple[float, float]:
+    """The shares of elements that the delayed scale puts above the format's range and below half its least number."""
+    meta, dtype = ("scaling_fwd", torch.float8_e4m3fn) if side == "input" else ("scaling_bwd", torch.float8_e5m2)
+    info = torch.finfo(dtype)
+    scaled = values.double().abs() * linear.quantizers[meta][0].scale.double()
+    smallest = info.smallest_normal * info.eps
+    return (scaled > info.max).double().mean().item(), (scaled < smallest / 2).double().mean().item()
+
+
+def _sqnr(result: torch.Tensor, golden: torch.Tensor) -> float:
+    errors = errors_of(result, golden, result.dtype)
+    return errors.sqnr_db if errors.finite else -math.inf
