@@ -46,8 +46,9 @@ nothing is wrong. The error is relative: the Euclidean norm of the difference fr
 weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is 1 %.
 
 Kernels: {kernels}. TransformerEngine {te}, torch {torch}. Inputs and output gradients are N(0, 1), weights are
-PyTorch's initial ones, batch 1; seeds 0 to {last_seed} at the table's size, between which errors differ by up to {spread}, and seed 0 at others; MLPs are 4 (gated: 3) times as wide inside, heads have 64
-channels. {gpus}"""
+PyTorch's initial ones, the batch is 1; MLPs are 4 (gated: 3) times as wide inside, heads have 64 channels. At the size
+of the tables, the root mean square over seeds 0 to {last_seed}, between which errors differ by up to {spread}; seed 0
+elsewhere. {gpus}"""
 
 _HOW_TO = """\
 Find your module and your precision: that is the error at hidden size {hidden}, {seq} tokens, one module. At another

@@ -64,7 +64,7 @@ class Settings:
     seq: int = 256
     histories: tuple[int, ...] = (1, 16, 1024)
     factors: tuple[float, ...] = (4.0, 64.0, 4096.0, 65536.0)
-    steps_size: int = 32
+    steps_size: int = 64
     attention_seq: int = 4096
     head_dim: int = 128
     seeds: int = 3
@@ -79,6 +79,7 @@ QUICK = Settings(
     seq=64,
     histories=(1, 16),
     factors=(64.0, 65536.0),
+    steps_size=32,
     attention_seq=512,
     seeds=1,
 )

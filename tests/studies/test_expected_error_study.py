@@ -1,0 +1,169 @@
+"""The claims of the study ``expected_error`` on small sizes, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+from parity import te
+from parity.studies import expected_error
+from parity.studies.expected_error import (
+    ISSUE_407,
+    MODEL,
+    SHORT_SUMS,
+    TE,
+    Measured,
+    Run,
+    Settings,
+    base,
+    law,
+    mean,
+    measure,
+    runs,
+)
+from parity.studies.expected_error_plots import PARTS_OF_OUTPUTS, explained, shares_of
+from parity.te import Kernels
+from parity.user_error import UserError
+
+SMALL = Settings(
+    modules=("linear", "layernorm_mlp_swiglu", "transformer_layer_llama"),
+    precisions=("fp32", "bf16", "fp8_current", "nvfp4"),
+    hidden=128,
+    seq=32,
+    hiddens=(128, 256),
+    seqs=(32, 64),
+    depths=(1, 2, 4),
+    held_out_hidden=128,
+    held_out_seq=64,
+    held_out_depth=2,
+    seeds=1,
+)
+Found = dict[Run, Measured]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return te.kernels("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(kernels: Kernels) -> Found:
+    return {run: measure(run, kernels) for run in runs(SMALL, kernels) if run.module != ISSUE_407}
+
+
+@pytest.mark.parametrize(("precision", "roundings", "bits"), [("fp32", 2, 11), ("bf16", 1, 8), ("fp8_current", 2, 4)])
+def test_a_linear_layer_loses_what_the_theory_of_quantization_says(
+    found: Found, precision: str, roundings: int, bits: int
+) -> None:
+    theory = math.sqrt(roundings * 0.180) * 2.0**-bits
+    assert mean(found, "linear", base(SMALL), precision, TE) == pytest.approx(theory, rel=0.15)
+
+
+@pytest.mark.parametrize("name", SMALL.modules)
+@pytest.mark.parametrize("precision", SMALL.precisions)
+def test_width_and_length_hardly_matter(found: Found, name: str, precision: str) -> None:
+    fitted = law(found, SMALL, name, precision)
+    assert fitted is not None
+    assert abs(fitted.exponents["hidden"]) < 0.25
+    assert abs(fitted.exponents["seq"]) < 0.25
+
+
+@pytest.mark.parametrize("precision", SMALL.precisions)
+def test_errors_of_layers_grow_as_the_square_root_of_their_number(found: Found, precision: str) -> None:
+    fitted = law(found, SMALL, "transformer_layer_llama", precision)
+    assert fitted is not None
+    assert fitted.exponents["depth"] == pytest.approx(0.5, abs=0.15)
+
+
+def test_the_rounding_model_predicts_what_te_loses(found: Found) -> None:
+    measured = [run for run in found if run.way == TE]
+    ratios = [
+        found[run].relative_l2[kind] / found[dataclasses.replace(run, way=MODEL)].relative_l2[kind]
+        for run in measured
+        for kind in found[run].relative_l2
+    ]
+    assert min(ratios) > 0.7
+    assert max(ratios) < 1.2
+
+
+@pytest.mark.parametrize("name", SMALL.modules)
+@pytest.mark.parametrize("precision", SMALL.precisions)
+def test_errors_of_the_parts_add_as_squares(found: Found, name: str, precision: str) -> None:
+    assert explained(found, SMALL, name, precision) == pytest.approx(1.0, abs=0.1)
+    assert sum(shares_of(found, SMALL, name, precision)) == pytest.approx(1.0)
+
+
+def test_bf16_errs_where_it_stores_and_fp8_in_the_operands(found: Found) -> None:
+    shares = {
+        precision: dict(zip(PARTS_OF_OUTPUTS, shares_of(found, SMALL, "linear", precision), strict=True))
+        for precision in ("bf16", "fp8_current")
+    }
+    assert shares["bf16"]["storage"] > 0.99
+    assert shares["fp8_current"]["weights"] == pytest.approx(0.5, abs=0.1)
+    assert shares["fp8_current"]["inputs"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_short_sums_hide_behind_the_cast_to_fp8(found: Found) -> None:
+    short, plain = (mean(found, "linear", base(SMALL), "fp8_current", way) for way in (SHORT_SUMS, TE))
+    assert short != plain
+    assert short == pytest.approx(plain, rel=0.01)
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = dataclasses.replace(
+        SMALL, modules=("linear",), precisions=("bf16", "fp8_current"), hiddens=(128,), seqs=(32, 64), depths=(1,)
+    )
+    monkeypatch.setattr(expected_error, "ISSUE_407_SHAPE", expected_error.Shape(8, 8))
+    made: list[Run] = []
+    limit = 3
+
+    def counted(entry: Run, kernels: Kernels) -> Measured:
+        if len(made) == limit:
+            raise KeyboardInterrupt
+        made.append(entry)
+        return Measured({"output": 0.1, "input gradient": 0.1, "weight gradient": 0.1}, 0.1, 0.1, "a GPU")
+
+    monkeypatch.setattr(expected_error, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        expected_error.measure_missing(tiny, tmp_path, te.kernels("cpu"))
+    limit = 1000
+    expected_error.measure_missing(tiny, tmp_path, te.kernels("cpu"))
+    assert sorted(map(str, made)) == sorted(map(str, runs(tiny, te.kernels("cpu"))))
+
+
+def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = dataclasses.replace(SMALL, modules=("linear",), precisions=("fp32", "fp8_current"), depths=(1,))
+    faithful = expected_error.measure
+
+    def quick(entry: Run, kernels: Kernels) -> Measured:
+        if entry.module == ISSUE_407:
+            return Measured({"output": 5e-4, "input gradient": 5e-4, "weight gradient": 5e-4}, 1e-3, -0.2, "a GPU")
+        return faithful(entry, kernels)
+
+    monkeypatch.setattr(expected_error, "measure", quick)
+    report = expected_error.run(tiny, tmp_path).read_text()
+    assert "| Linear   | 0.0003 |" in report
+    assert "emulated: TransformerEngine's own Python" in report
+    for picture in ("expected_error_growth.png", "expected_error_parts.png"):
+        assert (tmp_path / picture).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dataclasses.replace(SMALL, modules=("conv",)), "modules: there is no 'conv'"),
+        (dataclasses.replace(SMALL, precisions=("int8",)), "precisions: there is no 'int8'"),
+        (dataclasses.replace(SMALL, hiddens=(100,)), "100 is no multiple of 128"),
+        (dataclasses.replace(SMALL, seqs=(10,)), "10 is no multiple of 32"),
+        (dataclasses.replace(SMALL, depths=(0,)), "count from 1"),
+        (dataclasses.replace(SMALL, depth=2), "only modules that can be stacked"),
+    ],
+)
+def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        expected_error.run(settings, tmp_path)

@@ -1,0 +1,65 @@
+"""TE's modules as studies measure them: at any size, several in a row, on a GPU that has the precision."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from parity import te, weights
+from parity.comparison import compare_at
+from parity.cpu import cuda
+from parity.precision import PRECISIONS, why_unavailable
+from parity.studies.gpu import gpu_with, why_nowhere
+from parity.studies.te_modules import MODULES, Shape, placed
+from parity.te import Kernels
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return te.kernels("cpu")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_module_is_a_faithful_port_at_another_size_and_in_a_row(name: str, kernels: Kernels) -> None:
+    for depth in (1, 2) if MODULES[name].stackable else (1,):
+        result = compare_at(*placed(name, Shape(hidden=128, seq=32, depth=depth)), PRECISIONS["fp32"], 0, kernels)
+        assert result.passed, result.reason
+
+
+def test_modules_in_a_row_have_weights_of_their_own(kernels: Kernels) -> None:
+    case, checked = placed("layernorm_mlp_swiglu", Shape(128, 32, depth=2))
+    pair = case.build(kernels.te, checked.size)
+    shapes = [
+        {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        for module in (pair.reference, pair.candidate)
+    ]
+    weights.check(pair.weights, *shapes)
+    assert "1.norm.weight" in shapes[0]
+    assert shapes[1]["1.fc1_weight"] == (2 * 3 * 128, 128)
+
+
+def test_the_same_module_at_the_same_shape_is_the_same_case() -> None:
+    assert placed("linear", Shape(128, 32)) is placed("linear", Shape(128, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("bf16", cuda.HOPPER), ("fp8_block", cuda.HOPPER), ("nvfp4", cuda.BLACKWELL)]
+)
+def test_a_precision_runs_on_the_emulated_gpu_that_has_it(
+    name: str, gpu: cuda.DeviceProperties, kernels: Kernels
+) -> None:
+    precision = PRECISIONS[name]
+    assert why_nowhere(precision, kernels) is None
+    with gpu_with(precision, kernels) as found:
+        assert found == gpu.name == cuda.get_device_name()
+        assert why_unavailable(precision, kernels) is None
+    assert cuda.get_device_name() == cuda.environment_gpu().name
+
+
+def test_a_precision_that_no_gpu_has_is_told(kernels: Kernels) -> None:
+    unheard_of = dataclasses.replace(PRECISIONS["mxfp8"], name="fp2")
+    real = dataclasses.replace(kernels, backend="gpu")  # whose one GPU is the environment's Hopper here
+    assert "10.0 or higher" in (why_nowhere(unheard_of, real) or "")
+    with pytest.raises(ValueError, match="no GPU here runs fp2"), gpu_with(unheard_of, real):
+        pass
