@@ -9,6 +9,8 @@ alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -44,6 +46,7 @@ ISSUE_407_SHAPE = Shape(hidden=512, seq=1024)
 # of one part alone, and with none, which leaves the sums in FP32.
 TE, SHORT_SUMS, MODEL, SUMS = "te", "te, short sums", "model", "sums"
 ALONE = (*sorted(PARTS), SUMS)
+NOTHING_LEFT = 0.5  # a relative error from which on there is nothing left to grow: that of two unrelated values is 1.4
 PER_TENSOR = ("fp8_delayed", "fp8_current")
 
 
@@ -224,21 +227,24 @@ def measure(entry: Run, kernels: Kernels) -> Measured:
 def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str = "output") -> float:
     """The relative error over all seeds, in the mean square; NaN for what was not measured."""
     errors = [
-        measured.relative_l2[kind]
-        for entry, measured in found.items()
-        if (entry.module, entry.shape, entry.precision, entry.way) == (name, shape, precision, way)
-        and kind in measured.relative_l2
+        each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
     ]
     return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else math.nan
+
+
+def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) -> list[Measured]:
+    """One kind of run, at each seed."""
+    runs_by_seed = (found.get(Run(name, shape, precision, way, seed)) for seed in itertools.count())
+    return list(itertools.takewhile(lambda measured: measured is not None, runs_by_seed))  # type: ignore[arg-type]
 
 
 def law(
     found: Results, settings: Settings, name: str, precision: str, way: str = TE, kind: str = "output"
 ) -> Law | None:
-    """How a module's error grows over its sweep; None where there is no error."""
-    middle = base(settings)
+    """How a module's error grows over its sweep while it is below ``NOTHING_LEFT``; None where there is no error."""
     points = [(sizes_of(shape), mean(found, name, shape, precision, way, kind)) for shape in sweep(name, settings)]
-    return fit(points, sizes_of(middle))
+    growing = [(sizes, error) for sizes, error in points if error < NOTHING_LEFT]
+    return fit(growing, sizes_of(base(settings)), perhaps_exponential=["depth"])
 
 
 def sizes_of(shape: Shape) -> Sizes:
@@ -288,4 +294,7 @@ def _measured(tensors: Tensors, golden: Tensors) -> Measured:
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
     """All that a run's result depends on."""
     named = dataclasses.asdict(entry) | {"start": record.fingerprint([Rng(entry.seed).normal(16)])}
-    return named | ({"kernels": kernels.backend, "te": te.version()} if entry.way in (TE, SHORT_SUMS) else {})
+    return named | ({"kernels": kernels.backend, "te": _te_version()} if entry.way in (TE, SHORT_SUMS) else {})
+
+
+_te_version = functools.cache(te.version)  # reads a file

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parity.studies.expected_error import ALONE, MODEL, SUMS, TE, Results, Settings, base, law, mean, sizes_of, sweep
+from parity.studies.expected_error import (
+    ALONE,
+    MODEL,
+    NOTHING_LEFT,
+    SUMS,
+    TE,
+    Results,
+    Settings,
+    base,
+    law,
+    mean,
+    sizes_of,
+    sweep,
+)
 from parity.studies.te_modules import MODULES
 
 PART_TITLES = {
@@ -93,7 +107,9 @@ def _growth_line(
         key=lambda shape: getattr(shape, size),
     )
     values = [getattr(shape, size) for shape in shapes]
-    color = f"C{index % 10}"
+    if len(values) < 2:
+        return
+    color = colormaps["tab20"](index % 20)
     axis.loglog(
         values,
         [mean(found, name, shape, precision, TE) for shape in shapes],
@@ -104,10 +120,10 @@ def _growth_line(
         label=MODULES[name].title,
     )
     fitted = law(found, settings, name, precision)
-    if fitted is not None and len(values) > 1:
-        axis.loglog(values, [fitted.at(sizes_of(shape)) for shape in shapes], color=color, linewidth=0.8)
-    axis.set_xticks(values if size != "depth" else settings.depths)
-    axis.set_xticklabels(map(str, values if size != "depth" else settings.depths), fontsize="x-small")
+    if fitted is not None:
+        on_law = [min(NOTHING_LEFT, fitted.at(sizes_of(shape))) for shape in shapes]
+        axis.loglog(values, on_law, color=color, linewidth=0.8)
+    axis.set_xticks(values, labels=map(str, values), fontsize="x-small")
     axis.minorticks_off()
 
 

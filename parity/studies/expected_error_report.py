@@ -12,17 +12,17 @@ from tabulate import tabulate
 
 from parity import te
 from parity.report.environment import KERNELS
-from parity.report.numbers import ratio, short
+from parity.report.numbers import short
 from parity.studies import expected_error_plots
 from parity.studies.expected_error import (
     ISSUE_407,
     ISSUE_407_SHAPE,
     KINDS,
     MODEL,
+    NOTHING_LEFT,
     PER_TENSOR,
     SHORT_SUMS,
     TE,
-    Measured,
     Results,
     Run,
     Settings,
@@ -30,6 +30,7 @@ from parity.studies.expected_error import (
     held_out,
     law,
     mean,
+    seeds_of,
     sizes_of,
     sweep,
 )
@@ -55,6 +56,11 @@ Find your module and your precision: that is the error at hidden size {hidden}, 
 size multiply it by (hidden / {hidden})^a (tokens / {seq})^b (modules in a row)^c with the exponents from the table
 below. {example} Up to {factor:g} times that is what parity accepts for one module; ten times that is a bug, or inputs
 unlike these: see "What it does not say"."""
+
+_EXPONENTS = """\
+Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules that are not stacked). In the place of
+`c`, `g^(n - 1)` says that the error grows by the factor g with each of n modules. All of it holds up to an error of
+{nothing:g}; above, little of the value is left."""
 
 _MODEL = """\
 The prediction: the same table from the rounding model (`parity/rounding.py`), which is plain PyTorch with roundings
@@ -124,7 +130,7 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield _HOW_TO.format(hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), factor=FACTOR_L2)
     yield "Error of the **output**, measured:"
     yield _lookup(found, settings, TE, "output")
-    yield "Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules that are not stacked):"
+    yield _EXPONENTS.format(nothing=NOTHING_LEFT)
     yield _by_module(settings, lambda name, precision: _exponents(found, settings, name, precision))
     for kind in KINDS[1:]:
         yield f"Error of the **{kind}{'s' if kind.startswith('weight') else ''}**, measured:"
@@ -164,7 +170,9 @@ def _spread(found: Results, settings: Settings) -> str:
     factors = []
     for name in settings.modules:
         for precision in settings.precisions:
-            errors = [measured.relative_l2["output"] for measured in _at_base(found, settings, name, precision)]
+            errors = [
+                measured.relative_l2["output"] for measured in seeds_of(found, name, base(settings), precision, TE)
+            ]
             factors.append(max(errors) / min(errors))
     return f"{100 * (max(factors) - 1):.0f} %"
 
@@ -196,8 +204,14 @@ def _exponents(found: Results, settings: Settings, name: str, precision: str) ->
     fitted = law(found, settings, name, precision)
     if fitted is None:
         return "–"
-    exponents = [fitted.exponents.get(size, math.nan) for size in _SIZE_TITLES]
-    return ", ".join("–" if math.isnan(exponent) else f"{exponent + 0.0:.2f}" for exponent in exponents)
+    return ", ".join(
+        f"{fitted.rates[size]:.2f}^(n - 1)"
+        if size in fitted.rates
+        else f"{round(fitted.exponents[size], 2) + 0.0:.2f}"
+        if size in fitted.exponents
+        else "–"
+        for size in _SIZE_TITLES
+    )
 
 
 def _agreement(found: Results, settings: Settings) -> str:
@@ -235,12 +249,24 @@ def _growth_text(found: Results, settings: Settings) -> str:
         "squares of logarithms.",
         "",
         *(_exponents_in_words(title, size, list(fits.values())) for size, title in _SIZE_TITLES.items()),
+        *_amplified(fits),
         f"- The law misses the points that it was fitted to by at most a factor of {max(misses):.2f} "
         f"({MODULES[worst_name].title}, `{worst_precision}`), in the median by {statistics.median(misses):.2f}.",
         f"- At sizes that it was not fitted to (hidden {settings.held_out_hidden}, {settings.held_out_seq} tokens, "
         f"{settings.held_out_depth} in a row where stacked), measured over law is {min(held):.2f} to {max(held):.2f}.",
     ]
     return "\n".join(line for line in lines if line is not None)
+
+
+def _amplified(fits: Mapping[tuple[str, str], Law]) -> Iterator[str]:
+    """Modules whose error grows by a factor with each further one."""
+    for module in dict.fromkeys(name for (name, _), fitted in fits.items() if fitted.rates):
+        rates = [fitted.rates["depth"] for (name, _), fitted in fits.items() if name == module and fitted.rates]
+        yield (
+            f"- {MODULES[module].title}, each on the result of the one before without a residual stream: the error "
+            f"grows by a factor of {min(rates):.2f} to {max(rates):.2f} with each, whatever the precision. Such a "
+            "chain amplifies differences; a residual stream (TransformerLayer) does not."
+        )
 
 
 _SIZE_TITLES = {"hidden": "hidden size", "seq": "tokens", "depth": "modules in a row"}
@@ -278,9 +304,9 @@ def _short_sums(found: Results, settings: Settings) -> str:
         cells = []
         for kind in KINDS:
             plain, summed = (mean(found, name, middle, precision, way, kind) for way in (TE, SHORT_SUMS))
-            cells.append("–" if math.isnan(plain) else f"{short(summed)} ({ratio(summed, plain)} times)")
+            cells.append("–" if math.isnan(plain) else f"{short(summed)} ({100 * (summed / plain - 1):+.1f} %)")
         rows.append([MODULES[name].title, *cells])
-    return _table(rows, [f"`{precision}`, short sums (over FP32 sums)", *KINDS])
+    return _table(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
 
 
 def _issue(found: Results, settings: Settings) -> str:
@@ -362,18 +388,15 @@ def _tolerance_claims(found: Results, settings: Settings) -> Iterator[list[str]]
     for name, title, tolerances in _TE_TOLERANCES:
         for precision, atol in tolerances.items():
             if name in settings.modules and precision in settings.precisions:
-                largest = max(_at_base(found, settings, name, precision), key=lambda each: each.max_abs).max_abs
+                largest = max(
+                    seeds_of(found, name, base(settings), precision, TE), key=lambda each: each.max_abs
+                ).max_abs
                 yield [
                     f"TE 2.20's own tests (test_numerics.py): {title} in {precision}",
                     f"atol {atol:g}",
                     f"largest output error {short(largest)}",
-                    f"a faithful port uses 1/{short(atol / largest)} of it: too wide to see a small mistake",
+                    f"wide: a mistake {short(atol / largest)} times as large as rounding passes",
                 ]
-
-
-def _at_base(found: Results, settings: Settings, name: str, precision: str) -> Sequence[Measured]:
-    wanted = (name, base(settings), precision, TE)
-    return [each for run, each in found.items() if (run.module, run.shape, run.precision, run.way) == wanted]
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

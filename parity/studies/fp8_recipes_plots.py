@@ -31,7 +31,7 @@ def by_distribution(found: Results, settings: Settings) -> Figure:
                 for distribution in settings.distributions
             ]
             axis.bar(places + (index - (len(settings.recipes) - 1) / 2) * width, values, width, label=recipe)
-        axis.set(xticks=places, title=f"{panel}, quantized" if panel in ROLES else MODULES[panel].title)
+        axis.set(xticks=places, title=f"{panel}, quantized" if panel in ROLES else f"output of {MODULES[panel].title}")
         axis.set_xticklabels(settings.distributions)
         axis.grid(True, axis="y", alpha=0.3)
     axes[0].set_ylabel("SQNR, dB (higher is better)")
@@ -44,6 +44,7 @@ def around_changes(found: Results, settings: Settings) -> Figure:
     """SQNR over steps around a change by the largest factor, a panel for each change and side."""
     figure = Figure(figsize=(4.6 * len(CHANGES), 3.1 * len(SIDES)), layout="constrained")
     axes = figure.subplots(len(SIDES), len(CHANGES), squeeze=False, sharey=True)
+    ticks = sorted({-STEPS_BEFORE // 2, 0, STEPS_BEFORE // 2, *(each for each in settings.histories if each > 9)})
     for row, side in zip(axes, SIDES, strict=True):
         for axis, change in zip(row, CHANGES, strict=True):
             for recipe in settings.recipes:
@@ -54,7 +55,9 @@ def around_changes(found: Results, settings: Settings) -> Figure:
             axis.set_title(f"{side} {CHANGE_TITLES[change]}")
             axis.axvline(0, color="black", linewidth=0.5)
             axis.grid(True, alpha=0.3)
-            axis.set_xscale("symlog", linthresh=16)
+            axis.set_xscale("symlog", linthresh=STEPS_BEFORE / 2)
+            axis.set_xticks(ticks, labels=map(str, ticks))
+            axis.minorticks_off()
             axis.set_xlabel("steps from the change on")
         row[0].set_ylabel("SQNR, dB")
     handles, labels = axes[0][0].get_legend_handles_labels()

@@ -74,7 +74,7 @@ def measure(run: TensorRun, kernels: Kernels) -> TensorLoss:
     assert to_format is not None, "recipes have a format for each operand"
     with gpu_with(precision, kernels) as gpu:
         quantized = _quantized(run, values, rng, kernels)
-    modelled = to_format(values.float(), 0 if run.role == "weights" else 1)
+    modelled = to_format(values.float(), 1)
     is_body = values.abs() <= values.abs().flatten().kthvalue(math.ceil(BODY * values.numel())).values
     return TensorLoss(
         te=_sqnr(quantized, values),

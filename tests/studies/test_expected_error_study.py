@@ -20,6 +20,7 @@ from parity.studies.expected_error import (
     Measured,
     Run,
     Settings,
+    Shape,
     base,
     law,
     mean,
@@ -78,6 +79,11 @@ def test_errors_of_layers_grow_as_the_square_root_of_their_number(found: Found, 
     fitted = law(found, SMALL, "transformer_layer_llama", precision)
     assert fitted is not None
     assert fitted.exponents["depth"] == pytest.approx(0.5, abs=0.15)
+
+
+def test_gated_mlps_without_a_residual_stream_amplify_errors(found: Found) -> None:
+    errors = [mean(found, "layernorm_mlp_swiglu", Shape(128, 32, depth), "fp32", TE) for depth in SMALL.depths]
+    assert errors[2] > 3 * errors[0]
 
 
 def test_the_rounding_model_predicts_what_te_loses(found: Found) -> None:

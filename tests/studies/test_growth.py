@@ -26,6 +26,18 @@ def test_the_law_that_measurements_follow_is_found(base: float, a: float, c: flo
     assert law.at({"hidden": 512, "depth": 2}) == pytest.approx(base * 2**a * 2**c)
 
 
+def test_growth_by_a_factor_is_told_from_a_power_law_where_it_may_occur() -> None:
+    sizes = [{"hidden": 256.0, "depth": float(depth)} for depth in (1, 2, 4, 8)]
+    law = fit([(each, 0.001 * 1.5 ** (each["depth"] - 1)) for each in sizes], REFERENCE, ["depth"])
+    assert law is not None
+    assert law.rates == pytest.approx({"depth": 1.5})
+    assert law.at({"hidden": 256, "depth": 3}) == pytest.approx(0.001 * 1.5**2)
+    law = fit([(each, 0.001 * each["depth"] ** 0.5) for each in sizes], REFERENCE, ["depth"])
+    assert law is not None
+    assert law.exponents == pytest.approx({"depth": 0.5})
+    assert not law.rates
+
+
 def test_a_size_that_does_not_vary_has_no_exponent() -> None:
     law = fit([({"hidden": hidden, "depth": 1}, 0.1) for hidden in (256, 512)], REFERENCE)
     assert law is not None
