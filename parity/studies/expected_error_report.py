@@ -76,12 +76,14 @@ last column is the root of their sum over the error of all roundings together, 1
 
 _SHORT_SUMS = """\
 The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 14 bits (study `fp8_accumulation`).
-With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose:"""
+With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose the following; what short sums
+add grows with the length of the sums, here up to {longest}."""
 
 _LIMITS = """\
-- **Other inputs.** A relative error hardly depends on the inputs' scale, but on their shape: outliers cost per-tensor
-  FP8 more (study `fp8_recipes`), and an output in which large terms cancel has a larger relative error from the same
-  absolute one. A trained model has both. `parity run` computes the expected error on your module, weights and inputs.
+- **Other inputs.** A relative error hardly depends on the inputs' scale, but it may on their shape: outliers cost NVFP4
+  more (study `fp8_recipes`), sums of one sign cost short sums more (`fp8_accumulation`), and an output in which large
+  terms cancel has a larger relative error from the same absolute one. `parity run` computes the expected error on your
+  module, weights and inputs.
 - **Layers hide errors.** In a TransformerLayer the residual stream passes most of the output unrounded but for
   storage: its output's error is small because the stream is large. Its weight gradients show the error of the branches.
 - **FP8 attention is off.** TE computes attention in BF16 under every recipe unless `fp8_dpa` is set.
@@ -146,7 +148,7 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
         yield f"![Shares of the parts]({PARTS_PICTURE})"
         yield _parts_table(found, settings)
         if kernels.backend == "cpu" and set(PER_TENSOR) & set(settings.precisions):
-            yield _SHORT_SUMS
+            yield _SHORT_SUMS.format(longest=4 * settings.hidden)
             yield _short_sums(found, settings)
     yield "## The module of TransformerEngine issue 407"
     yield _issue(found, settings)

@@ -27,6 +27,7 @@ SIDES: tuple[Side, ...] = ("input", "gradient")
 # What is judged: the first result of the GEMM that reads the tensor.
 JUDGED: Mapping[Side, str] = {"input": "output", "gradient": "input gradient"}
 AS_GOOD_DB = 1.0
+SETTLED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepsRun:
         change: ``up``, larger by ``factor`` from then on; ``down``, smaller by it; ``spike``, larger in one step alone.
         factor: of the change.
         before: steps before it.
-        after: steps from it on.
+        after: steps from it on, at most: ``SETTLED_STEPS`` in a row that are as good as before end the run.
         size: input, weight and output gradient are ``[size, size]``.
         seed: of all values.
     """
@@ -83,11 +84,19 @@ class Steps:
 
         As good is what lies at most ``AS_GOOD_DB`` below the worst of the steps before.
         """
-        _, worst = self.steady(before)
-        bad = [i for i, sqnr in enumerate(self.sqnr_db[before:]) if sqnr < worst - AS_GOOD_DB]
+        bad = [i for i, is_good in enumerate(self._as_good(before)) if not is_good]
         if not bad:
             return 0
         return None if bad[-1] == len(self.sqnr_db) - before - 1 else bad[-1] + 1
+
+    def has_settled(self, before: int) -> bool:
+        """Whether the last ``SETTLED_STEPS`` came after the change and are as good as before."""
+        last = self._as_good(before)[-SETTLED_STEPS:]
+        return len(last) == SETTLED_STEPS and all(last)
+
+    def _as_good(self, before: int) -> list[bool]:
+        _, worst = self.steady(before)
+        return [sqnr >= worst - AS_GOOD_DB for sqnr in self.sqnr_db[before:]]
 
 
 def measure(run: StepsRun, kernels: Kernels) -> Steps:
@@ -121,7 +130,10 @@ def measure(run: StepsRun, kernels: Kernels) -> Steps:
             result, golden = (y, x.double() @ weight.t()) if run.side == "input" else (x.grad, dy.double() @ weight)
             ratios.append(_sqnr(result, golden))
             linear.weight.grad = None
-    return Steps(tuple(ratios), tuple(clipped), tuple(flushed), gpu)
+            steps = Steps(tuple(ratios), tuple(clipped), tuple(flushed), gpu)
+            if step >= run.before and steps.has_settled(run.before):
+                break
+    return steps
 
 
 def _factor(run: StepsRun, step: int) -> float:
