@@ -7,13 +7,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-from tabulate import tabulate
-
-from parity import te
-from parity.report.environment import KERNELS
 from parity.report.numbers import short
-from parity.studies import expected_error_plots
+from parity.studies import expected_error_claims, expected_error_plots, tables
 from parity.studies.expected_error import (
     ISSUE_407,
     ISSUE_407_SHAPE,
@@ -37,7 +32,6 @@ from parity.studies.expected_error import (
 from parity.studies.growth import Law
 from parity.studies.te_modules import MODULES
 from parity.te import Kernels
-from parity.tolerance import FACTOR_L2
 
 GROWTH_PICTURE, PARTS_PICTURE = "expected_error_growth.png", "expected_error_parts.png"
 
@@ -46,16 +40,15 @@ You replaced a PyTorch module by TransformerEngine's (TE) and the numbers differ
 nothing is wrong. The error is relative: the Euclidean norm of the difference from the same module in FP64, on the same
 weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is 1 %.
 
-Kernels: {kernels}. TransformerEngine {te}, torch {torch}. Inputs and output gradients are N(0, 1), weights are
-PyTorch's initial ones, the batch is 1; MLPs are 4 (gated: 3) times as wide inside, heads have 64 channels. At the size
-of the tables, the root mean square over seeds 0 to {last_seed}, between which errors differ by up to {spread}; seed 0
-elsewhere. {gpus}"""
+{made_on} Inputs and output gradients are N(0, 1), weights are PyTorch's initial ones, the batch is 1; MLPs are 4
+(gated: 3) times as wide inside, heads have 64 channels. At the size of the tables, the root mean square over seeds 0 to
+{last_seed}; seed 0 elsewhere. {gpus}"""
 
 _HOW_TO = """\
 Find your module and your precision: that is the error at hidden size {hidden}, {seq} tokens, one module. At another
 size multiply it by (hidden / {hidden})^a (tokens / {seq})^b (modules in a row)^c with the exponents from the table
-below. {example} Up to {factor:g} times that is what parity accepts for one module; ten times that is a bug, or inputs
-unlike these: see "What it does not say"."""
+below. {example} Seeds differ by {spread}, so several times the figure is a bug, or inputs unlike these: see "What it
+does not say"; `parity run` finds out which."""
 
 _EXPONENTS = """\
 Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules that are not stacked). In the place of
@@ -120,16 +113,15 @@ def write(
 def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
     yield "# Which error is normal?"
     yield _INTRODUCTION.format(
-        kernels=KERNELS[kernels.backend],
-        te=te.version(),
-        torch=torch.__version__,
+        made_on=tables.made_on(kernels),
         last_seed=settings.seeds - 1,
-        spread=_spread(found, settings),
         gpus=_gpus(found, settings),
     )
     yield from (f"- `{name}` was not measured: {reason}" for name, reason in missing.items())
     yield "## My module, my precision: expect this"
-    yield _HOW_TO.format(hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), factor=FACTOR_L2)
+    yield _HOW_TO.format(
+        hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), spread=_spread(found, settings)
+    )
     yield "Error of the **output**, measured:"
     yield _lookup(found, settings, TE, "output")
     yield _EXPONENTS.format(nothing=NOTHING_LEFT)
@@ -153,7 +145,7 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield "## The module of TransformerEngine issue 407"
     yield _issue(found, settings)
     yield "## Claims"
-    yield _claims(found, settings)
+    yield tables.claims(expected_error_claims.claims(found, settings))
     yield "## What it does not say"
     yield _LIMITS.format(real=_REAL[kernels.backend])
     yield "Made by `parity study expected_error`."
@@ -194,7 +186,7 @@ def _example(found: Results, settings: Settings) -> str:
 
 def _by_module(settings: Settings, cell: Callable[[str, str], str]) -> str:
     rows = [[MODULES[name].title, *(cell(name, each) for each in settings.precisions)] for name in settings.modules]
-    return _table(rows, ["module", *settings.precisions])
+    return tables.numbers(rows, ["module", *settings.precisions])
 
 
 def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
@@ -229,7 +221,7 @@ def _agreement(found: Results, settings: Settings) -> str:
         f"Over all {len(ratios)} modules, sizes and precisions of this report, measured over predicted is "
         f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, median {statistics.median(ratios.values()):.2f}; "
         f"furthest off: {MODULES[name].title} in `{precision}`, hidden {shape.hidden}, {shape.seq} tokens, "
-        f"{shape.depth} in a row. (Fused attention keeps scores in FP32 that the model rounds.)"
+        f"{shape.depth} in a row."
     )
 
 
@@ -294,7 +286,7 @@ def _parts_table(found: Results, settings: Settings) -> str:
             rows.append([MODULES[name].title, precision, *map(short, errors), f"{whole:.2f}"])
     headers = ["module", "precision", "all", *(f"{title} alone" for title in titles), "parts / all"]
     return "<details><summary>Each rounding alone: error of the output</summary>\n\n" + (
-        _table(rows, headers) + "\n\n</details>"
+        tables.numbers(rows, headers) + "\n\n</details>"
     )
 
 
@@ -308,7 +300,7 @@ def _short_sums(found: Results, settings: Settings) -> str:
             plain, summed = (mean(found, name, middle, precision, way, kind) for way in (TE, SHORT_SUMS))
             cells.append("–" if math.isnan(plain) else f"{short(summed)} ({100 * (summed / plain - 1):+.1f} %)")
         rows.append([MODULES[name].title, *cells])
-    return _table(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
+    return tables.numbers(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
 
 
 def _issue(found: Results, settings: Settings) -> str:
@@ -322,85 +314,6 @@ def _issue(found: Results, settings: Settings) -> str:
     headers = ["precision", *KINDS, "output, predicted", "error of the outputs' sum, by seed"]
     return (
         "RMSNorm and a SwiGLU MLP, hidden size 512, ffn 1536, input `rand(2, 1024, 512)`, weights N(0, 0.023). The "
-        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n" + _table(rows, headers)
+        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n"
+        + tables.numbers(rows, headers)
     )
-
-
-def _claims(found: Results, settings: Settings) -> str:
-    rows = [*_issue_claims(found, settings), *_theory_claims(found, settings), *_tolerance_claims(found, settings)]
-    return tabulate(rows, ["source", "its figure", "ours", "agree, and why"], tablefmt="github", disable_numparse=True)
-
-
-def _issue_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    if "fp32" not in settings.precisions:
-        return
-    sums = [found[Run(ISSUE_407, ISSUE_407_SHAPE, "fp32", TE, seed)].sum_error for seed in range(settings.seeds)]
-    ours = ", ".join(f"{error:+.2f}" for error in sums)
-    relative = mean(found, ISSUE_407, ISSUE_407_SHAPE, "fp32", TE)
-    yield [
-        "TransformerEngine issue 407: SwiGLU MLP against LayerNormMLP in FP32",
-        "outputs' sums differ by -0.1887",
-        f"{ours}; a relative error of {short(relative)}",
-        "yes: rounding does as much. TE computes FP32 GEMMs in TF32 (the weights are not the reporter's)",
-    ]
-    yield [
-        "ibid., after an attempt at a repair",
-        "-140.2",
-        ours,
-        f"no: {short(140.2 / max(map(abs, sums)))} times what rounding does. A bug (gate and up exchanged)",
-    ]
-
-
-# Significand bits, with the leading one, of the operands and of the result.
-_OPERAND_BITS = {"fp32": 11, "fp8_delayed": 4, "fp8_current": 4, "fp8_block": 4, "mxfp8": 4}
-_RESULT_BITS = {"bf16": 8, "fp16": 11}
-
-
-def _theory_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    """The noise of floating-point quantization with p significand bits is 0.180 * 2^-2p of the signal's power."""
-    if "linear" not in settings.modules:
-        return
-    for precision in settings.precisions:
-        roundings, bits = 1, _RESULT_BITS.get(precision)
-        if precision in _OPERAND_BITS:
-            roundings, bits = 2, _OPERAND_BITS[precision]
-        if bits is None:
-            continue
-        theory = math.sqrt(roundings * 0.180) * 2.0**-bits
-        ours = mean(found, "linear", base(settings), precision, TE)
-        agrees = abs(math.log(ours / theory)) < math.log(1.15)
-        what = "two operands" if roundings == 2 else "the result"
-        yield [
-            f"Widrow and Kollár, Quantization Noise (2008): Linear in `{precision}`, {what} rounded to {bits} "
-            "significand bits",
-            f"sqrt({roundings} x 0.180) x 2^-{bits} = {short(theory)}",
-            short(ours),
-            "yes, within 15 %" if agrees else "in size: the formula assumes a smooth distribution over many binades",
-        ]
-
-
-# atol of tests/pytorch/test_numerics.py, TE 2.20.
-_TE_TOLERANCES = (
-    ("layernorm_mlp_swiglu", "LayerNormMLP", {"fp32": 2e-2, "bf16": 5e-2}),
-    ("transformer_layer_gpt", "TransformerLayer", {"fp32": 5e-3, "bf16": 1e-1}),
-)
-
-
-def _tolerance_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    for name, title, tolerances in _TE_TOLERANCES:
-        for precision, atol in tolerances.items():
-            if name in settings.modules and precision in settings.precisions:
-                largest = max(
-                    seeds_of(found, name, base(settings), precision, TE), key=lambda each: each.max_abs
-                ).max_abs
-                yield [
-                    f"TE 2.20's own tests (test_numerics.py): {title} in {precision}",
-                    f"atol {atol:g}",
-                    f"largest output error {short(largest)}",
-                    f"wide: a mistake {short(atol / largest)} times as large as rounding passes",
-                ]
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    alignment = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

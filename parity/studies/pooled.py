@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from parity.comparison import Tensors
 from parity.errors import relative_l2
+from parity.passes import Tensors
 
 
 def pooled_relative_l2(tensors: Tensors, golden: Tensors) -> dict[str, float]:

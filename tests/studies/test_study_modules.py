@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from parity import te, weights
+from parity.calibration.table import packaged
 from parity.comparison import compare_at
 from parity.cpu import cuda
 from parity.precision import PRECISIONS, why_unavailable
@@ -23,7 +24,9 @@ def kernels() -> Kernels:
 @pytest.mark.parametrize("name", MODULES)
 def test_each_module_is_a_faithful_port_at_another_size_and_in_a_row(name: str, kernels: Kernels) -> None:
     for depth in (1, 2) if MODULES[name].stackable else (1,):
-        result = compare_at(*placed(name, Shape(hidden=128, seq=32, depth=depth)), PRECISIONS["fp32"], 0, kernels)
+        result = compare_at(
+            *placed(name, Shape(hidden=128, seq=32, depth=depth)), PRECISIONS["fp32"], 0, kernels, packaged()
+        )
         assert result.passed, result.reason
 
 
