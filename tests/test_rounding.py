@@ -21,14 +21,14 @@ def bf16(x):
 
 def test_a_linear_layer_rounds_operands_and_result():
     x, weight = torch.randn(4, 64), torch.randn(8, 64)
-    with rounded(BF16):
+    with rounded(BF16, freedom=FUSED):
         y = F.linear(x, weight)
     assert torch.equal(y, bf16(bf16(x) @ bf16(weight).t()))
 
 
 def test_a_bias_is_added_before_the_one_rounding_of_the_result():
     x, weight, bias = torch.randn(4, 64), torch.randn(8, 64), torch.randn(8)
-    with rounded(BF16):
+    with rounded(BF16, freedom=FUSED):
         y = F.linear(x, weight, bias)
     assert torch.equal(y, bf16(torch.addmm(bias, bf16(x), bf16(weight).t())))
 
@@ -45,7 +45,7 @@ def test_gradients_are_rounded_to_their_own_format_in_the_backward_pass():
     x, weight, dy = (torch.randn(*shape) for shape in ((16, 64), (8, 64), (16, 8)))
     x.requires_grad_()
     weight.requires_grad_()
-    with rounded(FP8, [weight]) as phase:
+    with rounded(FP8, [weight], FUSED) as phase:
         y = F.linear(x, weight)
         phase.begin_backward()
         y.backward(dy)
