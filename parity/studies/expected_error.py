@@ -28,12 +28,12 @@ from parity.inputs import Rng
 from parity.passes import Tensors, run_candidate, run_model, tensors_of
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
-from parity.rounding import FUSED_POINTWISE, PARTS
+from parity.rounding import PARTS
 from parity.studies import record
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.growth import Law, Sizes, fit
 from parity.studies.pooled import pooled_relative_l2
-from parity.studies.te_modules import MODULES, Shape, placed
+from parity.studies.te_modules import AS_TE, MODULES, Shape, placed
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize
@@ -274,12 +274,13 @@ def check(settings: Settings) -> None:
         raise UserError("depth: only modules that can be stacked have another depth than 1")
 
 
-_ISSUE_407 = (issue_407, CheckedSize(issue_407.sizes[0], ISSUE_407))
+_ISSUE_407 = (dataclasses.replace(issue_407, probe=False), CheckedSize(issue_407.sizes[0], ISSUE_407))
 
 
 def _modelled(prepared: Prepared, precision: Precision, way: str) -> Tensors:
     parts = PARTS if way == MODEL else PARTS & {way}
-    return run_model(prepared, dataclasses.replace(precision.rounding, parts=parts), FUSED_POINTWISE)
+    rounding = dataclasses.replace(precision.rounding, parts=parts)
+    return run_model(prepared, rounding, AS_TE)
 
 
 def _measured(tensors: Tensors, golden: Tensors) -> Measured:
@@ -294,7 +295,9 @@ def _measured(tensors: Tensors, golden: Tensors) -> Measured:
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
     """All that a run's result depends on."""
     named = dataclasses.asdict(entry) | {"start": record.fingerprint([Rng(entry.seed).normal(16)])}
-    return named | ({"kernels": kernels.backend, "te": _te_version()} if entry.way in (TE, SHORT_SUMS) else {})
+    if entry.way in (TE, SHORT_SUMS):
+        return named | {"kernels": kernels.backend, "te": _te_version()}
+    return named | {"freedom": dataclasses.asdict(AS_TE)}
 
 
 _te_version = functools.cache(te.version)  # reads a file

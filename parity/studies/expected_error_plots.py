@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -121,8 +122,9 @@ def _growth_line(
     )
     fitted = law(found, settings, name, precision)
     if fitted is not None:
-        on_law = [min(NOTHING_LEFT, fitted.at(sizes_of(shape))) for shape in shapes]
-        axis.loglog(values, on_law, color=color, linewidth=0.8)
+        on_law = [fitted.at(sizes_of(shape)) for shape in shapes]
+        drawn = [error if error < NOTHING_LEFT else math.nan for error in on_law]
+        axis.loglog(values, drawn, color=color, linewidth=0.8)
     axis.set_xticks(values, labels=map(str, values), fontsize="x-small")
     axis.minorticks_off()
 

@@ -7,14 +7,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-from tabulate import tabulate
-
-from parity import te
-from parity.calibration.table import packaged
-from parity.report.environment import KERNELS
 from parity.report.numbers import short
-from parity.studies import expected_error_plots
+from parity.studies import expected_error_claims, expected_error_plots, tables
 from parity.studies.expected_error import (
     ISSUE_407,
     ISSUE_407_SHAPE,
@@ -46,16 +40,15 @@ You replaced a PyTorch module by TransformerEngine's (TE) and the numbers differ
 nothing is wrong. The error is relative: the Euclidean norm of the difference from the same module in FP64, on the same
 weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is 1 %.
 
-Kernels: {kernels}. TransformerEngine {te}, torch {torch}. Inputs and output gradients are N(0, 1), weights are
-PyTorch's initial ones, the batch is 1; MLPs are 4 (gated: 3) times as wide inside, heads have 64 channels. At the size
-of the tables, the root mean square over seeds 0 to {last_seed}, between which errors differ by up to {spread}; seed 0
-elsewhere. {gpus}"""
+{made_on} Inputs and output gradients are N(0, 1), weights are PyTorch's initial ones, the batch is 1; MLPs are 4
+(gated: 3) times as wide inside, heads have 64 channels. At the size of the tables, the root mean square over seeds 0 to
+{last_seed}; seed 0 elsewhere. {gpus}"""
 
 _HOW_TO = """\
 Find your module and your precision: that is the error at hidden size {hidden}, {seq} tokens, one module. At another
 size multiply it by (hidden / {hidden})^a (tokens / {seq})^b (modules in a row)^c with the exponents from the table
-below. {example} Up to {factor:.1f} times that is what parity accepts for one module; ten times that is a bug, or inputs
-unlike these: see "What it does not say"."""
+below. {example} Seeds differ by {spread}, so several times the figure is a bug, or inputs unlike these: see "What it
+does not say"; `parity run` finds out which."""
 
 _EXPONENTS = """\
 Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules that are not stacked). In the place of
@@ -76,12 +69,14 @@ last column is the root of their sum over the error of all roundings together, 1
 
 _SHORT_SUMS = """\
 The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 14 bits (study `fp8_accumulation`).
-With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose:"""
+With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose the following; what short sums
+add grows with the length of the sums, here up to {longest}."""
 
 _LIMITS = """\
-- **Other inputs.** A relative error hardly depends on the inputs' scale, but on their shape: outliers cost per-tensor
-  FP8 more (study `fp8_recipes`), and an output in which large terms cancel has a larger relative error from the same
-  absolute one. A trained model has both. `parity run` computes the expected error on your module, weights and inputs.
+- **Other inputs.** A relative error hardly depends on the inputs' scale, but it may on their shape: outliers cost NVFP4
+  more (study `fp8_recipes`), sums of one sign cost short sums more (`fp8_accumulation`), and an output in which large
+  terms cancel has a larger relative error from the same absolute one. `parity run` computes the expected error on your
+  module, weights and inputs.
 - **Layers hide errors.** In a TransformerLayer the residual stream passes most of the output unrounded but for
   storage: its output's error is small because the stream is large. Its weight gradients show the error of the branches.
 - **FP8 attention is off.** TE computes attention in BF16 under every recipe unless `fp8_dpa` is set.
@@ -118,17 +113,14 @@ def write(
 def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
     yield "# Which error is normal?"
     yield _INTRODUCTION.format(
-        kernels=KERNELS[kernels.backend],
-        te=te.version(),
-        torch=torch.__version__,
+        made_on=tables.made_on(kernels),
         last_seed=settings.seeds - 1,
-        spread=_spread(found, settings),
         gpus=_gpus(found, settings),
     )
     yield from (f"- `{name}` was not measured: {reason}" for name, reason in missing.items())
     yield "## My module, my precision: expect this"
     yield _HOW_TO.format(
-        hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), factor=_accepted()
+        hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), spread=_spread(found, settings)
     )
     yield "Error of the **output**, measured:"
     yield _lookup(found, settings, TE, "output")
@@ -148,12 +140,12 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
         yield f"![Shares of the parts]({PARTS_PICTURE})"
         yield _parts_table(found, settings)
         if kernels.backend == "cpu" and set(PER_TENSOR) & set(settings.precisions):
-            yield _SHORT_SUMS
+            yield _SHORT_SUMS.format(longest=4 * settings.hidden)
             yield _short_sums(found, settings)
     yield "## The module of TransformerEngine issue 407"
     yield _issue(found, settings)
     yield "## Claims"
-    yield _claims(found, settings)
+    yield tables.claims(expected_error_claims.claims(found, settings))
     yield "## What it does not say"
     yield _LIMITS.format(real=_REAL[kernels.backend])
     yield "Made by `parity study expected_error`."
@@ -179,11 +171,6 @@ def _spread(found: Results, settings: Settings) -> str:
     return f"{100 * (max(factors) - 1):.0f} %"
 
 
-def _accepted() -> float:
-    """How many times the expected error of an output's norm passes, in BF16; about the same at every precision."""
-    return packaged().limit("bf16", "output", "norm")
-
-
 def _example(found: Results, settings: Settings) -> str:
     """The law at the shape that it was not fitted to, beside what was measured there."""
     name, precision = settings.modules[-1], settings.precisions[min(4, len(settings.precisions) - 1)]
@@ -199,7 +186,7 @@ def _example(found: Results, settings: Settings) -> str:
 
 def _by_module(settings: Settings, cell: Callable[[str, str], str]) -> str:
     rows = [[MODULES[name].title, *(cell(name, each) for each in settings.precisions)] for name in settings.modules]
-    return _table(rows, ["module", *settings.precisions])
+    return tables.numbers(rows, ["module", *settings.precisions])
 
 
 def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
@@ -234,7 +221,7 @@ def _agreement(found: Results, settings: Settings) -> str:
         f"Over all {len(ratios)} modules, sizes and precisions of this report, measured over predicted is "
         f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, median {statistics.median(ratios.values()):.2f}; "
         f"furthest off: {MODULES[name].title} in `{precision}`, hidden {shape.hidden}, {shape.seq} tokens, "
-        f"{shape.depth} in a row. (Fused attention keeps scores in FP32 that the model rounds.)"
+        f"{shape.depth} in a row."
     )
 
 
@@ -299,7 +286,7 @@ def _parts_table(found: Results, settings: Settings) -> str:
             rows.append([MODULES[name].title, precision, *map(short, errors), f"{whole:.2f}"])
     headers = ["module", "precision", "all", *(f"{title} alone" for title in titles), "parts / all"]
     return "<details><summary>Each rounding alone: error of the output</summary>\n\n" + (
-        _table(rows, headers) + "\n\n</details>"
+        tables.numbers(rows, headers) + "\n\n</details>"
     )
 
 
@@ -313,7 +300,7 @@ def _short_sums(found: Results, settings: Settings) -> str:
             plain, summed = (mean(found, name, middle, precision, way, kind) for way in (TE, SHORT_SUMS))
             cells.append("–" if math.isnan(plain) else f"{short(summed)} ({100 * (summed / plain - 1):+.1f} %)")
         rows.append([MODULES[name].title, *cells])
-    return _table(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
+    return tables.numbers(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
 
 
 def _issue(found: Results, settings: Settings) -> str:
@@ -327,85 +314,6 @@ def _issue(found: Results, settings: Settings) -> str:
     headers = ["precision", *KINDS, "output, predicted", "error of the outputs' sum, by seed"]
     return (
         "RMSNorm and a SwiGLU MLP, hidden size 512, ffn 1536, input `rand(2, 1024, 512)`, weights N(0, 0.023). The "
-        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n" + _table(rows, headers)
+        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n"
+        + tables.numbers(rows, headers)
     )
-
-
-def _claims(found: Results, settings: Settings) -> str:
-    rows = [*_issue_claims(found, settings), *_theory_claims(found, settings), *_tolerance_claims(found, settings)]
-    return tabulate(rows, ["source", "its figure", "ours", "agree, and why"], tablefmt="github", disable_numparse=True)
-
-
-def _issue_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    if "fp32" not in settings.precisions:
-        return
-    sums = [found[Run(ISSUE_407, ISSUE_407_SHAPE, "fp32", TE, seed)].sum_error for seed in range(settings.seeds)]
-    ours = ", ".join(f"{error:+.2f}" for error in sums)
-    relative = mean(found, ISSUE_407, ISSUE_407_SHAPE, "fp32", TE)
-    yield [
-        "TransformerEngine issue 407: SwiGLU MLP against LayerNormMLP in FP32",
-        "outputs' sums differ by -0.1887",
-        f"{ours}; a relative error of {short(relative)}",
-        "yes: rounding does as much. TE computes FP32 GEMMs in TF32 (the weights are not the reporter's)",
-    ]
-    yield [
-        "ibid., after an attempt at a repair",
-        "-140.2",
-        ours,
-        f"no: {short(140.2 / max(map(abs, sums)))} times what rounding does. A bug (gate and up exchanged)",
-    ]
-
-
-# Significand bits, with the leading one, of the operands and of the result.
-_OPERAND_BITS = {"fp32": 11, "fp8_delayed": 4, "fp8_current": 4, "fp8_block": 4, "mxfp8": 4}
-_RESULT_BITS = {"bf16": 8, "fp16": 11}
-
-
-def _theory_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    """The noise of floating-point quantization with p significand bits is 0.180 * 2^-2p of the signal's power."""
-    if "linear" not in settings.modules:
-        return
-    for precision in settings.precisions:
-        roundings, bits = 1, _RESULT_BITS.get(precision)
-        if precision in _OPERAND_BITS:
-            roundings, bits = 2, _OPERAND_BITS[precision]
-        if bits is None:
-            continue
-        theory = math.sqrt(roundings * 0.180) * 2.0**-bits
-        ours = mean(found, "linear", base(settings), precision, TE)
-        agrees = abs(math.log(ours / theory)) < math.log(1.15)
-        what = "two operands" if roundings == 2 else "the result"
-        yield [
-            f"Widrow and Kollár, Quantization Noise (2008): Linear in `{precision}`, {what} rounded to {bits} "
-            "significand bits",
-            f"sqrt({roundings} x 0.180) x 2^-{bits} = {short(theory)}",
-            short(ours),
-            "yes, within 15 %" if agrees else "in size: the formula assumes a smooth distribution over many binades",
-        ]
-
-
-# atol of tests/pytorch/test_numerics.py, TE 2.20.
-_TE_TOLERANCES = (
-    ("layernorm_mlp_swiglu", "LayerNormMLP", {"fp32": 2e-2, "bf16": 5e-2}),
-    ("transformer_layer_gpt", "TransformerLayer", {"fp32": 5e-3, "bf16": 1e-1}),
-)
-
-
-def _tolerance_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    for name, title, tolerances in _TE_TOLERANCES:
-        for precision, atol in tolerances.items():
-            if name in settings.modules and precision in settings.precisions:
-                largest = max(
-                    seeds_of(found, name, base(settings), precision, TE), key=lambda each: each.max_abs
-                ).max_abs
-                yield [
-                    f"TE 2.20's own tests (test_numerics.py): {title} in {precision}",
-                    f"atol {atol:g}",
-                    f"largest output error {short(largest)}",
-                    f"wide: a mistake {short(atol / largest)} times as large as rounding passes",
-                ]
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    alignment = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

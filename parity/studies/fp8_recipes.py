@@ -25,7 +25,7 @@ from parity.studies.fp8_attention import AttentionLoss, AttentionRun
 from parity.studies.gpu import why_nowhere
 from parity.studies.module_sqnr import ModuleLoss, ModuleRun
 from parity.studies.stale_scales import CHANGES, SIDES, Steps, StepsRun
-from parity.studies.te_modules import MODULES
+from parity.studies.te_modules import AS_TE, MODULES
 from parity.studies.tensor_sqnr import ROLES, TensorLoss, TensorRun
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -159,8 +159,11 @@ def measure(entry: Run, kernels: Kernels) -> Result:
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
     """All that a run's result depends on."""
     named = {"what": type(entry).__name__, "start": record.fingerprint([Rng(entry.seed).normal(16)])}
-    on_te = {} if isinstance(entry, AttentionRun) else {"kernels": kernels.backend, "te": te.version()}
-    return named | on_te | dataclasses.asdict(entry)
+    if not isinstance(entry, AttentionRun):
+        named |= {"kernels": kernels.backend, "te": te.version()}
+    if isinstance(entry, ModuleRun):
+        named |= {"freedom": dataclasses.asdict(AS_TE)}
+    return named | dataclasses.asdict(entry)
 
 
 def check(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Means over the seeds of the study ``fp8_recipes``."""
+"""What the reports of the study ``fp8_recipes`` take from its runs: means over seeds, and the steps around a change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 from parity.studies.fp8_attention import AttentionLoss, AttentionRun
-from parity.studies.fp8_recipes import Results
+from parity.studies.fp8_recipes import DELAYED, Results, Settings, steps_run
 from parity.studies.module_sqnr import ModuleLoss, ModuleRun
+from parity.studies.stale_scales import Steps
 from parity.studies.tensor_sqnr import TensorLoss, TensorRun
 
 
@@ -52,3 +53,10 @@ def mean_db(ratios: Iterable[float]) -> float:
     """The SQNR of the mean noise power; NaN of nothing."""
     powers = [10 ** (-ratio / 10) for ratio in ratios]
     return -10 * math.log10(sum(powers) / len(powers)) if powers else math.nan
+
+
+def delayed_steps(found: Results, settings: Settings, history: int, change: str, factor: float) -> Steps:
+    """Delayed scaling around a change of the input."""
+    steps = found[steps_run(settings, DELAYED, history, "input", change, factor)]
+    assert isinstance(steps, Steps)
+    return steps

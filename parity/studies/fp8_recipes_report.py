@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
-from tabulate import tabulate
-
-from parity import te
-from parity.report.environment import KERNELS
 from parity.report.numbers import short
-from parity.studies import fp8_recipes_plots
-from parity.studies.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, WAYS
+from parity.studies import fp8_recipes_claims, fp8_recipes_plots, tables
+from parity.studies.fp8_attention import WAYS
 from parity.studies.fp8_recipes import DELAYED, STEPS_BEFORE, Results, Settings, steps_run
-from parity.studies.fp8_recipes_means import attention_rmse, mean_db, module_mean, tensor_mean
+from parity.studies.fp8_recipes_means import attention_rmse, delayed_steps, module_mean, tensor_mean
 from parity.studies.fp8_recipes_plots import CHANGE_TITLES
 from parity.studies.module_sqnr import ModuleLoss
-from parity.studies.stale_scales import AS_GOOD_DB, CHANGES, JUDGED, SIDES, Steps
+from parity.studies.stale_scales import AS_GOOD_DB, CHANGES, JUDGED, SETTLED_STEPS, SIDES, Steps
 from parity.studies.te_modules import MODULES
 from parity.studies.tensor_sqnr import BODY, ROLES, TensorLoss
 from parity.te import Kernels
@@ -41,7 +36,7 @@ Losses are signal to quantization noise ratios (SQNR) in decibels: 20 dB is a re
 6 dB more halve the error. `normal` is N(0, 1), `heavy_tailed` is Student's t with 3 degrees of freedom, `outliers` is
 N(0, 1) plus N(0, 100) in one element of a thousand.
 
-Kernels: {kernels}. TransformerEngine {te}, torch {torch}. {gpus} Seeds 0 to {last_seed}."""
+{made_on} {gpus} Seeds 0 to {last_seed}."""
 
 _TENSORS = """\
 `[{size}, {size}]`, quantized by TE's own quantizers in a linear layer. Delayed scaling has its scale from {earlier}
@@ -55,9 +50,9 @@ Against FP64 on the same BF16 values."""
 _STEPS = """\
 A linear layer (`[{size}, {size}]`) makes passes on new N(0, 1) values; from one step on its input, or its output
 gradient, is {factors} times larger or smaller, for good or in one step alone. Judged is what the GEMM makes of it: the
-output, or the input gradient. Recovered means: at most {as_good:g} dB below the worst step before, and so in every
-later step. Without a past there is nothing to recover from; recipes that scale by the tensor at hand are measured all
-the same."""
+output, or the input gradient. Recovered means: at most {as_good:g} dB below the worst step before, {settled} times in a
+row. Without a past there is nothing to recover from; recipes that scale by the tensor at hand are measured all the
+same."""
 
 _ATTENTION = """\
 FlashAttention-3 quantizes queries, keys and values to E4M3 and finds its error with the outliers above. The same
@@ -99,9 +94,7 @@ def recovery(found: Results, settings: Settings, recipe: str, history: int, side
 def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
     yield "# FP8 recipes side by side"
     yield _INTRODUCTION.format(
-        kernels=KERNELS[kernels.backend],
-        te=te.version(),
-        torch=torch.__version__,
+        made_on=tables.made_on(kernels),
         gpus=_gpus(found, settings),
         last_seed=settings.seeds - 1,
     )
@@ -118,7 +111,10 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield _model_agreement(found)
     yield "## When the magnitude jumps"
     yield _STEPS.format(
-        size=settings.steps_size, factors=", ".join(f"{factor:g}" for factor in settings.factors), as_good=AS_GOOD_DB
+        size=settings.steps_size,
+        factors=", ".join(f"{factor:g}" for factor in settings.factors),
+        as_good=AS_GOOD_DB,
+        settled=SETTLED_STEPS,
     )
     yield f"![SQNR around the change]({STEPS_PICTURE})"
     yield "The picture shows the largest factor. Steps until recovered, and the worst SQNR in between:"
@@ -129,12 +125,7 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield _ATTENTION.format(seq=settings.attention_seq, head_dim=settings.head_dim)
     yield _attention(found, settings)
     yield "## Claims"
-    yield tabulate(
-        list(_claims(found, settings)),
-        ["source", "its figure", "ours", "agree, and why"],
-        tablefmt="github",
-        disable_numparse=True,
-    )
+    yield tables.claims(fp8_recipes_claims.claims(found, settings))
     yield "Made by `parity study fp8_recipes`."
 
 
@@ -179,8 +170,8 @@ def _meaning(found: Results, settings: Settings) -> str:
 
 def _meaning_of_delays(found: Results, settings: Settings) -> Iterator[str]:
     smallest, largest, history = min(settings.factors), max(settings.factors), max(settings.histories)
-    grown = _steps(found, settings, history, "up", smallest)
-    after = _steps(found, settings, history, "spike", largest).recovered_after(STEPS_BEFORE)
+    grown = delayed_steps(found, settings, history, "up", smallest)
+    after = delayed_steps(found, settings, history, "spike", largest).recovered_after(STEPS_BEFORE)
     before, fallen = grown.steady(STEPS_BEFORE)[0], min(grown.sqnr_db[STEPS_BEFORE:])
     yield (
         f"- Delayed scaling fails in the one step in which an input grows: {smallest:g} times larger, and the output "
@@ -200,15 +191,9 @@ def _harmless(found: Results, settings: Settings) -> float:
     unharmed = [
         factor
         for factor in settings.factors
-        if _steps(found, settings, max(settings.histories), "down", factor).recovered_after(STEPS_BEFORE) == 0
+        if delayed_steps(found, settings, max(settings.histories), "down", factor).recovered_after(STEPS_BEFORE) == 0
     ]
     return max(unharmed, default=1.0)
-
-
-def _steps(found: Results, settings: Settings, history: int, change: str, factor: float) -> Steps:
-    steps = found[steps_run(settings, DELAYED, history, "input", change, factor)]
-    assert isinstance(steps, Steps)
-    return steps
 
 
 def _tensors(found: Results, settings: Settings) -> str:
@@ -221,7 +206,7 @@ def _tensors(found: Results, settings: Settings) -> str:
                 for recipe in settings.recipes
             ]
             rows.append([role, distribution, *cells])
-    return _table(rows, ["tensor", "distribution", *settings.recipes], 2)
+    return tables.numbers(rows, ["tensor", "distribution", *settings.recipes])
 
 
 def _modules(found: Results, settings: Settings) -> str:
@@ -237,7 +222,7 @@ def _modules(found: Results, settings: Settings) -> str:
             ]
             rows.append([MODULES[module].title, distribution, *cells])
     headers = ["output / input gradient / weight gradients", "distribution", "bf16", *settings.recipes]
-    return _table(rows, headers, 2)
+    return tables.numbers(rows, headers)
 
 
 def _model_agreement(found: Results) -> str:
@@ -260,7 +245,7 @@ def _recoveries(found: Results, settings: Settings) -> str:
                     cells = recovery(found, settings, recipe, history, side, change)
                     rows.append([f"{side} {CHANGE_TITLES[change]}", JUDGED[side], name, *cells])
     headers = ["change", "judged", "recipe", *(f"{factor:g} times" for factor in settings.factors)]
-    return _table(rows, headers, 3)
+    return tables.numbers(rows, headers)
 
 
 def _misfits(found: Results, settings: Settings) -> str:
@@ -275,97 +260,13 @@ def _misfits(found: Results, settings: Settings) -> str:
                 cells.append(f"{short(100 * getattr(steps, what)[moment])} %")
             when = "in the step after" if moment else "in its step"
             rows.append([f"{side} {CHANGE_TITLES[change]}", f"{what} {when}", *cells])
-    return _table(rows, ["change", "share", *(f"{factor:g} times" for factor in settings.factors)], 2)
+    return tables.numbers(rows, ["change", "share", *(f"{factor:g} times" for factor in settings.factors)])
 
 
 def _attention(found: Results, settings: Settings) -> str:
     rows = [[way, *(short(attention_rmse(found, each, way)) for each in settings.distributions)] for way in WAYS]
-    return _table(rows, ["queries, keys and values", *settings.distributions], 1)
-
-
-def _claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    yield from _theory_claims(found, settings)
-    yield from _attention_claims(found, settings)
-    yield from _recipe_claims(found, settings)
-
-
-def _theory_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    """Of normal values: the formats with p significand bits, the leading one counted."""
-    if "normal" not in settings.distributions:
-        return
-    for title, bits, role, recipes in (
-        ("E4M3", 4, "inputs", ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")),
-        ("E5M2", 3, "gradients", ("fp8_delayed", "fp8_current")),
-    ):
-        measured = {name: tensor_mean(found, "normal", role, name) for name in recipes if name in settings.recipes}
-        if measured:
-            theory = -10 * math.log10(0.180 * 2.0 ** (-2 * bits))
-            near = all(abs(value - theory) < 0.5 for value in measured.values())
-            yield [
-                f"Widrow and Kollár, Quantization Noise (2008): the noise of {bits} significand bits is "
-                f"0.180 x 2^-{2 * bits} of the power ({title})",
-                f"{theory:.1f} dB",
-                f"{min(measured.values()):.1f} to {max(measured.values()):.1f} dB",
-                "yes, whatever shares a scale: it is the mantissa that counts" if near else "no: see the tables",
-            ]
-
-
-def _attention_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    if "outliers" not in settings.distributions:
-        return
-    plain, block, rotated, both = (
-        attention_rmse(found, "outliers", way) for way in (PLAIN, BLOCKS, ROTATED, ROTATED_BLOCKS)
-    )
-    yield [
-        "FlashAttention-3 (arXiv 2407.08608), abstract and Table 3: block scales and rotation against a scale a "
-        "tensor, with outliers",
-        "2.6 times lower error (2.4e-2 to 9.1e-3)",
-        f"{plain / both:.1f} times ({short(plain)} to {short(both)})",
-        "yes" if 2 <= plain / both <= 3.3 else "in direction; the factor grows with head dim, and theirs is not stated",
-    ]
-    yield [
-        "ibid.: which of the two does it",
-        "the rotation (without it 2.4e-2, without block scales 9.3e-3)",
-        f"with block scales alone {short(block)}, with the rotation alone {short(rotated)}",
-        "yes: E4M3 errs in proportion to each element, so a finer scale changes little. Where a query and a key both "
-        "have an outlier in one channel, its product is most of a large score, and so is its error; a rotation spreads "
-        "both over all channels"
-        if plain / rotated - 1 > 2 * (plain / block - 1)
-        else "no",
-    ]
-
-
-def _recipe_claims(found: Results, settings: Settings) -> Iterator[list[str]]:
-    if DELAYED in settings.recipes:
-        after = [
-            _steps(found, settings, history, "up", factor).recovered_after(STEPS_BEFORE)
-            for history in settings.histories
-            for factor in settings.factors
-        ]
-        yield [
-            "TE's documentation of DelayedScaling: the scale is computed from the amaxes of earlier iterations",
-            "a jump is answered one step late",
-            f"recovered after {', '.join(sorted({str(each) for each in after}))} step",
-            "yes" if set(after) <= {0, 1} else "no",
-        ]
-    if {"mxfp8", "fp8_block"} <= set(settings.recipes):
-        gap = mean_db([tensor_mean(found, each, "inputs", "mxfp8") for each in settings.distributions]) - mean_db(
-            [tensor_mean(found, each, "inputs", "fp8_block") for each in settings.distributions]
-        )
-        yield [
-            "OCP Microscaling Formats v1.0: 32 elements share a scale, so that outliers spoil fewer neighbours",
-            "–",
-            f"MXFP8 against blocks of 128: {gap:+.1f} dB",
-            "not on these tensors: outliers of 40 times the rest are well within E4M3's exponents"
-            if abs(gap) < AS_GOOD_DB
-            else "yes",
-        ]
+    return tables.numbers(rows, ["queries, keys and values", *settings.distributions])
 
 
 def _decibels(value: float) -> str:
     return "-∞" if value == -math.inf else f"{value:.1f}"
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: int) -> str:
-    alignment = ["left"] * left + ["right"] * (len(headers) - left)
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

@@ -13,11 +13,10 @@ from parity.errors import sqnr_db
 from parity.passes import run_candidate, run_model, tensors_of
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.rounding import FUSED_POINTWISE
 from parity.studies.distributions import DISTRIBUTIONS
 from parity.studies.gpu import gpu_with
 from parity.studies.pooled import pooled_relative_l2
-from parity.studies.te_modules import Shape, placed
+from parity.studies.te_modules import AS_TE, Shape, placed
 from parity.te import Kernels
 from parity.validate import CheckedSize
 
@@ -65,7 +64,7 @@ def measure(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
     golden = tensors_of(prepared.golden)
     with gpu_with(precision, kernels) as gpu:
         candidate, _ = run_candidate(case, checked, prepared, precision, run.seed, kernels)
-    modelled = run_model(prepared, precision.rounding, FUSED_POINTWISE)
+    modelled = run_model(prepared, precision.rounding, AS_TE)
     te, model = (
         {kind: sqnr_db(error) for kind, error in pooled_relative_l2(tensors, golden).items()}
         for tensors in (candidate, modelled)

@@ -9,10 +9,11 @@ import importlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from parity.errors import measure as errors_of
 from parity.inputs import Rng
@@ -27,6 +28,7 @@ SIDES: tuple[Side, ...] = ("input", "gradient")
 # What is judged: the first result of the GEMM that reads the tensor.
 JUDGED: Mapping[Side, str] = {"input": "output", "gradient": "input gradient"}
 AS_GOOD_DB = 1.0
+SETTLED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class StepsRun:
         change: ``up``, larger by ``factor`` from then on; ``down``, smaller by it; ``spike``, larger in one step alone.
         factor: of the change.
         before: steps before it.
-        after: steps from it on.
+        after: steps from it on, at most: ``SETTLED_STEPS`` in a row that are as good as before end the run.
         size: input, weight and output gradient are ``[size, size]``.
         seed: of all values.
     """
@@ -62,8 +64,8 @@ class Steps:
 
     Attributes:
         sqnr_db: signal to quantization noise ratio of each step; minus infinity where the result is not finite.
-        clipped: share of the changed tensor's elements above the largest that its scale can take, in the step of the
-            change and, of a spike, in the step after it; 0 where the scale is the tensor's own.
+        clipped: share of the tensor's elements above the largest that its delayed scale can take, in the step of the
+            change and in the step after it; empty where the scale is the tensor's own.
         flushed: ditto of those so small that they become 0.
         gpu: that TE ran on or was emulated.
     """
@@ -83,11 +85,19 @@ class Steps:
 
         As good is what lies at most ``AS_GOOD_DB`` below the worst of the steps before.
         """
-        _, worst = self.steady(before)
-        bad = [i for i, sqnr in enumerate(self.sqnr_db[before:]) if sqnr < worst - AS_GOOD_DB]
+        bad = [i for i, is_good in enumerate(self._as_good(before)) if not is_good]
         if not bad:
             return 0
         return None if bad[-1] == len(self.sqnr_db) - before - 1 else bad[-1] + 1
+
+    def has_settled(self, before: int) -> bool:
+        """Whether the last ``SETTLED_STEPS`` came after the change and are as good as before."""
+        last = self._as_good(before)[-SETTLED_STEPS:]
+        return len(last) == SETTLED_STEPS and all(last)
+
+    def _as_good(self, before: int) -> list[bool]:
+        _, worst = self.steady(before)
+        return [sqnr >= worst - AS_GOOD_DB for sqnr in self.sqnr_db[before:]]
 
 
 def measure(run: StepsRun, kernels: Kernels) -> Steps:
@@ -100,28 +110,31 @@ def measure(run: StepsRun, kernels: Kernels) -> Steps:
         )
         with torch.no_grad():
             linear.weight.copy_(rng.normal(run.size, run.size, std=run.size**-0.5))
-        weight = linear.weight.detach().double()
-        ratios: list[float] = []
-        clipped: list[float] = []
-        flushed: list[float] = []
+        steps = Steps((), (), (), gpu)
         for step in range(run.before + run.after):
-            factor = _factor(run, step)
-            x = rng.normal(run.size, run.size, std=factor if run.side == "input" else 1.0)
-            dy = rng.normal(run.size, run.size, std=factor if run.side == "gradient" else 1.0)
-            x, dy = (tensor.to(kernels.device, precision.dtype) for tensor in (x, dy))
+            stds = {side: _factor(run, step) if side == run.side else 1.0 for side in SIDES}
+            drawn = {side: rng.normal(run.size, run.size, std=std) for side, std in stds.items()}
+            tensors = {side: tensor.to(kernels.device, precision.dtype) for side, tensor in drawn.items()}
             if run.history and step in (run.before, run.before + 1):
-                shares = _misfits(linear, run.side, x if run.side == "input" else dy)
-                clipped.append(shares[0])
-                flushed.append(shares[1])
-            x.requires_grad_()
-            with _autocast(run, kernels):
-                y = linear(x)
-            y.backward(dy)
-            assert x.grad is not None
-            result, golden = (y, x.double() @ weight.t()) if run.side == "input" else (x.grad, dy.double() @ weight)
-            ratios.append(_sqnr(result, golden))
-            linear.weight.grad = None
-    return Steps(tuple(ratios), tuple(clipped), tuple(flushed), gpu)
+                clipped, flushed = _misfits(linear, run.side, tensors[run.side])
+                steps = replace(steps, clipped=(*steps.clipped, clipped), flushed=(*steps.flushed, flushed))
+            steps = replace(steps, sqnr_db=(*steps.sqnr_db, _pass(run, linear, tensors, kernels)))
+            if step >= run.before and steps.has_settled(run.before):
+                break
+    return steps
+
+
+def _pass(run: StepsRun, linear: Any, tensors: Mapping[Side, Tensor], kernels: Kernels) -> float:
+    """The SQNR of the judged result of a forward and backward pass."""
+    x, dy, weight = tensors["input"].requires_grad_(), tensors["gradient"], linear.weight.detach().double()
+    with _autocast(run, kernels):
+        y = linear(x)
+    y.backward(dy)
+    linear.weight.grad = None
+    assert x.grad is not None
+    if run.side == "input":
+        return _sqnr(y, x.double() @ weight.t())
+    return _sqnr(x.grad, dy.double() @ weight)
 
 
 def _factor(run: StepsRun, step: int) -> float:
@@ -137,7 +150,7 @@ def _autocast(run: StepsRun, kernels: Kernels) -> AbstractContextManager[None]:
     return kernels.te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=run.history))
 
 
-def _misfits(linear: Any, side: Side, values: torch.Tensor) -> tuple[float, float]:
+def _misfits(linear: Any, side: Side, values: Tensor) -> tuple[float, float]:
     """The shares of elements that the delayed scale puts above the format's range and below half its least number."""
     meta, dtype = ("scaling_fwd", torch.float8_e4m3fn) if side == "input" else ("scaling_bwd", torch.float8_e5m2)
     info = torch.finfo(dtype)
@@ -146,6 +159,6 @@ def _misfits(linear: Any, side: Side, values: torch.Tensor) -> tuple[float, floa
     return (scaled > info.max).double().mean().item(), (scaled < smallest / 2).double().mean().item()
 
 
-def _sqnr(result: torch.Tensor, golden: torch.Tensor) -> float:
+def _sqnr(result: Tensor, golden: Tensor) -> float:
     errors = errors_of(result, golden, result.dtype)
     return errors.sqnr_db if errors.finite else -math.inf

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from parity.case import Case, Pair
 from parity.cases import attention, layer, linear, mlp, norm
+from parity.rounding import Freedom
 from parity.validate import CheckedSize
 from parity.weight_terms import renamed
 
 HEAD_DIM = 64
+# What TE's modules do where a kernel may choose: attention is fused, a layer's residual sums are stored.
+AS_TE = Freedom(stores_scores=False, stores_sums=True, stores_pointwise=False)
 EXPERTS = 4
 
 
@@ -54,7 +57,7 @@ class Module:
 
 @functools.lru_cache(maxsize=256)
 def placed(name: str, shape: Shape) -> tuple[Case, CheckedSize]:
-    """The case of a module at a shape; the same objects each time, by which golden values are remembered.
+    """The case of a module at a shape, without probing inputs; always the same objects, which ``prepare`` remembers.
 
     Args:
         name: of ``MODULES``.
@@ -62,7 +65,9 @@ def placed(name: str, shape: Shape) -> tuple[Case, CheckedSize]:
     """
     module = MODULES[name]
     sizes = {"batch": 1, "seq": shape.seq} | module.sizes(shape)
-    case = module.case if shape.depth == 1 else _stacked(module.case, shape.depth)
+    case = replace(module.case, probe=False)
+    if shape.depth > 1:
+        case = _stacked(case, shape.depth)
     return case, CheckedSize(sizes, f"{shape.hidden}x{shape.seq}x{shape.depth}")
 
 

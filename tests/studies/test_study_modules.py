@@ -24,8 +24,9 @@ def kernels() -> Kernels:
 @pytest.mark.parametrize("name", MODULES)
 def test_each_module_is_a_faithful_port_at_another_size_and_in_a_row(name: str, kernels: Kernels) -> None:
     for depth in (1, 2) if MODULES[name].stackable else (1,):
-        case, checked = placed(name, Shape(hidden=128, seq=32, depth=depth))
-        result = compare_at(case, checked, PRECISIONS["fp32"], 0, kernels, packaged())
+        result = compare_at(
+            *placed(name, Shape(hidden=128, seq=32, depth=depth)), PRECISIONS["fp32"], 0, kernels, packaged()
+        )
         assert result.passed, result.reason
 
 
