@@ -17,6 +17,7 @@ from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
+from parity.diagnosis.optimizer import optimizer_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
@@ -44,6 +45,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from residual_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
+    yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)
 
 

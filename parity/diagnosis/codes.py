@@ -68,6 +68,7 @@ CODES = {
     "fp8-scale-inverted": "PAR306",
     "weight-cache-stale": "PAR307",
     "recipe-disabled": "PAR308",
+    "master-weights": "PAR309",
     "gradient-scale": "PAR401",
     "gradient-accumulation": "PAR402",
     "gradient-path-missing": "PAR403",

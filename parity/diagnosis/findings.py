@@ -41,19 +41,19 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
 def _causes(failure: Failure) -> list[Finding]:
     """What explains finite outputs and the gradients with them."""
     trace = trace_of(failure.prepared)
+    budget = Budget(CHECKS_FOR_SEARCH * failure.seconds)
+    found: list[Finding] = []
     if all(result.passed for result in failure.outputs):
-        return (
-            gradient_findings(failure, trace, Budget(CHECKS_FOR_SEARCH * failure.seconds))
-            or list(microbatch_findings(failure))
-            or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * failure.seconds))
-        )
-    found = list(dropout_findings(failure)) or list(microbatch_findings(failure))
+        found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * failure.seconds))
+    else:
+        found = list(dropout_findings(failure))
     if not found:
-        known = [*hypotheses(failure.prepared, trace), *scale_hypotheses(failure.prepared, failure.precision)]
+        known = [*scale_hypotheses(failure.prepared, failure.precision), *hypotheses(failure.prepared, trace)]
         del trace
-        found = list(_told(explanations(failure, known, Budget(CHECKS_FOR_SEARCH * failure.seconds)), failure))
+        found = list(_told(explanations(failure, known, budget), failure))
     return (
         found
+        or list(microbatch_findings(failure))
         or list(output_scale_findings(failure))
         or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * failure.seconds))
     )
@@ -70,8 +70,8 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
         for one in explanation.hypotheses:
             yield finding(
                 one.title,
-                f"{_together(one, explanation)}the outputs' relative error falls from {explanation.before:.2g} to "
-                f"{explanation.after:.2g}, what {failure.precision.name} costs, if you {one.repair}",
+                f"{_together(one, explanation)}the relative error of {explanation.worst} falls from "
+                f"{explanation.before:.2g} to {explanation.after:.2g}, what {failure.precision.name} costs, if you {one.repair}",
             )
 
 

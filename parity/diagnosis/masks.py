@@ -91,6 +91,12 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "invert the padding mask: for TE True means that a key is hidden; no query sees any",
             lambda bias: torch.full_like(bias, HIDDEN),
         )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted, lengths counted from it",
+            "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
+            _lengths_of_padding,
+        )
 
 
 def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
@@ -144,6 +150,16 @@ def _band_instead(band: Band, padded: bool) -> Bias:
         return _shown(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
 
     return instead
+
+
+def _lengths_of_padding(bias: Tensor) -> Tensor:
+    """As many tokens at the start as there are padded ones, which attend to each other; others see nothing."""
+    length = _padding(bias).sum(-1, keepdim=True)
+    queries, keys = bias.shape[-2:]
+    beyond = (torch.arange(queries, device=bias.device)[:, None] >= length) | (
+        torch.arange(keys, device=bias.device) >= length
+    )
+    return _shown(bias).masked_fill(beyond, HIDDEN)
 
 
 def _sparing(band: Band, padded: bool) -> Bias:

@@ -56,11 +56,11 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     """The rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
     wrong = [result for result in failure.results if not result.passed and result.errors.finite]
     # A wrong forward pass spoils gradients in ways of its own.
-    failed = [result for result in wrong if result.kind == "output"] or wrong
+    outputs = [result for result in wrong if result.kind == "output"]
     own = tensors_under(failure.prepared, (), failure.precision)
-    if own is None or not failed:
+    if own is None or not wrong:
         return []
-    nearest: tuple[float, _Mistake] | None = None
+    nearest: tuple[float, float, _Mistake] | None = None
     for mistake in _mistakes(failure.precision):
         if budget.spent():
             break
@@ -69,14 +69,16 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
             other = tensors_under(failure.prepared, (), precision)
         if other is None:
             continue
-        share = max(_share(failure, result, other, own) for result in failed)
-        if share < (nearest[0] if nearest else _NEARER):
-            nearest = share, mistake
+        shares = {result.label: _share(failure, result, other, own) for result in wrong}
+        share = max(shares[result.label] for result in outputs or wrong)
+        entry = round(share, 2), max(shares.values()), mistake
+        if share < _NEARER and (nearest is None or entry[:2] < nearest[:2]):
+            nearest = entry
     if nearest is None:
         return []
-    share, mistake = nearest
+    share, _, mistake = nearest
     message = (
-        f"{mistake.what}: the candidate is {1 / max(share, 1e-9):.2g} times nearer to the reference that rounds so "
+        f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to the reference that rounds so "
         f"than to one that rounds as {failure.precision.name} does. {mistake.repair}"
     )
     return [finding(mistake.title, message)]

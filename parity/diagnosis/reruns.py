@@ -15,13 +15,26 @@ from parity.result import Finding, Kind
 from parity.tolerance import margin
 
 
+class _NothingToChange(Exception):
+    """Saves a run that would give what the first one gave."""
+
+
 def dropout_findings(failure: Failure) -> Iterator[Finding]:
     """A finding if the outputs agree as soon as nothing is dropped; the candidate runs again only where it drops."""
     if failure.rerun is None:
         return
     dropped: list[str] = []
-    again = failure.rerun(lambda module: dropped.extend(_switched_off(module)))
-    if dropped and _agree(failure, again, ("output",)):
+
+    def change(module: nn.Module) -> None:
+        dropped.extend(_switched_off(module))
+        if not dropped:
+            raise _NothingToChange
+
+    try:
+        again = failure.rerun(change)
+    except _NothingToChange:
+        return
+    if _agree(failure, again, ("output",)):
         yield finding(
             "dropout",
             f"the candidate agrees without dropout; switch off {', '.join(sorted(set(dropped)))} "

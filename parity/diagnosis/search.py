@@ -25,15 +25,16 @@ from parity.prepare import Prepared
 from parity.result import Kind, TensorResult
 from parity.tolerance import Tolerance, margin
 
-CHECKS_FOR_SEARCH = 11.0
+CHECKS_FOR_SEARCH = 9.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
-CHECKS_FOR_THE_REST = 6.0
-"""Ditto for gradients and roundings."""
+CHECKS_FOR_THE_REST = 4.0
+"""Ditto for gradients, and for roundings."""
 
-_VERIFIED = 4  # hypotheses that are computed in full, the best first
+_VERIFIED = 5  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
+_HELPS_GRADIENTS = 0.999  # ditto where outputs passed, and what is wrong shows in them below their noise
 _GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
 _FEW = 32  # elements of all outputs, which many a mistake would explain by chance
 _FAITHFUL = 1.2  # times the expected error, which ends the search
@@ -92,12 +93,14 @@ class Explanation:
         hypotheses: one, or two that hold at once.
         margin: the largest of all tensors, against what the precision costs under the hypotheses; at most 1 but for
             gradients that are wrong in a way of their own.
-        before: the largest relative L2 error of an output.
+        worst: the label of the failed tensor with the largest margin, an output if one failed.
+        before: its relative L2 error.
         after: ditto under the hypotheses.
     """
 
     hypotheses: tuple[Hypothesis, ...]
     margin: float
+    worst: str
     before: float
     after: float
 
@@ -238,7 +241,7 @@ class _Screen:
         """Whether what is left is no more than a faithful port at the precision has."""
         share, combination = entry
         alone = self._rows is not None and not any(one.around for one in combination)
-        return share * self._before[alone] <= self._faithful
+        return share < _HELPS and share * self._before[alone] <= self._faithful
 
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
@@ -292,7 +295,8 @@ def _norm(x: Tensor) -> float:
 def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    helping = [combination for share, combination in ranked if share < _HELPS]
+    enough = _HELPS_GRADIENTS if all(result.passed for result in failure.outputs) else _HELPS
+    helping = [combination for share, combination in ranked if share < enough]
     for combination in _one_of_each_name(helping)[:_VERIFIED]:
         if found and budget.spent():
             break
@@ -318,7 +322,9 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     if golden is None or model is None:
         return None
     strict = sum(failure.golden["output", result.name].numel() for result in failure.outputs) < _FEW
-    worst = after = 0.0
+    failed = [result for result in failure.results if not result.passed]
+    shown = max(failed, key=lambda result: (result.kind == "output", result.margin))
+    largest, after = 0.0, 0.0
     for result in failure.results:
         key = result.kind, result.name
         if golden[key].shape != failure.candidate[key].shape:
@@ -326,15 +332,13 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
         cost = measure(model[key], golden[key], failure.precision.dtype)
         fits = margin(errors, _tolerance_under(result, cost))
-        worst = max(worst, fits)
-        if result.kind == "output":
-            after = max(after, errors.relative_l2)
-        elif not strict and errors.relative_l2 < _GRADIENT_HELPS * result.errors.relative_l2:
+        largest = max(largest, fits)
+        after = errors.relative_l2 if result is shown else after
+        if result.kind != "output" and not strict and errors.relative_l2 < _GRADIENT_HELPS * result.errors.relative_l2:
             fits = 0.0
         if fits > 1.0:
             return None
-    before = max(result.errors.relative_l2 for result in failure.outputs)
-    return Explanation(combination, worst, before, after)
+    return Explanation(combination, largest, shown.label, shown.errors.relative_l2, after)
 
 
 def _tolerance_under(result: TensorResult, cost: Errors) -> Tolerance:
