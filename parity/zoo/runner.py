@@ -7,6 +7,7 @@ import json
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], Verdict]]:
 
 def _judged(trials: Sequence[Trial], workers: int) -> Iterator[tuple[Trial, Verdict]]:
     if workers == 1:
-        yield from ((trial, _judge_here(trial)) for trial in trials)
+        with _one_thread():
+            yield from ((trial, _judge_here(trial)) for trial in trials)
         return
     # TE's modules hold locks and caches that a fork would copy half-used.
     context = multiprocessing.get_context("spawn")
@@ -91,6 +93,16 @@ def _judged(trials: Sequence[Trial], workers: int) -> Iterator[tuple[Trial, Verd
         futures = {pool.submit(_judge_here, trial): trial for trial in trials}
         for future in as_completed(futures):
             yield futures[future], future.result()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _judge_here(trial: Trial) -> Verdict:

@@ -99,7 +99,9 @@ def judge(trial: Trial, kernels: Kernels) -> Verdict:
     # A port that raised within a recipe's context has left TE's global state there.
     importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
     try:
-        return _judge(trial, kernels)
+        with torch.random.fork_rng():
+            torch.manual_seed(trial.seed)  # for a dropout that was left on
+            return _judge(trial, kernels)
     except Exception as error:
         prepare.cache_clear()
         return Verdict("error", math.nan, "", (), 0, 0, {}, reason=f"{type(error).__name__}: {error}")
