@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from parity import te
-from parity.calibration.law import SIGNED
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
-from parity.diagnosis import Failure, findings
+from parity.diagnosis import UNEXPLAINED, Failure, findings
 from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
 from parity.execute import Pass
@@ -20,7 +19,7 @@ from parity.judgeable import NothingToJudge, check_tolerances, gradients_missed,
 from parity.passes import golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
-from parity.result import PROBED, Finding, Result, TensorResult
+from parity.result import PROBED, Finding, Result
 from parity.rounding import FUSED, UNFUSED
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
@@ -128,15 +127,10 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     drawn = [tensor for tensor in failure.results if not tensor.probed]
     if all(tensor.passed for tensor in drawn):
         return findings(_on_probe(failure))
-    subtle = mistakes(drawn, known)
-    if subtle and all(tensor.errors.finite and not _fails_otherwise(tensor) for tensor in drawn):
-        return tuple(subtle)
-    return findings(dataclasses.replace(failure, results=drawn), unreached)
-
-
-def _fails_otherwise(tensor: TensorResult) -> bool:
-    """Whether a tensor fails for more than that its error points where a mistake would send it."""
-    return any(check.margin > 1 and check.statistic not in SIGNED for check in tensor.checks)
+    found = findings(dataclasses.replace(failure, results=drawn), unreached)
+    if all(finding.code in UNEXPLAINED for finding in found):
+        return tuple(mistakes(drawn, known)) or found
+    return found
 
 
 def _on_probe(failure: Failure) -> Failure:

@@ -35,8 +35,14 @@ def test_the_drawn_inputs_stay_as_they_are():
 
 @pytest.mark.parametrize(
     "kept",
-    [torch.ones(4, 8, dtype=torch.bool), torch.arange(8), torch.ones(8), torch.tensor([[0.0, -math.inf]])],
-    ids=["mask", "positions", "vector", "additive mask"],
+    [
+        torch.ones(4, 8, dtype=torch.bool),
+        torch.arange(8),
+        torch.ones(8),
+        torch.tensor([[0.0, -math.inf]]),
+        torch.ones(4, 8),
+    ],
+    ids=["mask", "positions", "vector", "additive mask", "constant rows"],
 )
 def test_what_is_no_activation_is_not_changed(kept):
     activation, other = probe((INPUTS, kept), Rng(1))

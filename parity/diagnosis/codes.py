@@ -77,6 +77,9 @@ CODES = {
     "first-divergence": "PAR502",
 }
 
+UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
+"""Codes of findings that name no cause."""
+
 
 def finding(title: str, message: str) -> Finding:
     """A finding of this title, a key of ``CODES``."""
