@@ -16,7 +16,7 @@ from parity.directions import findings as mistakes
 from parity.execute import Pass
 from parity.judge import judge
 from parity.judgeable import NothingToJudge, check_tolerances, gradients_missed, remarks
-from parity.passes import golden_tensors, run_candidate, run_model
+from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
 from parity.result import PROBED, Finding, Result
@@ -116,6 +116,7 @@ def compare_at(
         prepared,
         precision,
         time.process_time() - began_on_processor,
+        judge=lambda truth, modelled: judge(truth, modelled, candidate, precision, calibration, ()),
         rerun=lambda change: run_candidate(case, checked, prepared, precision, seed, kernels, change)[0],
     )
     missed = gradients_missed(unreached, prepared.weights, prepared.reference)
@@ -139,8 +140,17 @@ def _on_probe(failure: Failure) -> Failure:
     probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
     return dataclasses.replace(
         failure,
-        results=[dataclasses.replace(tensor, kind="output") for tensor in failure.results if tensor.probed],
+        results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
         candidate={("output", name): tensor for (kind, name), tensor in failure.candidate.items() if kind == PROBED},
         prepared=probed,
+        judge=lambda truth, models: _as_outputs(failure.judge(_as_probed(truth), [_as_probed(m) for m in models])),
         rerun=None,
     )
+
+
+def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
+    return [dataclasses.replace(tensor, kind="output") for tensor in probed]
+
+
+def _as_probed(tensors: Tensors) -> Tensors:
+    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}

@@ -71,8 +71,8 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
             yield finding(
                 one.title,
                 f"{_together(one, explanation)}the relative error of {explanation.worst} falls from "
-                f"{explanation.before:.2g} to {explanation.after:.2g}, what {failure.precision.name} costs, "
-                f"if you {one.repair}",
+                f"{explanation.before:.2g} to {explanation.after:.2g}, what {failure.precision.name} costs, if you "
+                f"{one.repair}",
             )
 
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.trial import Tensors, outputs_under, tensors_of, tensors_under
-from parity.errors import Errors, measure
+from parity.diagnosis.trial import outputs_under, tensors_under
+from parity.passes import Tensors, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Kind, TensorResult
-from parity.tolerance import Tolerance, margin
+from parity.rounding import FUSED, UNFUSED
+from parity.tolerance import Tolerance
 
 CHECKS_FOR_SEARCH = 9.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
@@ -34,7 +35,7 @@ CHECKS_FOR_THE_REST = 4.0
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
-_HELPS_GRADIENTS = 0.999  # ditto where outputs passed, and what is wrong shows in them below their noise
+_HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
 _FEW = 32  # elements of all outputs, which many a mistake would explain by chance
 _FAITHFUL = 1.2  # times the expected error, which ends the search
@@ -58,6 +59,7 @@ class Failure:
         prepared: what was compared.
         precision: at which.
         seconds: of processor time that the comparison took.
+        judge: judges the candidate against another golden, whose rounding models are given with it.
         rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
     """
 
@@ -66,6 +68,7 @@ class Failure:
     prepared: Prepared
     precision: Precision
     seconds: float
+    judge: Callable[[Tensors, Sequence[Tensors]], Sequence[TensorResult]]
     rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
 
     @property
@@ -295,7 +298,8 @@ def _norm(x: Tensor) -> float:
 def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    enough = _HELPS_GRADIENTS if all(result.passed for result in failure.outputs) else _HELPS
+    loud = any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
+    enough = _HELPS if loud else _HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
     for combination in _one_of_each_name(helping)[:_VERIFIED]:
         if found and budget.spent():
@@ -318,36 +322,28 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         None if an output still differs by more than the precision costs, or a gradient by about as much as before.
     """
     golden = tensors_under(failure.prepared, combination)
-    model = tensors_under(failure.prepared, combination, failure.precision)
-    if golden is None or model is None:
+    models = [
+        tensors_under(failure.prepared, combination, failure.precision, freedom=freedom) for freedom in (FUSED, UNFUSED)
+    ]
+    if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
-    strict = sum(failure.golden["output", result.name].numel() for result in failure.outputs) < _FEW
-    failed = [result for result in failure.results if not result.passed]
-    shown = max(failed, key=lambda result: (result.kind == "output", result.margin))
-    largest, after = 0.0, 0.0
-    for result in failure.results:
-        key = result.kind, result.name
-        if golden[key].shape != failure.candidate[key].shape:
+    judged = failure.judge(golden, [model for model in models if model is not None])
+    strict = sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
+    before = {(result.kind, result.name): result for result in failure.results}
+    for result in judged:
+        better = result.errors.relative_l2 < _GRADIENT_HELPS * before[result.kind, result.name].errors.relative_l2
+        if not result.passed and (strict or result.kind == "output" or not better):
             return None
-        errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
-        cost = measure(model[key], golden[key], failure.precision.dtype)
-        fits = margin(errors, _tolerance_under(result, cost))
-        largest = max(largest, fits)
-        after = errors.relative_l2 if result is shown else after
-        if result.kind != "output" and not strict and errors.relative_l2 < _GRADIENT_HELPS * result.errors.relative_l2:
-            fits = 0.0
-        if fits > 1.0:
-            return None
-    return Explanation(combination, largest, shown.label, shown.errors.relative_l2, after)
-
-
-def _tolerance_under(result: TensorResult, cost: Errors) -> Tolerance:
-    """The tolerance of a tensor where the precision costs something else."""
-
-    def ratio(now: float, then: float) -> float:
-        return max(1.0, now / then) if then > 0.0 and math.isfinite(now) else 1.0
-
-    return Tolerance(
-        result.tolerance_relative_l2 * ratio(cost.relative_l2, result.expected.relative_l2),
-        result.tolerance_max_abs * ratio(cost.max_abs, result.expected.max_abs),
+    shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
+    return Explanation(
+        combination,
+        max(result.margin for result in judged),
+        shown.label,
+        before[shown.kind, shown.name].errors.relative_l2,
+        shown.errors.relative_l2,
     )
+
+
+def _shows(result: TensorResult) -> tuple[bool, bool, float]:
+    """How well a tensor shows what is wrong: a failed output best."""
+    return not result.passed, result.kind == "output", result.margin

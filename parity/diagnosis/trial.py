@@ -14,13 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
-from parity.execute import Pass, outputs_of, run
+from parity.execute import outputs_of, run
+from parity.passes import Tensors, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
-from parity.result import Kind
-from parity.rounding import rounded
-
-Tensors = dict[tuple[Kind, str], Tensor]
+from parity.rounding import UNFUSED, Freedom, rounded
 
 
 def outputs_under(
@@ -50,6 +48,7 @@ def tensors_under(
     hypotheses: Sequence[Hypothesis],
     precision: Precision | None = None,
     cotangents: Mapping[str, Tensor] | None = None,
+    freedom: Freedom = UNFUSED,
 ) -> Tensors | None:
     """The reference's outputs and gradients if the hypotheses were true; None if they cannot be.
 
@@ -58,11 +57,12 @@ def tensors_under(
         hypotheses: that hold at once.
         precision: whose rounding model to compute under, in FP32; None computes in FP64.
         cotangents: the gradient with respect to each output; None for the comparison's own.
+        freedom: of the kernels that the rounding model stands for.
     """
     dtype = torch.float64 if precision is None else torch.float32
     _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
-    model = rounded(precision.rounding, prepared.reference.parameters()) if precision else nullcontext()
+    model = rounded(precision.rounding, prepared.reference.parameters(), freedom) if precision else nullcontext()
     try:
         with model as phase:
             ran = run(
@@ -77,15 +77,7 @@ def tensors_under(
         return None
     tensors = tensors_of(ran)
     if precision is not None:
-        tensors = {key: precision.rounding.store(tensor) for key, tensor in tensors.items()}
-    return tensors
-
-
-def tensors_of(ran: Pass) -> Tensors:
-    """All tensors of a pass by kind and name."""
-    tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
-    tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
-    tensors.update({("weight gradient", name): tensor for name, tensor in ran.weight_gradients.items()})
+        tensors = {key: precision.rounding.store_part(tensor) for key, tensor in tensors.items()}
     return tensors
 
 
