@@ -19,7 +19,7 @@ from parity.judgeable import NothingToJudge, check_tolerances, gradients_missed,
 from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
-from parity.result import PROBED, Finding, Result
+from parity.result import PROBED, Finding, Result, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.te import Backend, Kernels
 from parity.user_error import UserError

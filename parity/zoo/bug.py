@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -47,10 +48,4 @@ def planted(bug: Bug, host: Case) -> Case:
 
     The case keeps the host's name, since the reference and so the expected error are the host's.
     """
-    return Case(
-        name=host.name,
-        factory=lambda te, **size: bug.plant(host.build(te, size), te),
-        sizes=host.sizes,
-        precisions=host.precisions,
-        path=host.path,
-    )
+    return dataclasses.replace(host, factory=lambda te, **size: bug.plant(host.build(te, size), te))

@@ -3,53 +3,37 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from parity import weights
+from parity import passes
 from parity.case import Case
-from parity.execute import Pass, run
+from parity.execute import outputs_of, run
 from parity.precision import Precision
-from parity.prepare import Prepared, build, cast
+from parity.prepare import Prepared, cast
+from parity.result import PROBED, Kind
 from parity.te import Kernels
 from parity.validate import CheckedSize
 
+# By ``output``, ``probed output`` or ``d up_proj.weight``.
 Tensors = dict[str, Tensor]
 
 
 def candidate(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
 ) -> Tensors:
-    """The candidate's outputs and gradients in the reference's layout, in the dtypes that it returns."""
-    pair = build(case, checked, seed, kernels)
-    module = pair.candidate.to(precision.dtype)
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, tensor in prepared.candidate_weights.items():
-            parameters[name].copy_(tensor)
-    for _ in range(1 + precision.warmup_passes):
-        ran = run(
-            module,
-            pair.call_candidate,
-            prepared.inputs,
-            prepared.input_names,
-            lambda outputs: _fitting(prepared.cotangents, outputs),
-            forward_context=precision.autocast(kernels),
-        )
-    gradients = {
-        name: ran.weight_gradients.get(name, torch.zeros_like(parameter)) for name, parameter in parameters.items()
+    """The candidate's, in the reference's layout and in the dtypes that it returns."""
+    tensors, _ = passes.run_candidate(case, checked, prepared, precision, seed, kernels)
+    return {
+        _label(*key): tensor.to(precision.dtype) if key[0] == "weight gradient" else tensor
+        for key, tensor in tensors.items()
     }
-    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
-    in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
-    return _named(dataclasses.replace(ran, weight_gradients=in_reference_layout))
 
 
 def golden(prepared: Prepared) -> Tensors:
     """The reference's, in FP64."""
-    return _named(prepared.golden)
+    return _labelled(passes.golden_tensors(prepared))
 
 
 def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
@@ -60,9 +44,14 @@ def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
         prepared.call,
         cast(prepared.inputs, dtype),
         prepared.input_names,
-        lambda outputs: _fitting(prepared.cotangents, outputs),
+        lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
     )
-    return _named(ran)
+    tensors = _labelled(passes.tensors_of(ran))
+    if prepared.probed:
+        with torch.no_grad():
+            outputs = outputs_of(module, prepared.call, cast(prepared.probe, dtype))
+        tensors |= {_label(PROBED, name): output for name, output in outputs.items()}
+    return tensors
 
 
 def difference(one: Tensors, other: Tensors) -> Tensors:
@@ -71,15 +60,16 @@ def difference(one: Tensors, other: Tensors) -> Tensors:
     return {name: tensor for name, tensor in differences.items() if bool(tensor.isfinite().all())}
 
 
-def is_output(name: str) -> bool:
-    """Whether a tensor is an output; the others are gradients, ``d`` and the name of what they are with respect to."""
-    return not name.startswith("d ")
+def is_output(label: str) -> bool:
+    """Whether a tensor is an output, probed or not; the others are gradients."""
+    return not label.startswith("d ")
 
 
-def _fitting(cotangents: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Tensors:
-    return {name: cotangents[name].to(output.dtype) for name, output in outputs.items()}
+def _labelled(tensors: passes.Tensors) -> Tensors:
+    return {_label(*key): tensor for key, tensor in tensors.items()}
 
 
-def _named(ran: Pass) -> Tensors:
-    gradients = {**ran.input_gradients, **ran.weight_gradients}
-    return {**ran.outputs, **{f"d {name}": tensor for name, tensor in gradients.items()}}
+def _label(kind: Kind, name: str) -> str:
+    if kind == PROBED:
+        return f"probed {name}"
+    return name if kind == "output" else f"d {name}"

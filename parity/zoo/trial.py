@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parity.calibration.table import packaged
+from parity.calibration.table import Table, packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.cpu.products import tf32
@@ -113,7 +114,7 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
     bug = BUGS[trial.bug] if trial.bug else None
     case = planted(bug, host) if bug else host
     (checked,) = check_case(case, kernels.te)
-    result = compare_at(case, checked, precision, trial.seed, kernels, packaged())
+    result = compare_at(case, checked, precision, trial.seed, kernels, _calibration())
     if result.status == "error":
         return Verdict("error", math.nan, "", (), 0, 0, {}, reason=result.reason)
     ran = _run(case, checked, precision, trial.seed, kernels)
@@ -137,6 +138,11 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
         seconds=result.seconds,
         backend=kernels.backend,
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _calibration() -> Table:
+    return packaged()
 
 
 def _at_size(host: Case, size: str) -> Case:

@@ -113,15 +113,18 @@ def _transposes_before_the_update(module: nn.Module, refresh: Callable[[], None]
     """The cache is refreshed after the update, but for the copies that the backward pass reads.
 
     Raises:
-        RuntimeError: where there are none, as on a Blackwell.
+        RuntimeError: where there never are any, as on a Blackwell.
     """
-    _before_the_update(module, refresh)
-    if any(workspace._transpose is None for workspace in _workspaces(module).values()):
+    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
+
+    if is_non_tn_fp8_gemm_supported():
         raise RuntimeError("this GPU multiplies FP8 weights without a transposed copy, so none can be stale")
-    stale = {name: workspace._transpose.clone() for name, workspace in _workspaces(module).items()}
+    _before_the_update(module, refresh)
+    transposed = {name: workspace._transpose for name, workspace in _workspaces(module).items()}
+    stale = {name: copy.clone() for name, copy in transposed.items() if copy is not None}  # none without backward
     refresh()
-    for name, workspace in _workspaces(module).items():
-        workspace._transpose.copy_(stale[name])
+    for name, copy in stale.items():
+        _workspaces(module)[name]._transpose.copy_(copy)
 
 
 def _inverted_scale(module: nn.Module, refresh: Callable[[], None]) -> None:
