@@ -16,7 +16,8 @@ statistic    what it compares, candidate over model
 ``mistake``  ditto along the change that a known mistake would make, see ``parity.directions``
 ===========  =======================================================================================================
 
-All but the last two are ratios, near 1 for a faithful port.
+All but the last two are ratios, near 1 for a faithful port; those of norms leave out what the norm of few elements may
+exceed another's by chance.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, le
     models = [model_error.square() for model_error in model_errors]
     total_truth = truth.sum()
     total = torch.maximum(torch.stack([model.sum() for model in models]).max(), least**2 * total_truth)
-    yield Statistic("norm", _root_ratio(errors.sum(), total))
+    yield Statistic("norm", _root_ratio(errors.sum(), total) / _chance(golden.numel()))
     yield _largest(error, model_errors, least, (total_truth / golden.numel()).sqrt())
     yield Statistic("gain", component(error, model_errors, golden, total.sqrt().item()))
     relative = total / total_truth if total_truth > 0 else torch.zeros_like(total)
@@ -100,7 +101,7 @@ def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, le
         # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
         # gradient is zero but for rounding, of which no model knows the size.
         expected = torch.maximum(expected, total * count / golden.numel())
-        found = _worst(name, label, errors.sum(dims), expected)
+        found = _worst(name, label, errors.sum(dims), expected * _chance(count) ** 2)
         if name not in worst or worst[name].value < found.value:
             worst[name] = found
     yield from worst.values()
@@ -163,7 +164,16 @@ def _shift(error: Tensor, model_errors: Sequence[Tensor], total: Tensor) -> floa
     """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
     leading = tuple(range(error.dim() - 1))
     modelled = [model_error.sum(leading).square().sum() for model_error in model_errors]
-    return _root_ratio(error.sum(leading).square().sum(), torch.maximum(torch.stack(modelled).max(), total))
+    expected = torch.maximum(torch.stack(modelled).max(), total)
+    return _root_ratio(error.sum(leading).square().sum(), expected) / _chance(error.shape[-1])
+
+
+def _chance(count: int) -> float:
+    """What the norm of few elements may exceed another's by, three standard deviations of their ratio, and not count.
+
+    The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
+    """
+    return 1.0 + 3.0 / math.sqrt(count)
 
 
 def _norm(x: Tensor) -> float:

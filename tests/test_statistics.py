@@ -32,17 +32,18 @@ FAITHFUL = 1e-3 * draw(4, 32, 64, seed=2)
 def test_the_models_own_error_has_ratios_of_about_one_and_no_gain():
     found = values(MODEL, [MODEL], GOLDEN)
     assert found.pop("gain") == 0.0
-    assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.15)
+    assert all(0.7 < value <= 1.05 for value in found.values()), found
 
 
 def test_an_independent_error_of_the_same_size_stays_near_one():
     found = values(FAITHFUL, [MODEL], GOLDEN)
     assert abs(found.pop("gain")) < 4
-    assert all(0.8 < value < 1.6 for value in found.values()), found
+    assert all(0.6 < value < 1.4 for value in found.values()), found
 
 
 def test_what_any_model_loses_is_expected():
-    assert values(2 * MODEL, [MODEL, 2 * MODEL], GOLDEN)["norm"] == pytest.approx(1.0)
+    assert values(2 * MODEL, [MODEL, 2 * MODEL], GOLDEN)["norm"] <= 1.0
+    assert values(2 * MODEL, [MODEL], GOLDEN)["norm"] > 1.8
 
 
 def test_one_wrong_row_hides_in_the_norm_and_shows_in_its_row():
@@ -63,6 +64,14 @@ def test_one_wrong_sequence_position_or_column_shows_in_its_slice(dim):
     assert found.where == f"dim {dim} at 3"
 
 
+def test_the_norm_of_few_elements_may_exceed_anothers_by_chance():
+    for seed in range(200):
+        few, others = draw(16, 32, seed=2 * seed), draw(16, 32, seed=2 * seed + 1)
+        found = values(1e-3 * few, [1e-3 * others], draw(16, 32, seed=seed))
+        assert found["norm"] < 1.1
+        assert found["slice"] < 1.3
+
+
 def test_a_lucky_slice_of_the_model_fails_nobody():
     lucky = MODEL.clone()
     lucky[:, 7] *= 1e-3
@@ -81,7 +90,7 @@ def test_a_missing_bias_below_the_noise_of_an_element_shows_in_the_shift():
     error = FAITHFUL + 3e-4 * draw(64, seed=3)
     found = values(error, [MODEL], GOLDEN)
     assert found["norm"] < 1.2
-    assert found["shift"] > 3
+    assert found["shift"] > 2
 
 
 @pytest.mark.parametrize("factor", [1e-3, -1e-3])
