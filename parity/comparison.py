@@ -10,12 +10,13 @@ from typing import Literal
 from parity import te
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
+from parity.conditioning import ill_conditioned
 from parity.diagnosis import UNEXPLAINED, Failure, findings
 from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
 from parity.execute import Pass
 from parity.judge import judge
-from parity.judgeable import NothingToJudge, check_tolerances, gradients_missed, remarks
+from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
@@ -101,14 +102,12 @@ def compare_at(
     except Exception as error:
         prepare.cache_clear()
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
-    golden, known = golden_tensors(prepared), directions(prepared)
+    golden, known = answerable(golden_tensors(prepared), models), directions(prepared)
     tensors = judge(golden, models, candidate, precision, calibration, known)
     notes = remarks(tensors, golden, candidate, prepared.reference, prepared.golden.not_compared, precision.dtype)
     if all(tensor.passed for tensor in tensors):
-        try:
-            check_tolerances(tensors, precision.name)
-        except NothingToJudge as error:
-            return result(status="error", reason=str(error))
+        if proves_nothing(tensors):
+            return result(status="error", reason=f"a faithful {precision.name} computation {LOSES_ALL}", notes=notes)
         return result(status="passed", tensors=tensors, notes=notes)
     failure = Failure(
         tensors,
@@ -120,11 +119,18 @@ def compare_at(
         rerun=lambda change: run_candidate(case, checked, prepared, precision, seed, kernels, change)[0],
     )
     missed = gradients_missed(unreached, prepared.weights, prepared.reference)
-    return result(status="failed", tensors=tensors, findings=_explained(failure, missed, known), notes=notes)
+    try:
+        explained = _explained(failure, missed, known)
+    except Exception as error:  # the comparison stands, whatever becomes of its explanation
+        explained, notes = (), (*notes, f"the search for the cause raised {type(error).__name__}: {error}")
+    return result(status="failed", tensors=tensors, findings=explained, notes=notes)
 
 
 def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
     """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
+    shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
+    if shaky is not None:
+        return (shaky,)
     drawn = [tensor for tensor in failure.results if not tensor.probed]
     if all(tensor.passed for tensor in drawn):
         return findings(_on_probe(failure))

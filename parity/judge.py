@@ -13,7 +13,7 @@ from parity.directions import Direction, resemblance
 from parity.errors import Errors, measure
 from parity.passes import Tensors
 from parity.precision import Precision
-from parity.result import PROBED, Check, Kind, TensorResult
+from parity.result import Check, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
 
 
@@ -95,9 +95,7 @@ def _judged(
     )
     limits = {check.statistic: check.limit for check in checks}
     least = least_error(precision.dtype, summed_terms(kind, truth, golden))
-    # A probe beyond the range of the precision, or of the reference, proves nothing.
-    beyond_range = kind == PROBED and not (_finite(truth) and expected.finite)
-    nothing_to_judge = 0.0 if beyond_range or (errors.finite and not truth.numel()) else math.inf
+    nothing_to_judge = 0.0 if errors.finite and not truth.numel() else math.inf
     return TensorResult(
         name=name,
         kind=kind,

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from parity.execute import Pass
-from parity.result import Kind, TensorResult
+from parity.result import PROBED, Kind, TensorResult
 from parity.user_error import UserError
 from parity.weights import WeightMap, names
+
+Tensors = dict[tuple[Kind, str], Tensor]
+
+LOSES_ALL = (
+    "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
+    "scale the values, or leave the precision out"
+)
 
 
 class NothingToJudge(UserError):
@@ -89,21 +96,30 @@ def check_golden(golden: Pass) -> None:
         )
 
 
-def check_tolerances(tensors: Sequence[TensorResult], precision: str) -> None:
-    """Make sure that the precision leaves enough of the reference's numbers to tell a candidate from zeros.
+def answerable(golden: Tensors, models: Sequence[Tensors]) -> Tensors:
+    """Golden without the outputs on probing inputs that no faithful computation keeps finite.
+
+    Probing inputs are larger than the user's own, so that a dtype of a small range may overflow on them alone.
+
+    Args:
+        golden: the reference's tensors in FP64.
+        models: the rounding model's.
+    """
+    return {
+        key: truth
+        for key, truth in golden.items()
+        if key[0] != PROBED or (truth.isfinite().all() and any(model[key].isfinite().all() for model in models))
+    }
+
+
+def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
+    """Whether zeros would pass in the place of every tensor, as each tolerance on the relative L2 error is 1 or more.
 
     Args:
         tensors: of a comparison that passed.
-        precision: its name, for the message.
-
-    Raises:
-        NothingToJudge: if every tensor's tolerance on the relative L2 error is 1 or more.
     """
-    if _lost(tensors) and len(_lost(tensors)) == len([tensor for tensor in tensors if tensor.errors.golden_rms]):
-        raise NothingToJudge(
-            f"a faithful {precision} computation loses all of these numbers, so a candidate that returns 0 would pass; "
-            "nothing can be compared at this precision: scale the values, or leave the precision out"
-        )
+    not_zero = [tensor for tensor in tensors if tensor.errors.golden_rms]
+    return bool(not_zero) and len(_lost(tensors)) == len(not_zero)
 
 
 def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
@@ -113,8 +129,8 @@ def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
 
 def remarks(
     tensors: Sequence[TensorResult],
-    golden: Mapping[tuple[Kind, str], Tensor],
-    candidate: Mapping[tuple[Kind, str], Tensor],
+    golden: Tensors,
+    candidate: Tensors,
     reference: nn.Module,
     not_compared: int,
     dtype: torch.dtype,
@@ -123,7 +139,7 @@ def remarks(
 
     Args:
         tensors: the results.
-        golden: the reference's tensors in FP64.
+        golden: the reference's tensors in FP64, those that were compared.
         candidate: the candidate's, in the reference's layout.
         reference: whose frozen parameters have no gradient to compare.
         not_compared: how many tensors the reference returns that are not floating-point.
@@ -134,21 +150,25 @@ def remarks(
 
 def _remarks(
     tensors: Sequence[TensorResult],
-    golden: Mapping[tuple[Kind, str], Tensor],
-    candidate: Mapping[tuple[Kind, str], Tensor],
+    golden: Tensors,
+    candidate: Tensors,
     reference: nn.Module,
     not_compared: int,
     dtype: torch.dtype,
 ) -> Iterator[str]:
-    zero = [_label(key) for key, truth in golden.items() if truth.numel() and not truth.any() | candidate[key].any()]
+    label = {(tensor.kind, tensor.name): tensor.label for tensor in tensors}
+    zero = [label[key] for key, truth in golden.items() if truth.numel() and not truth.any() | candidate[key].any()]
     if zero:
         yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
     lost = [tensor.label for tensor in _lost(tensors)]
     if lost:
         yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
-    empty = [_label(key) for key, truth in golden.items() if not truth.numel()]
+    empty = [label[key] for key, truth in golden.items() if not truth.numel()]
     if empty:
         yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
+    too_large = [name for kind, name in candidate.keys() - golden.keys() if kind == PROBED]
+    if too_large:
+        yield f"not compared on probing inputs, where any {_name(dtype)} computation overflows: {', '.join(too_large)}"
     frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
     if frozen:
         yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"
@@ -157,7 +177,7 @@ def _remarks(
     for key, truth in golden.items():
         returned = candidate[key].dtype
         if not key[0].endswith("gradient") and truth.numel() and returned != dtype:
-            yield f"the candidate returns {_label(key)} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
+            yield f"the candidate returns {label[key]} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
 
 
 def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, reference: nn.Module) -> tuple[str, ...]:
@@ -171,11 +191,6 @@ def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, reference: 
     trained = {name for name, parameter in reference.named_parameters() if parameter.requires_grad}
     wanted = {name for left, right in weights.items() if trained & set(names(left)) for name in names(right)}
     return tuple(name for name in unreached if name in wanted)
-
-
-def _label(key: tuple[Kind, str]) -> str:
-    kind, name = key
-    return f"d {name}" if kind.endswith("gradient") else name
 
 
 def _name(dtype: torch.dtype) -> str:

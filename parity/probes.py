@@ -27,17 +27,16 @@ def probe(inputs: Any, rng: Rng) -> Any:
 
     Args:
         inputs: as a pair's ``inputs`` returns them; floating-point tensors of two or more dimensions whose elements are
-            all finite, and no row constant, change; anything else stays.
+            all finite change, anything else stays. So do tensors of which each row holds a single number: of those a
+            norm computes what rounding left, see ``parity.conditioning``.
         rng: which row becomes what.
     """
     return tree_map_only(Tensor, lambda x: _uneven(x, rng) if _is_activation(x) else x, inputs)
 
 
 def _is_activation(x: Tensor) -> bool:
-    if not x.is_floating_point() or x.dim() < 2 or not x.numel() or not x.isfinite().all():
-        return False
-    # What a norm makes of a constant row is rounding noise alone, and no model knows its size.
-    return bool((x != x[..., :1]).any(-1).all())
+    is_finite_matrix = x.is_floating_point() and x.dim() > 1 and x.numel() > 0 and bool(x.isfinite().all())
+    return is_finite_matrix and bool((x != x[..., :1]).any())
 
 
 def _uneven(x: Tensor, rng: Rng) -> Tensor:

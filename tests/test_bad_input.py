@@ -25,6 +25,11 @@ IDENTITY = {"weight": "weight", "bias": "bias"}
 every_precision = pytest.mark.parametrize("precision", HERE)
 
 
+@pytest.fixture(autouse=True)
+def _same_weights_each_time() -> None:
+    torch.manual_seed(0)
+
+
 def linear(**fields) -> parity.Pair:
     return parity.Pair(
         **{
@@ -152,6 +157,12 @@ def test_huge_and_tiny_activations_are_compared_like_others(precision, scale):
     assert_says(result, "passed")
 
 
+def test_probing_inputs_on_which_fp16_overflows_though_the_users_own_fit_are_left_out():
+    result = result_of(mlp(lambda rng: 1e4 * rng.normal(TOKENS, WIDTH)), "fp16")
+    assert_says(result, "passed", "not compared on probing inputs, where any float16 computation overflows: output")
+    assert not any(tensor.probed for tensor in result.tensors)
+
+
 def test_an_overflow_inside_an_fp16_computation_is_the_precisions_own():
     result = result_of(linear(inputs=lambda rng: 1e4 * rng.normal(TOKENS, WIDTH)), "fp16")
     assert_says(result, "failed", "the range of fp16 is too small")
@@ -191,21 +202,36 @@ def test_an_output_that_rounding_loses_among_others_is_noted():
 # Constants and zeros
 
 
+def norm_of(name: str, value: float) -> parity.Pair:
+    """A norm of rows that all hold one number."""
+    reference = nn.LayerNorm(WIDTH) if name == "LayerNorm" else nn.RMSNorm(WIDTH, eps=1e-5)
+    reference.weight.data.uniform_(0.5, 1.5)
+    return linear(
+        reference=reference,
+        candidate=getattr(te, name)(WIDTH),
+        weights=IDENTITY if name == "LayerNorm" else {"weight": "weight"},
+        inputs=lambda rng: torch.full((TOKENS, WIDTH), value),
+    )
+
+
 @every_precision
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_constant_inputs_of_a_norm_are_compared(precision, norm, value):
-    reference = nn.LayerNorm(WIDTH) if norm == "LayerNorm" else nn.RMSNorm(WIDTH, eps=1e-5)
-    reference.weight.data.uniform_(0.5, 1.5)
-    weights = IDENTITY if norm == "LayerNorm" else {"weight": "weight"}
-    pair = linear(
-        reference=reference,
-        candidate=getattr(te, norm)(WIDTH),
-        weights=weights,
-        inputs=lambda rng: torch.full((TOKENS, WIDTH), value),
-    )
-    result = result_of(pair, precision)
-    assert result.passed, result
+    assert_says(result_of(norm_of(norm, value), precision), "passed")
+
+
+@pytest.mark.parametrize("value", [0.3, 1e4 + 0.1])
+def test_a_layer_norm_of_a_constant_whose_mean_rounds_is_told_as_ill_conditioned(value):
+    result = result_of(norm_of("LayerNorm", value))
+    assert_says(result, "failed", "rounding decides these numbers")
+    assert findings(result) == {"PAR005"}
+
+
+def test_a_mistake_on_well_conditioned_inputs_is_not_taken_for_ill_conditioned():
+    result = result_of(linear(call_candidate=lambda module, x: 1.001 * module(x)))
+    assert_says(result, "failed")
+    assert "PAR005" not in findings(result)
 
 
 @every_precision
@@ -244,7 +270,7 @@ def test_an_output_that_is_zero_in_the_reference_alone_fails():
     )
     result = result_of(pair)
     assert_says(result, "failed")
-    assert [tensor.label for tensor in result.tensors if not tensor.passed] == ["output[1]", "probed output[1]"]
+    assert {tensor.name for tensor in result.tensors if not tensor.passed} == {"output[1]"}
 
 
 # Few elements, or none
@@ -357,8 +383,7 @@ def test_a_buffer_that_each_call_changes_does_not_carry_over_to_the_next(precisi
     assert_says(result_of(wrapped(Counting), precision), "passed")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_batch_norm_in_training_mode_is_compared(precision):
+def test_a_batch_norm_in_training_mode_is_compared_and_keeps_its_statistics():
     class Normed(nn.Module):
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
@@ -373,7 +398,7 @@ def test_a_batch_norm_in_training_mode_is_compared(precision):
         candidate=Normed(te.Linear(WIDTH, WIDTH)),
         weights=WRAPPED | {"norm.weight": "norm.weight", "norm.bias": "norm.bias"},
     )
-    assert_says(result_of(pair, precision), "passed")
+    assert_says(result_of(pair), "passed")
     assert bool((pair.reference.norm.running_mean == 0).all())
 
 
@@ -405,7 +430,7 @@ def test_a_parameter_that_two_layers_share_is_compared_once(precision):
     )
     result = result_of(pair, precision)
     assert_says(result, "passed")
-    assert [tensor.label for tensor in result.tensors] == ["output", "d input", "d first.weight", "probed output"]
+    assert [tensor.label for tensor in result.tensors if not tensor.probed] == ["output", "d input", "d first.weight"]
 
 
 def test_a_parameter_that_only_the_reference_shares_is_an_error_of_the_map():
@@ -437,8 +462,8 @@ def test_te_gives_the_bias_of_a_frozen_weight_no_gradient_outside_fp8_and_that_f
     pair.reference.weight.requires_grad_(False)
     pair.candidate.weight.requires_grad_(False)
     result = result_of(pair, precision)
-    assert [(finding.code, "TE's bias" in finding.message) for finding in result.findings] == [("PAR004", True)]
-    assert_says(result, "failed")
+    assert_says(result, "failed", "no gradient for TE's bias")
+    assert not any("TE's weight" in finding.message for finding in result.findings)
 
 
 @every_precision
@@ -448,7 +473,7 @@ def test_modules_that_are_frozen_altogether_are_compared_in_outputs_and_input_gr
     pair.candidate.requires_grad_(False)
     result = result_of(pair, precision)
     assert_says(result, "passed", "frozen in the reference, so that no gradient was compared: weight, bias")
-    assert [tensor.label for tensor in result.tensors] == ["output", "d input", "probed output"]
+    assert [tensor.label for tensor in result.tensors if not tensor.probed] == ["output", "d input"]
 
 
 def test_a_parameter_that_is_frozen_in_the_candidate_alone_fails_by_name():
@@ -481,7 +506,7 @@ def test_a_parameter_that_neither_uses_is_noted():
 def test_a_candidate_without_gradients_fails(precision):
     result = result_of(linear(call_candidate=lambda module, x: module(x).detach()), precision)
     assert result.status == "failed"
-    assert findings(result) == {"PAR004"}
+    assert "PAR004" in findings(result)
 
 
 def test_modules_without_gradients_are_compared_in_their_outputs_and_that_is_noted():

@@ -13,6 +13,7 @@ CODES = {
     "golden-not-finite": "PAR002",
     "precision-overflows": "PAR003",
     "no-gradient": "PAR004",
+    "ill-conditioned": "PAR005",
     "gate-up-swapped": "PAR101",
     "stacked-in-another-order": "PAR101",
     "qkv-layout": "PAR102",
