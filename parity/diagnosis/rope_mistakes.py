@@ -155,14 +155,12 @@ def _turned_more(role: str, by: int) -> Edits:
 
 
 def _with_angles(phases: Phases) -> Edits:
-    """Other phases, as a difference to the ideal ones: what the reference itself rounds stays."""
-
     def edits(one: Rotation) -> tuple[Edit, ...]:
         if one.phases is None:
             return ()
         positions, frequency = one.phases
-        ideal, other = positions[:, None] * frequency, phases(positions, frequency)
-        return one.edits(angles=one.angles + other - ideal) if not torch.equal(ideal, other) else ()
+        angles = phases(positions, frequency)
+        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
 
     return edits
 

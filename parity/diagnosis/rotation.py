@@ -37,7 +37,8 @@ class Rotation:
         head_dim: channels of a head.
         form: pairs are ``(i, i + rotary / 2)`` or ``(2 i, 2 i + 1)``.
         axis: dimension of the positions, negative.
-        angles: ``[seq, rotary / 2]`` in radians, FP64, up to full turns.
+        angles: ``[seq, rotary / 2]`` in radians, FP64; products of the phases where those are known, else up to full
+            turns.
         phases: positions ``[seq]`` and frequencies ``[rotary / 2]`` whose products are the angles, FP64; None if they
             are not known.
         times: how often it is rotated.
@@ -68,8 +69,9 @@ class Rotation:
     def compute(self, x: Tensor) -> Tensor:
         """The rotated value."""
         rotated, kept = x[..., : self.rotary], x[..., self.rotary :]
-        angles = self.angles.to(x.device).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
-        cos, sin = (rounded_to(table, self.table).to(x.dtype) for table in (angles.cos(), angles.sin()))
+        # In FP32 a phase of thousands of radians is rounded, in the reference as in a port.
+        angles = self.angles.to(x.device, x.dtype).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
+        cos, sin = (rounded_to(table, self.table) for table in (angles.cos(), angles.sin()))
         for _ in range(self.times):
             first, second = pairs(rotated, self.form)
             rotated = _joined(first * cos - second * sin, second * cos + first * sin, self.form)
@@ -144,7 +146,9 @@ def _turned(trace: Trace, call: Call, x: Value, role: Literal["query", "key"]) -
             turned = _angles(before[..., :rotary], after[..., :rotary], form)
             if turned is not None:
                 axis, angles = turned
-                return Rotation(call, x, role, head_dim, form, axis, angles, _phases(trace, call, angles))
+                phases = _phases(trace, call, angles)
+                angles = angles if phases is None else phases[0][:, None] * phases[1]
+                return Rotation(call, x, role, head_dim, form, axis, angles, phases)
     return None
 
 

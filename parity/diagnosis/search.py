@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,9 +37,11 @@ _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
+_EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _FEW = 32  # elements of all outputs, which many a mistake would explain by chance
 _FAITHFUL = 1.2  # times the expected error, which ends the search
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
+_EXACT = 0.5  # of the error, which a hypothesis must bring down to that
 _TUNED = 2  # kinds of mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _TUNING_STEPS = 30
@@ -94,15 +96,16 @@ class Explanation:
 
     Attributes:
         hypotheses: one, or two that hold at once.
-        margin: the largest of all tensors, against what the precision costs under the hypotheses; at most 1 but for
-            gradients that are wrong in a way of their own.
+        complete: whether every tensor passes under the hypotheses; else some gradients are wrong in a way of their own.
+        misfit: the tensors' errors under the hypotheses, in units of what the precision costs, their root mean square.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
         after: ditto under the hypotheses.
     """
 
     hypotheses: tuple[Hypothesis, ...]
-    margin: float
+    complete: bool
+    misfit: float
     worst: str
     before: float
     after: float
@@ -167,7 +170,7 @@ def _screened(
         ranked.append(entry)
         if screen.is_exact(entry):
             explanation = verified(failure, entry[1])
-            if explanation is not None:
+            if explanation is not None and explanation.complete:
                 return [explanation]
     ranked.sort(key=lambda entry: entry[0])
     return _verified(failure, ranked, budget)
@@ -244,7 +247,7 @@ class _Screen:
         """Whether what is left is no more than a faithful port at the precision has."""
         share, combination = entry
         alone = self._rows is not None and not any(one.around for one in combination)
-        return share < _HELPS and share * self._before[alone] <= self._faithful
+        return share < _EXACT and share * self._before[alone] <= self._faithful
 
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
@@ -298,8 +301,7 @@ def _norm(x: Tensor) -> float:
 def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    loud = any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
-    enough = _HELPS if loud else _HELPS_LITTLE
+    enough = _HELPS if _is_loud(failure) else _HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
     for combination in _one_of_each_name(helping)[:_VERIFIED]:
         if found and budget.spent():
@@ -307,7 +309,12 @@ def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> lis
         explanation = verified(failure, combination)
         if explanation is not None:
             found.append(explanation)
-    return sorted(found, key=lambda one: (one.margin, one.after))
+    return sorted(found, key=lambda one: (not one.complete, one.misfit))
+
+
+def _is_loud(failure: Failure) -> bool:
+    """Whether the norm of an output's error alone is too large."""
+    return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
 
 
 def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
@@ -319,7 +326,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     """The explanation that a combination is.
 
     Returns:
-        None if an output still differs by more than the precision costs, or a gradient by about as much as before.
+        None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
     """
     golden = tensors_under(failure.prepared, combination)
     models = [
@@ -328,19 +335,36 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
     judged = failure.judge(golden, [model for model in models if model is not None])
-    strict = sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
     before = {(result.kind, result.name): result for result in failure.results}
-    for result in judged:
-        better = result.errors.relative_l2 < _GRADIENT_HELPS * before[result.kind, result.name].errors.relative_l2
-        if not result.passed and (strict or result.kind == "output" or not better):
-            return None
+    if not _is_explained(failure, before, judged):
+        return None
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
+    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, _TINY) for result in judged]
     return Explanation(
         combination,
-        max(result.margin for result in judged),
+        all(result.passed for result in judged),
+        math.sqrt(sum(misfit**2 for misfit in misfits) / len(misfits)),
         shown.label,
         before[shown.kind, shown.name].errors.relative_l2,
         shown.errors.relative_l2,
+    )
+
+
+def _is_explained(
+    failure: Failure, before: Mapping[tuple[Kind, str], TensorResult], judged: Sequence[TensorResult]
+) -> bool:
+    """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them."""
+    share = {
+        key: result.errors.relative_l2 / max(before[key].errors.relative_l2, _TINY)
+        for result in judged
+        for key in [(result.kind, result.name)]
+    }
+    tells = sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") >= _FEW
+    evident = tells and _is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
+    return all(
+        result.passed
+        or (result.kind != "output" and (evident or (tells and share[result.kind, result.name] < _GRADIENT_HELPS)))
+        for result in judged
     )
 
 
