@@ -170,7 +170,8 @@ def _signals(
 
 def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
     """The candidate in FP32, without TF32, on the weights and inputs that were rounded to the precision."""
-    prepared = dataclasses.replace(ran.prepared, inputs=cast(ran.prepared.inputs, torch.float32))
+    inputs, probe = (cast(drawn, torch.float32) for drawn in (ran.prepared.inputs, ran.prepared.probe))
+    prepared = dataclasses.replace(ran.prepared, inputs=inputs, probe=probe)
     with tf32.left_out():
         return passes.candidate(ran.case, ran.checked, prepared, PRECISIONS["fp32"], seed, kernels)
 
