@@ -23,10 +23,11 @@ from parity.studies.attention_sweeps import (
     untiled,
     whole_runs,
 )
-from parity.studies.claims import Claim, verdict
 from parity.studies.number_formats import FORMATS, UNLIMITED
+from parity.studies.tables import Claim, verdict
 
 MEMORY_LIMIT = 2 << 30
+_SOURCE = "arXiv 2405.02803"
 # "About ten times": nearer to ten than to one or a hundred, on a logarithmic scale.
 _ABOUT_TEN = (math.sqrt(10), 10 * math.sqrt(10))
 # Differences of less than this share are none: seeds differ by more.
@@ -90,8 +91,8 @@ def _mantissa(found: Results, settings: Settings) -> Claim:
     figures = ", ".join(f"{name} {short(error)}" for name, error in example.items())
     exceptions = f" Exceptions: {'; '.join(breaks)}." if breaks else ""
     return Claim(
-        "The deviation falls with the number of mantissa bits.",
-        "–",
+        _SOURCE,
+        "the deviation falls with the number of mantissa bits",
         f"relative L2 of flash, every step rounded, {settings.distributions[0]}: {figures}.{exceptions}",
         verdict(holds),
         _range_costs(found, settings),
@@ -147,8 +148,8 @@ def _ten_times(found: Results, settings: Settings) -> Claim:
             holds.append(_ABOUT_TEN[0] <= max(ratios) <= _ABOUT_TEN[1])
             ours.append(f"{name}, {base.distribution}: {', '.join(map(short, ratios))}")
     return Claim(
-        f"In {settings.format.upper()}, flash deviates about ten times as much as baseline.",
-        "about 10",
+        _SOURCE,
+        f"in {settings.format.upper()}, flash deviates about ten times as much as baseline",
         f"largest deviation, flash over baseline, at {_listed(settings.lengths)} keys: {'; '.join(ours)}.",
         verdict(holds),
         "It depends on two rounded quantities, the running sum and the accumulator, which flash rounds once with each "
@@ -179,8 +180,8 @@ def _length(found: Results, settings: Settings) -> Claim:
             holds.append(relative > _SAME)
             ours.append(f"{name}, {base.distribution}: keys^{relative:.2f} (largest deviation: keys^{largest:.2f})")
     return Claim(
-        "Flash attention's deviation grows with the sequence length.",
-        "–",
+        _SOURCE,
+        "flash attention's deviation grows with the sequence length",
         f"relative L2, {_listed(settings.lengths)} keys in tiles of {settings.tile}: {'; '.join(ours)}.",
         verdict(holds),
         "Each tile rounds the sum and the accumulator once more, and what a tile adds shrinks against what is there "
@@ -199,8 +200,8 @@ def _larger_tiles(found: Results, settings: Settings) -> Claim:
             holds.append(all(later < earlier * (1 - _SAME) for earlier, later in itertools.pairwise(errors)))
             ours.append(f"{name}, {base.distribution}: {', '.join(map(short, errors))}")
     return Claim(
-        "Larger tiles deviate less.",
-        "–",
+        _SOURCE,
+        "larger tiles deviate less",
         f"relative L2 at {_listed(settings.tiles)} keys a tile: {'; '.join(ours)}.",
         verdict(holds),
         "Wider tiles make fewer roundings of the sum and the accumulator. Where these are FP32, nothing is to be won.",
@@ -232,8 +233,8 @@ def _rescalings(found: Results, settings: Settings) -> Claim:
             f"with {short(running.rescalings)}, {short(never.relative_l2)} with none"
         )
     return Claim(
-        "(Not the source's.) More rescalings, more deviation: that would be why larger tiles help.",
-        "–",
+        "a guess of this project's",
+        "more rescalings, more deviation: that is why larger tiles help",
         f"the same keys in another order, every step rounded: {'; '.join(ours)}.",
         verdict(holds),
         "Tiles count, not rescalings: each tile rounds the sum and the accumulator, whether or not the maximum rose. A "
@@ -257,8 +258,8 @@ def _loop_order(found: Results, settings: Settings) -> Claim:
         )
     alike = "equal bit for bit" if swapped_alike else "not equal"
     return Claim(
-        "The order of the block loops matters.",
-        "–",
+        _SOURCE,
+        "the order of the block loops matters",
         f"the same formats, loops swapped: outputs are {alike}. Relative L2: {'; '.join(ours)}.",
         verdict([not swapped_alike, all(stored_worse)]),
         "A query meets the tiles of keys in the same order either way. What can differ is where its state (maximum, "
@@ -287,8 +288,8 @@ def _square_tiles(found: Results, settings: Settings) -> Claim:
         ]
         ours.append(f"{base.distribution}: {', '.join(figures)}")
     return Claim(
-        "Whether tiles are square does not matter.",
-        "–",
+        _SOURCE,
+        "whether tiles are square does not matter",
         f"relative L2, queries x keys of a tile, every step rounded: {'; '.join(ours)}.",
         verdict(holds),
         "The height of a tile, in queries, changes nothing, since queries do not meet. Its width, in keys, counts: a "
@@ -299,9 +300,8 @@ def _square_tiles(found: Results, settings: Settings) -> Claim:
 def _memory(found: Results, settings: Settings) -> Claim:
     peak = max(found[entry].peak_bytes for entry in whole_runs(settings))
     return Claim(
-        f"(This project's own.) {settings.whole_length} queries by {settings.whole_length} keys take less than 2 GiB, "
-        "golden included.",
-        "2 GiB",
+        "this project",
+        f"{settings.whole_length} queries by {settings.whole_length} keys take less than 2 GiB, golden included",
         f"the process's peak: {peak / 2**30:.2f} GiB",
         "yes" if peak < MEMORY_LIMIT else "no",
         "Golden and baseline compute some rows at a time.",

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from parity import te
 from parity.report.environment import KERNELS
 from parity.report.numbers import seeds, short
-from parity.studies import claims, flash_stability_plots
+from parity.studies import flash_stability_plots, tables
 from parity.studies.attention_deviation import Deviation, Results, over_seeds
 from parity.studies.attention_kernels import BACKENDS
 from parity.studies.attention_sweeps import (
@@ -101,8 +100,7 @@ def _sections(found: Results, settings: Settings, kernels: Kernels) -> Iterator[
     )
     yield "![Deviation over formats, keys, tiles and rescalings](flash_stability.png)"
     yield "## Claims"
-    yield "Of arXiv 2405.02803, unless it says otherwise; figures are this study's."
-    yield claims.table(tested(found, settings))
+    yield tables.claims(tested(found, settings))
     yield "## Which rounding does it"
     yield (
         "Relative L2 deviation of flash and baseline attention where one step alone is rounded to "
@@ -186,7 +184,7 @@ def _steps(found: Results, settings: Settings) -> str:
         for algorithm in ("flash", "baseline")
         for what in ("alone", "all but")
     ]
-    return _table(rows, ["step", *headers])
+    return tables.texts(rows, ["step", *headers])
 
 
 def _formats(found: Results, settings: Settings) -> str:
@@ -196,7 +194,7 @@ def _formats(found: Results, settings: Settings) -> str:
         for distribution in settings.distributions
         for entry in both(dataclasses.replace(plain_run(settings, distribution), format=name))
     ]
-    return _table(rows, ["format", "mantissa bits", "inputs", "algorithm", "rounded", *_FOUR])
+    return tables.texts(rows, ["format", "mantissa bits", "inputs", "algorithm", "rounded", *_FOUR])
 
 
 def _lengths(found: Results, settings: Settings) -> str:
@@ -207,7 +205,7 @@ def _lengths(found: Results, settings: Settings) -> str:
         for base in both(plain_run(settings, distribution))
         for entry in (of_length(base, settings, keys),)
     ]
-    return _table(rows, ["keys", "inputs", "algorithm", "rounded", *_FOUR, "rescalings"])
+    return tables.texts(rows, ["keys", "inputs", "algorithm", "rounded", *_FOUR, "rescalings"])
 
 
 def _tiles(found: Results, settings: Settings) -> str:
@@ -222,7 +220,7 @@ def _tiles(found: Results, settings: Settings) -> str:
             ),
         )
     ]
-    return _table(rows, ["keys of a tile", "inputs", "algorithm", "rounded", *_FOUR, "rescalings"])
+    return tables.texts(rows, ["keys of a tile", "inputs", "algorithm", "rounded", *_FOUR, "rescalings"])
 
 
 def _loop_orders(found: Results, settings: Settings) -> str:
@@ -233,7 +231,7 @@ def _loop_orders(found: Results, settings: Settings) -> str:
         for outer in ("queries", "keys")
         for entry in (dataclasses.replace(plain_run(settings, distribution), rounded=rounded, outer=outer),)
     ]
-    return _table(rows, ["outer loop over", "inputs", "algorithm", "rounded", *_FOUR])
+    return tables.texts(rows, ["outer loop over", "inputs", "algorithm", "rounded", *_FOUR])
 
 
 def _masks(found: Results, settings: Settings) -> str:
@@ -243,7 +241,7 @@ def _masks(found: Results, settings: Settings) -> str:
         for causal in (False, True)
         for entry in both(dataclasses.replace(plain_run(settings, distribution), causal=causal))
     ]
-    return _table(rows, ["mask", "inputs", "algorithm", "rounded", *_FOUR])
+    return tables.texts(rows, ["mask", "inputs", "algorithm", "rounded", *_FOUR])
 
 
 def _library_runs(settings: Settings, name: str, distribution: str) -> list[Run]:
@@ -260,7 +258,7 @@ def _libraries(found: Results, settings: Settings) -> str:
         for entry in _library_runs(settings, name, distribution)
         if found[entry].deviation is not None
     ]
-    return _table(rows, ["format", "inputs", "attention", *_FOUR])
+    return tables.texts(rows, ["format", "inputs", "attention", *_FOUR])
 
 
 def _refusals(found: Results, settings: Settings) -> Iterator[str]:
@@ -299,7 +297,3 @@ def _labels(entry: Run) -> list[str]:
         STORED_STATE: "as kernels, and the state between tiles",
     }
     return [entry.distribution, entry.algorithm, rounded[entry.rounded]]
-
-
-def _table(rows: list[list[str]], headers: list[str]) -> str:
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

@@ -32,6 +32,13 @@ class Claim:
     why: str
 
 
+def verdict(holds: Sequence[bool]) -> str:
+    """What a claim that was tested in several ways says of agreement: yes, no, or partly."""
+    if all(holds):
+        return "yes"
+    return "partly" if any(holds) else "no"
+
+
 def numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
     """A markdown table aligned to the right."""
     return _table(rows, headers, "right")

@@ -1,4 +1,4 @@
-"""TE's ``DotProductAttention`` on a backend of the caller's choice, without a mask."""
+"""TE's ``DotProductAttention`` on a backend of the caller's choice."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from parity.studies.te_variables import te_variables
 from parity.te import Kernels
 from parity.user_error import UserError
 
-Backend = Literal["unfused", "fused"]
+Backend = Literal["unfused", "fused", "flash"]
 
 
-def attend(kernels: Kernels, backend: Backend, query: Tensor, key: Tensor, value: Tensor, layer: int = 0) -> Tensor:
-    """Attention of each query to all keys.
+def attend(
+    kernels: Kernels,
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int = 0,
+    causal: bool = False,
+) -> Tensor:
+    """Attention of each query to all keys, or to those up to its own position.
 
     Args:
         kernels: that TE runs on; the tensors are on their device.
-        backend: unfused (GEMM, softmax, GEMM) or fused (cuDNN's flash attention).
-        query: ``[heads, queries, head_dim]``, FP16 or BF16.
+        backend: unfused (GEMM, softmax, GEMM), fused (cuDNN's flash attention) or flash (the package flash-attn).
+        query: ``[heads, queries, head_dim]``, FP16, BF16 or FP32.
         key: ``[heads, keys, head_dim]``.
         value: as key.
         layer: the layer's number, from 1, for query-key layer scaling, which the unfused backend does in FP16; 0 for
             none.
+        causal: whether a query sees keys up to its own position only.
 
     Returns:
         ``[heads, queries, head_dim]``.
@@ -35,7 +44,7 @@ def attend(kernels: Kernels, backend: Backend, query: Tensor, key: Tensor, value
     """
     heads, _, head_dim = query.shape
     variables = {
-        "NVTE_FLASH_ATTN": "0",
+        "NVTE_FLASH_ATTN": str(int(backend == "flash")),
         "NVTE_FUSED_ATTN": str(int(backend == "fused")),
         "NVTE_UNFUSED_ATTN": str(int(backend == "unfused")),
         "NVTE_APPLY_QK_LAYER_SCALING": str(int(layer > 0)),
@@ -48,7 +57,7 @@ def attend(kernels: Kernels, backend: Backend, query: Tensor, key: Tensor, value
             head_dim,
             attention_dropout=0.0,
             qkv_format="bshd",
-            attn_mask_type="no_mask",
+            attn_mask_type="causal" if causal else "no_mask",
             layer_number=layer or None,
         ).eval()
         try:

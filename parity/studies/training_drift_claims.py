@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from parity.report.numbers import short
-from parity.studies.claims import Claim, verdict
 from parity.studies.drift_trajectory import Kind, Run, Settings, rounds_alike
+from parity.studies.tables import Claim, verdict
 from parity.studies.training_drift import Drift, Drifts, Pair
 
 # Two drifts are of a size if neither is this many times the other: two seeds differ as much.
 OF_A_SIZE = 2.0
+_SOURCE = "arXiv 2405.02803"
 _SOURCE_LOW, _SOURCE_HIGH = 2.0, 5.0
 
 
@@ -82,8 +83,8 @@ def _below_low_precision(found: Drifts, settings: Settings) -> Claim:
         for seed in every
     ]
     return Claim(
-        "Flash attention's drift (from baseline attention) is below low-precision training's (from FP32).",
-        "2 to 5 times, Wasserstein",
+        _SOURCE,
+        "flash attention's drift (from baseline attention) is 2 to 5 times below low-precision training's (from FP32)",
         f"Wasserstein-1, low precision over flash, a figure a seed: {_named(factors)}. With every step rounded: "
         f"{_named(everywhere)}.",
         verdict([_SOURCE_LOW <= one <= _SOURCE_HIGH for of_seeds in factors.values() for one in of_seeds]),
@@ -124,8 +125,8 @@ def _below_other_start(found: Drifts, settings: Settings) -> Claim:
         for name in settings.formats
     }
     return Claim(
-        "Flash attention's drift is below that of another random initialisation.",
-        "–",
+        "this project",
+        "flash attention's drift is below that of another random initialisation",
         f"Wasserstein-1, other start over flash, a figure a seed: {_named(factors)}.",
         verdict([one > 1 for of_seeds in factors.values() for one in of_seeds]),
         "Wasserstein-1 compares the weights as sets. Two initialisations are two draws from one distribution, so as "
@@ -141,9 +142,9 @@ def _port_is_faithful(found: Drifts, settings: Settings, precisions: Sequence[st
         for name in precisions
     }
     return Claim(
-        "(This project's own.) TE's modules drift from plain FP32 as far as their precision's roundings make plain "
-        "PyTorch drift.",
-        f"1, within a factor of {OF_A_SIZE:g}",
+        "this project",
+        "TE's modules drift from plain FP32 as far as their precision's roundings make plain PyTorch drift, within a "
+        f"factor of {OF_A_SIZE:g}",
         f"Wasserstein-1, TE over the plain model under the rounding model, a figure a seed: {_named(factors)}.",
         verdict([1 / OF_A_SIZE <= one <= OF_A_SIZE for of_seeds in factors.values() for one in of_seeds]),
         "The rounding model rounds what TE's kernels do, elsewhere by a unit in the last place. Two such trainings are "

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from parity import te
 from parity.report.environment import KERNELS
 from parity.report.numbers import ratio, seeds, short
-from parity.studies import claims, training_drift_plots
+from parity.studies import tables, training_drift_plots
 from parity.studies.device import name_of
 from parity.studies.drift_trajectory import Run, Settings, initial, rounds_alike
 from parity.studies.training_drift import Drift, Drifts, Pair
@@ -99,8 +98,8 @@ def _sections(
         f"{te.version()} is {KERNELS[kernels.backend]}."
     )
     yield "## Claims"
-    yield "Of arXiv 2405.02803, unless it says otherwise; figures are after the last step."
-    yield claims.table(tested(found, settings, precisions))
+    yield "Figures are after the last step."
+    yield tables.claims(tested(found, settings, precisions))
     yield "## Flash attention and low precision"
     yield "![Drift of all weights over steps, by format](training_drift.png)"
     yield "Solid: seed 0; dashed: the others. After the last step:"
@@ -159,7 +158,7 @@ def _algorithms(found: Drifts, settings: Settings) -> str:
                 rows.append(_row("flash, every step rounded", name, seed, everywhere, low))
             rows.append(_row("flash, as kernels round", name, seed, of_algorithm(found, "flash", name, seed), low))
             rows.append(_row("one FP32 ulp", name, seed, of_algorithm(found, "nudged", name, seed), low))
-    return _table(rows, ["training", "format", "seed", *_MEASURED, "low precision's over it", *_LOSSES])
+    return tables.texts(rows, ["training", "format", "seed", *_MEASURED, "low precision's over it", *_LOSSES])
 
 
 def _across_formats(found: Drifts, settings: Settings) -> str:
@@ -168,7 +167,7 @@ def _across_formats(found: Drifts, settings: Settings) -> str:
 
     names = low_formats(settings)
     rows = [[low, *(cell(low, flash) for flash in names)] for low in names]
-    return _table(rows, ["low precision", *(f"flash in {name}" for name in names)])
+    return tables.texts(rows, ["low precision", *(f"flash in {name}" for name in names)])
 
 
 _MEASURED = ["largest difference", "Wasserstein-1"]
@@ -205,7 +204,7 @@ def _tensors(found: Drifts, settings: Settings) -> str:
         f"{number_format}, {what}" for number_format in low_formats(settings) for what in ("low precision", "flash")
     ]
     measured = [f"{header}, {measure}" for header in headers for measure in ("largest", "W1")]
-    return _table(rows, ["parameter", *measured])
+    return tables.texts(rows, ["parameter", *measured])
 
 
 def _te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> str:
@@ -226,8 +225,4 @@ def _te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> str:
         for what in ("TE from FP32", "rounding model from FP32", "TE from rounding model")
         for measure in ("largest", "W1")
     ]
-    return _table(rows, ["precision", "seed", *headers, "TE's W1 over rounding's", *_LOSSES])
-
-
-def _table(rows: list[list[str]], headers: list[str]) -> str:
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return tables.texts(rows, ["precision", "seed", *headers, "TE's W1 over rounding's", *_LOSSES])

@@ -160,7 +160,7 @@ def test_a_verdict_is_found_from_the_figures(kernels: Kernels) -> None:
     figures = {entry: result_of(entry, TINY, kernels) for entry in runs(TINY)}
 
     def agrees(results: Results) -> str:
-        claim = next(c for c in flash_stability_claims.claims(results, TINY) if c.claim.startswith("In BF16"))
+        claim = next(c for c in flash_stability_claims.claims(results, TINY) if c.claimed.startswith("in BF16"))
         return claim.agrees
 
     def with_maximum(entry: Run, result: Result) -> Result:
