@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parity.diagnosis import Hypothesis, subtle_hypotheses
 from parity.diagnosis.codes import CODES
-from parity.execute import outputs_of
-from parity.prepare import Prepared, cast
+from parity.diagnosis.trial import outputs_under
+from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.statistics import Statistic, component
 
@@ -42,12 +42,11 @@ class Direction:
 @lru_cache(maxsize=2)
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
-    prepared.reference.double()
-    inputs = cast(prepared.inputs, torch.float64)
     found = []
     for mistake in subtle_hypotheses(prepared):
-        with mistake.context(), torch.no_grad():
-            outputs = outputs_of(prepared.reference, prepared.call, inputs)
+        outputs = outputs_under(prepared, (mistake,), torch.float64)
+        if outputs is None:
+            continue
         changes = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
         if any(change.any() for change in changes.values()):
             found.append(Direction(mistake, changes))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from parity import weights
 from parity.case import Case, Pair
@@ -53,10 +54,15 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tenso
         )
     tensors = tensors_of(ran)
     if prepared.probed:
-        with torch.no_grad(), rounded(rounding, prepared.reference.parameters(), freedom):
-            inputs = cast(prepared.probe, torch.float32)
+        with rounded(rounding, prepared.reference.parameters(), freedom):
+            inputs = tree_map_only(Tensor, _as_activation, cast(prepared.probe, torch.float32))
             tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
+
+
+def _as_activation(x: Tensor) -> Tensor:
+    """As the drawn inputs are: what depends on a tensor that requires a gradient is an activation."""
+    return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
 def run_candidate(

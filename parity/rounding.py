@@ -164,7 +164,7 @@ class _RoundingMode(TorchDispatchMode):
             stored = self.rounding.store_part(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
         result = func(*args, **kwargs)
-        if self.freedom.stores_pointwise and func in _POINTWISE:
+        if self.freedom.stores_pointwise and func in _POINTWISE and (self.phase.backward or _differentiable(args)):
             result = self.rounding.store_part(result)
         if func in _SOFTMAX or (func in _SAME_PLACE and _addresses(args) & self._probabilities.keys()):
             self._probabilities[_address(result)] = result
@@ -269,6 +269,11 @@ def _address(x: Tensor) -> int:
 
 def _addresses(operands: tuple[Any, ...]) -> set[int]:
     return {_address(x) for x in operands if isinstance(x, Tensor)}
+
+
+def _differentiable(operands: tuple[Any, ...]) -> bool:
+    """Whether one is an activation; the angles of RoPE, say, are no faithful port's to round."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in operands)
 
 
 def _is_linear_layer(operand: Tensor) -> bool:

@@ -62,8 +62,17 @@ def subtle_hypotheses(prepared: Prepared) -> tuple[Hypothesis, ...]:
 def trace_of(prepared: Prepared) -> Trace:
     """Every call of the reference's forward pass, in FP64."""
     prepared.reference.double()
-    inputs = cast(prepared.inputs, torch.float64)
-    return traced(prepared.reference, lambda: outputs_of(prepared.reference, prepared.call, inputs))
+    traces: list[Trace] = []
+
+    def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Only the module's own calls are recorded, not the copies that a pass makes of its inputs.
+        returned: list[Any] = []
+        call = prepared.call or nn.Module.__call__
+        traces.append(traced(module, lambda: returned.append(call(module, *args, **kwargs))))
+        return returned[0]
+
+    outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
+    return traces[0]
 
 
 def stored_dtype(prepared: Prepared) -> torch.dtype:

@@ -30,12 +30,12 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
-    plain = [*non_finite(failed, failure.precision), *unreached_parameters(unreached)]
+    values, missing = list(non_finite(failed, failure.precision)), list(unreached_parameters(unreached))
     finite = all(result.errors.finite for result in failure.outputs)
     outputs_are_right = all(result.passed for result in failure.outputs)
     # Gradients that are not finite, or not there, need no further cause where the outputs are right.
-    causes = _causes(failure) if finite and not (plain and outputs_are_right) else []
-    return tuple([*plain, *causes] or where_the_error_is(failure))
+    causes = _causes(failure) if finite and not ((values or missing) and outputs_are_right) else []
+    return tuple([*values, *causes, *missing] or where_the_error_is(failure))
 
 
 def _causes(failure: Failure) -> list[Finding]:
