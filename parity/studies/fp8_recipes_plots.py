@@ -31,7 +31,9 @@ def by_distribution(found: Results, settings: Settings) -> Figure:
                 for distribution in settings.distributions
             ]
             axis.bar(places + (index - (len(settings.recipes) - 1) / 2) * width, values, width, label=recipe)
-        axis.set(xticks=places, title=f"{panel}, quantized" if panel in ROLES else f"output of {MODULES[panel].title}")
+        title = f"{panel}, quantized" if panel in ROLES else f"output of\n{MODULES[panel].title}"
+        axis.set_title(title, fontsize="medium")
+        axis.set_xticks(places)
         axis.set_xticklabels(settings.distributions)
         axis.grid(True, axis="y", alpha=0.3)
     axes[0].set_ylabel("SQNR, dB (higher is better)")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from parity.report.numbers import short
+from parity.report.numbers import plural, short
 from parity.studies import fp8_recipes_claims, fp8_recipes_plots, tables
 from parity.studies.fp8_attention import WAYS
 from parity.studies.fp8_recipes import DELAYED, STEPS_BEFORE, Results, Settings, steps_run
@@ -172,6 +172,8 @@ def _meaning_of_delays(found: Results, settings: Settings) -> Iterator[str]:
     smallest, largest, history = min(settings.factors), max(settings.factors), max(settings.histories)
     grown = delayed_steps(found, settings, history, "up", smallest)
     after = delayed_steps(found, settings, history, "spike", largest).recovered_after(STEPS_BEFORE)
+    gradient = found[steps_run(settings, DELAYED, history, "gradient", "spike", largest)]
+    assert isinstance(gradient, Steps)
     before, fallen = grown.steady(STEPS_BEFORE)[0], min(grown.sqnr_db[STEPS_BEFORE:])
     yield (
         f"- Delayed scaling fails in the one step in which an input grows: {smallest:g} times larger, and the output "
@@ -181,9 +183,14 @@ def _meaning_of_delays(found: Results, settings: Settings) -> Iterator[str]:
     yield (
         "- What shrinks, or grew in one step alone, is scaled by its larger past as long as that is remembered: with a "
         f"history of {history}, one step that is {largest:g} times too large spoils "
-        f"{'all' if after is None else after} steps from it on. Up to {_harmless(found, settings):g} times it does not "
-        "matter for E4M3, and for E5M2's wider range not even then."
+        f"{'all' if after is None else after} steps from it on. E4M3's exponents bear an input that is up to "
+        f"{_harmless(found, settings):g} times smaller; gradients in E5M2, of more exponents, are as good as before "
+        f"{_steps_of(gradient.recovered_after(STEPS_BEFORE))} after the same spike."
     )
+
+
+def _steps_of(count: int | None) -> str:
+    return "in no step" if count is None else plural(count, "step")
 
 
 def _harmless(found: Results, settings: Settings) -> float:
@@ -236,16 +243,26 @@ def _model_agreement(found: Results) -> str:
 
 
 def _recoveries(found: Results, settings: Settings) -> str:
-    rows = []
-    for side in SIDES:
-        for change in CHANGES:
-            for recipe in settings.recipes:
-                for history in settings.histories if recipe == DELAYED else (0,):
-                    name = f"{recipe}, {history} remembered" if history else recipe
-                    cells = recovery(found, settings, recipe, history, side, change)
-                    rows.append([f"{side} {CHANGE_TITLES[change]}", JUDGED[side], name, *cells])
+    rows, unmoved = [], []
+    for recipe in settings.recipes:
+        of_recipe = [
+            [
+                f"{side} {CHANGE_TITLES[change]}",
+                JUDGED[side],
+                f"{recipe}, {history} remembered" if history else recipe,
+                *recovery(found, settings, recipe, history, side, change),
+            ]
+            for side in SIDES
+            for change in CHANGES
+            for history in (settings.histories if recipe == DELAYED else (0,))
+        ]
+        if all(cell == "0" for row in of_recipe for cell in row[3:]):
+            unmoved.append(f"`{recipe}`")
+        else:
+            rows += of_recipe
     headers = ["change", "judged", "recipe", *(f"{factor:g} times" for factor in settings.factors)]
-    return tables.numbers(rows, headers)
+    table = tables.numbers(rows, headers) if rows else ""
+    return table + (f"\n\n0 steps, whatever changes and by how much: {', '.join(unmoved)}." if unmoved else "")
 
 
 def _misfits(found: Results, settings: Settings) -> str:
