@@ -191,13 +191,13 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
         return None
     before, scale, softcap, product = path
     context_call, value, to_value_heads, from_heads = context
-    query, key, to_query_heads, to_key_heads = product
+    query, key, to_query_heads, to_key_heads, added = product
     return Attention(
         context_call,
         query,
         key,
         value,
-        (before, after) if before != after else (),
+        (before, after) if before != after else added,
         (to_query_heads, to_key_heads, to_value_heads),
         from_heads,
         scale,
@@ -206,7 +206,7 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
     )
 
 
-_Product = tuple[Value, Value, Rearrange, Rearrange]
+_Product = tuple[Value, Value, Rearrange, Rearrange, tuple[Value, ...]]
 
 
 def _to_product(trace: Trace, value: Value) -> tuple[Value, float, float, _Product] | None:
@@ -218,7 +218,7 @@ def _to_product(trace: Trace, value: Value) -> tuple[Value, float, float, _Produ
             return None
         product = _product(trace, call)
         if product is not None:
-            return unmasked, scale, softcap, product
+            return unmasked, scale * call.kwargs.get("alpha", 1), softcap, product
         if call.name in CASTS or call.name in ("view", "reshape") or (call.name == "where" and len(call.inputs) > 1):
             value = _scores_among(trace, call)
             unmasked = value if call.name == "where" else unmasked
@@ -255,12 +255,13 @@ def _scores_among(trace: Trace, call: Call) -> Value:
 
 
 def _product(trace: Trace, call: Call) -> _Product | None:
-    """Query times key, as the two and how each comes to ``[..., heads, seq, head_dim]``."""
+    """Query times key: the two, how each comes to ``[..., heads, seq, head_dim]``, and a mask that is added at once."""
     named = binary(call)
     if named is not None and named[0] == "matmul":
-        return named[1], named[2], _as_they_are, _last_two_exchanged
+        return named[1], named[2], _as_they_are, _last_two_exchanged, ()
     if call.name == "baddbmm" and len(call.inputs) == 3:
-        return call.inputs[1], call.inputs[2], _as_they_are, _last_two_exchanged
+        added = call.inputs[:1] if call.kwargs.get("beta", 1) else []
+        return call.inputs[1], call.inputs[2], _as_they_are, _last_two_exchanged, tuple(added)
     letters = _einsum(call)
     if letters is None:
         return None
@@ -274,6 +275,7 @@ def _product(trace: Trace, call: Call) -> _Product | None:
         call.inputs[1],
         _permuted(left, [*batch, of_query, *summed]),
         _permuted(right, [*batch, of_key, *summed]),
+        (),
     )
 
 

@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -242,6 +244,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
         changed = _changed_in_place(func, args, kwargs)
         if changed is not None:
             self._keep_what_was(changed)
@@ -298,6 +303,9 @@ class _Editor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
         result = func(*args, **kwargs)
         changed = _changed_in_place(func, args, kwargs)
         if not _is_recorded(result, changed):
@@ -331,6 +339,15 @@ def _without_gradient(arguments: Any, position: int) -> Any:
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     leaves[tensors[position]] = leaves[tensors[position]].detach()
     return tree_unflatten(leaves, structure)
+
+
+def _opened(function: Any) -> Any:
+    """A function of ``torch.nn.functional`` whose own calls are seen, where else it would be seen as one call."""
+    seen = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    return FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
+
+
+_OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
 
 
 def canonical_name(function: Any) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from parity.diagnosis.calls import Trace
 from parity.diagnosis.catalogue import hypotheses, trace_of
 from parity.diagnosis.codes import CODES, finding
+from parity.diagnosis.divergence import first_divergence
 from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
@@ -30,26 +32,26 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
-    plain = [*non_finite(failed, failure.precision), *unreached_parameters(unreached)]
+    spoiled = list(non_finite(failed, failure.precision))
+    missing = list(unreached_parameters(unreached))
     finite = all(result.errors.finite for result in failure.outputs)
     outputs_are_right = all(result.passed for result in failure.outputs)
-    # Gradients that are not finite, or not there, need no further cause where the outputs are right.
-    causes = _causes(failure) if finite and not (plain and outputs_are_right) else []
-    return tuple([*plain, *causes] or where_the_error_is(failure))
-
-
-def _causes(failure: Failure) -> list[Finding]:
-    """What explains finite outputs and the gradients with them."""
     trace = trace_of(failure.prepared)
+    # Gradients that are not finite, or not there, need no further cause where the outputs are right.
+    causes = _causes(failure, trace) if finite and not ((spoiled or missing) and outputs_are_right) else []
+    found = [*spoiled, *causes, *missing]
+    return tuple(found or [*where_the_error_is(failure), *first_divergence(failure, trace)])
+
+
+def _causes(failure: Failure, trace: Trace) -> list[Finding]:
+    """What explains finite outputs and the gradients with them."""
     budget = Budget(CHECKS_FOR_SEARCH * failure.seconds)
-    found: list[Finding] = []
     if all(result.passed for result in failure.outputs):
         found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * failure.seconds))
     else:
         found = list(dropout_findings(failure))
     if not found:
         known = [*scale_hypotheses(failure.prepared, failure.precision), *hypotheses(failure.prepared, trace)]
-        del trace
         found = list(_told(explanations(failure, known, budget), failure))
     return (
         found

@@ -97,6 +97,8 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
     """Weight gradients whose sum over microbatches is rounded each time."""
     if not failed or any(result.kind != "weight gradient" for result in failed):
         return
+    # A GEMM adds to main_grad in FP32; only TF32 rounds what it adds.
+    precision = failure.precision if failure.precision.dtype is torch.float32 else None
     best: tuple[float, int, torch.dtype] = (_CLEARLY, 0, torch.bfloat16)
     for parts in _divisors(failure.prepared)[::-1]:
         of_parts: list[Tensors] = []
@@ -104,7 +106,7 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
             if budget.spent():
                 return
             cotangents = _of_part(failure.prepared, parts, part)
-            ran = tensors_under(failure.prepared, (), failure.precision, cotangents)
+            ran = tensors_under(failure.prepared, (), precision, cotangents)
             of_parts += [ran] if ran is not None else []
         orders = (of_parts, of_parts[::-1])  # autograd adds up the parts of one graph from the last
         for dtype, ordered in product((torch.bfloat16, torch.float16), orders):

@@ -6,6 +6,7 @@ that rounding is nearer to it than under the precision's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,13 +25,14 @@ from parity.formats import Format, e4m3, e5m2, tf32
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.rounding import Rounding
+from parity.rounding import FUSED, Rounding
 from parity.weight_terms import pack, unpack
 
 _NEARER = 0.7
 """Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
 
 _SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
+_MANY = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     """The rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
     wrong = [result for result in failure.results if not result.passed and result.errors.finite]
     # A wrong forward pass spoils gradients in ways of its own.
-    outputs = [result for result in wrong if result.kind == "output"]
+    # What a handful of numbers says of its rounding is chance.
+    outputs = [result for result in wrong if result.kind == "output" and math.prod(result.shape) >= _MANY]
     own = tensors_under(failure.prepared, (), failure.precision)
     if own is None or not wrong:
         return []
@@ -66,7 +69,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
             break
         precision = replace(failure.precision, rounding=mistake.rounding)
         with mistake.inside():
-            other = tensors_under(failure.prepared, (), precision)
+            other = tensors_under(failure.prepared, (), precision, freedom=FUSED)
         if other is None:
             continue
         shares = {result.label: _share(failure, result, other, own) for result in wrong}

@@ -38,6 +38,7 @@ _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
+_NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
 _FEW = 32  # elements of all outputs, which many a mistake would explain by chance
 _FAITHFUL = 1.2  # times the expected error, which ends the search
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
@@ -361,11 +362,14 @@ def _is_explained(
     }
     tells = sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") >= _FEW
     evident = tells and _is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
-    return all(
-        result.passed
-        or (result.kind != "output" and (evident or (tells and share[result.kind, result.name] < _GRADIENT_HELPS)))
-        for result in judged
-    )
+
+    def explained(result: TensorResult) -> bool:
+        left = share[result.kind, result.name]
+        if result.passed or (result.errors.relative_l2 <= result.tolerance_relative_l2 and left < _NEARLY_NOTHING):
+            return True
+        return result.kind != "output" and (evident or left < _GRADIENT_HELPS)
+
+    return all(map(explained, judged))
 
 
 def _shows(result: TensorResult) -> tuple[bool, bool, float]:
