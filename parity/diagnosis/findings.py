@@ -32,13 +32,15 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     failed = [result for result in failure.results if not result.passed]
     if not failed:
         return ()
-    values, missing = list(non_finite(failed, failure.precision)), list(unreached_parameters(unreached))
+    spoiled = list(non_finite(failed, failure.precision))
+    missing = list(unreached_parameters(unreached))
     finite = all(result.errors.finite for result in failure.outputs)
     outputs_are_right = all(result.passed for result in failure.outputs)
     trace = trace_of(failure.prepared)
     # Gradients that are not finite, or not there, need no further cause where the outputs are right.
-    causes = _causes(failure, trace) if finite and not ((values or missing) and outputs_are_right) else []
-    return tuple([*values, *causes, *missing] or [*where_the_error_is(failure), *first_divergence(failure, trace)])
+    causes = _causes(failure, trace) if finite and not ((spoiled or missing) and outputs_are_right) else []
+    found = [*spoiled, *causes, *missing]
+    return tuple(found or [*where_the_error_is(failure), *first_divergence(failure, trace)])
 
 
 def _causes(failure: Failure, trace: Trace) -> list[Finding]:
