@@ -54,7 +54,7 @@ def observe(
         dtype: in which the candidate returns it.
     """
     kind, name = key
-    truth = golden[key]
+    truth = golden[key].double()
     error = candidate[key].double() - truth
     modelled = [difference for difference in (model[key].double() - truth for model in models) if _finite(difference)]
     if not modelled or not _finite(error):

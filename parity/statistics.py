@@ -34,6 +34,8 @@ SMALLEST_SLICE = 32
 # How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
 # slice in which the model happened to be lucky from failing.
 _PRIOR_ELEMENTS = 8
+# What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
+_FP32_STEPS = 2.0
 # What the result's own rounding costs, of the unit roundoff, on average over mantissas.
 _MEAN_ROUNDING = 0.5
 # Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
@@ -59,7 +61,7 @@ class Statistic:
 
 
 def least_error(dtype: torch.dtype, summed_terms: int) -> float:
-    """The relative error that no model may fall below: the rounding of the result, and the order of FP32 sums.
+    """The relative error that no model may fall below: the rounding of the result, and FP32 steps and sums before it.
 
     Adding n terms of random sign one after the other loses about ``u sqrt(n / 6)`` relative to the sum, with u the unit
     roundoff: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
@@ -69,8 +71,8 @@ def least_error(dtype: torch.dtype, summed_terms: int) -> float:
         dtype: in which the candidate returns the tensor.
         summed_terms: how many terms a kernel accumulates for one element.
     """
-    rounding = _MEAN_ROUNDING * torch.finfo(dtype).eps / 2
-    return max(rounding, torch.finfo(torch.float32).eps / 2 * math.sqrt(summed_terms / 6))
+    unit = torch.finfo(torch.float32).eps / 2
+    return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * unit, unit * math.sqrt(summed_terms / 6))
 
 
 def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, least: float) -> Iterator[Statistic]:

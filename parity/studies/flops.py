@@ -17,6 +17,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from parity import cases as built_in
 from parity import execute, flops, module_flops, registry, te
 from parity.case import Case, Pair, Size, draw_inputs
 from parity.inputs import Rng
@@ -118,10 +119,13 @@ def _in_products(pair: Pair, inputs: tuple[Tensor, ...], skips_hidden: bool) -> 
     return flops.total(flops.in_products(components).values())
 
 
+_BUILT_IN = Path(next(iter(built_in.__path__))).resolve()
+
+
 def suite() -> Iterator[tuple[Case, Size]]:
     """The built-in cases; those of other packages may have modules of their own."""
     for case in registry.load_entry_points():
-        if case.factory.__module__.startswith("parity.cases."):
+        if case.path.resolve().parent == _BUILT_IN:
             yield from ((case, size) for size in case.sizes)
 
 
