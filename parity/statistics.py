@@ -148,8 +148,9 @@ def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, 
         expected_norm: of the error.
 
     Returns:
-        The signed distance in standard deviations: those of the component of independent errors as large as the models'
-        in each element, and of the leaning that rounding errors have; infinite where no error is expected.
+        The signed distance in standard deviations: those of the component of errors as large as the models' in each
+        element, of which those of a row may share a cause, and of the leaning that rounding errors have; infinite where
+        no error is expected.
     """
     flat = direction.flatten()
     modelled = [torch.dot(model_error.flatten(), flat).item() for model_error in model_errors]
@@ -157,9 +158,20 @@ def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, 
     outside = product - min(max(product, min(modelled)), max(modelled))
     if outside == 0.0:
         return 0.0
-    independent = max(_norm(model_error.flatten() * flat) for model_error in model_errors)
-    deviation = math.hypot(independent, _LEANING * expected_norm * _norm(flat))
+    scatter = max(_scatter(model_error * direction) for model_error in model_errors)
+    deviation = math.hypot(scatter, _LEANING * expected_norm * _norm(flat))
     return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
+
+
+def _scatter(products: Tensor) -> float:
+    """The standard deviation of the sum of products whose signs are random, one by one, by rows or by first index.
+
+    A norm's rounded root scales a whole row, so a row's errors are no independent ones: where sums over rows scatter
+    more than elements do, they count (the variance of a sum over clusters).
+    """
+    if products.dim() < 2:
+        return _norm(products)
+    return max(_norm(products), _norm(products.sum(-1)), _norm(products.flatten(1).sum(1)))
 
 
 def _shift(error: Tensor, model_errors: Sequence[Tensor], total: Tensor) -> float:
