@@ -48,8 +48,8 @@ class Rounding:
         rotate_wgrad: whether the two operands of a weight gradient's GEMM are rotated by Hadamard matrices first, which
             cancel in the product.
         parts: which roundings are made. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
-            operands, ``attention`` those of attention's batched GEMMs, operands and results; ``storage`` those of other
-            stored results: of linear layers, of sums, and of the module.
+            operands, ``attention`` those of the operands of attention's batched GEMMs and of its scores; ``storage``
+            those of other stored results: of linear layers, of attention, of sums, and of the module.
     """
 
     storage: torch.dtype
@@ -188,7 +188,7 @@ class _RoundingMode(TorchDispatchMode):
         """The result as it is stored, if it is: scores and their gradients may stay in a kernel."""
         probabilities = {_address(left), _address(right)} & self._probabilities.keys()
         if probabilities:
-            result = self.rounding.store_part(result, "attention")
+            result = self.rounding.store_part(result)
             if _address(left) in probabilities and not self.phase.backward:
                 self._contexts[_address(left)] = result
             return result

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -218,6 +219,7 @@ def measure(entry: Run, kernels: Kernels) -> Measured:
     if entry.way not in (TE, SHORT_SUMS):
         return _measured(_modelled(prepared, precision, entry.way), golden)
 
+    torch.manual_seed(entry.seed)  # of stochastic rounding
     sums = accumulation.emulated() if entry.way == SHORT_SUMS else nullcontext()
     with gpu_with(precision, kernels) as gpu, sums:
         tensors, _ = run_candidate(case, checked, prepared, precision, entry.seed, kernels)

@@ -62,10 +62,11 @@ put in and has never seen TE. {agreement}"""
 _PARTS = """\
 Each rounding was made alone in the rounding model, one module at hidden size {hidden} and {seq} tokens: that of the
 weights to the GEMM's format, that of what enters a GEMM as its input, that of results as they are stored between
-kernels, those of attention's own products, and none, which leaves FP32 sums. The bars are shares of the output's
+kernels, those of attention's operands and scores, and none, which leaves FP32 sums. The bars are shares of the output's
 squared error. Weights cost nothing in BF16 and FP16, because the FP64 module holds the same rounded weights: what
 rounding a checkpoint to BF16 costs is no error of a port. Errors of parts add as squares (independent errors do): the
-last column is the root of their sum over the error of all roundings together, 1 if nothing else matters."""
+last column is the root of their sum over the error of all roundings together. It is above 1 where one part stores a
+value that another rounds to the same format when it reads it: together they round once, and apart each does."""
 
 _SHORT_SUMS = """\
 The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 14 bits (study `fp8_accumulation`).

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -147,6 +148,7 @@ def steps_run(settings: Settings, recipe: str, history: int, side: str, change: 
 
 def measure(entry: Run, kernels: Kernels) -> Result:
     """Measure one run."""
+    torch.manual_seed(entry.seed)  # of stochastic rounding
     if isinstance(entry, TensorRun):
         return tensor_sqnr.measure(entry, kernels)
     if isinstance(entry, ModuleRun):
