@@ -1,25 +1,32 @@
 """Number formats of GEMM operands: each a function from a matrix to the values that it has in the format.
 
 A format takes FP32 values ``[rows, columns]`` and the dimension that the GEMM sums over, along which blocks share a
-scale; it returns FP32 values of the same shape. Exact ties may round either way: the rounding model predicts the size
-of an error, not its bits.
+scale; it returns FP32 values of the same shape. A scale of the whole tensor comes from its largest magnitude, or from
+one that a kernel took earlier, before it rounded the values. Exact ties may round either way: the rounding model
+predicts the size of an error, not its bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Format = Callable[[Tensor, int], Tensor]
+
+class Format(Protocol):
+    """What every format is called with; those without a scale for the tensor leave ``amax`` alone."""
+
+    def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor: ...
+
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def tf32(x: Tensor, dim: int = -1) -> Tensor:
+def tf32(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """FP32 values rounded to nearest with 10 mantissa bits, by Veltkamp's splitting; |x| < 2^114.
 
     Source: T. J. Dekker, "A floating-point technique for extending the available precision", 1971, section 5. That
@@ -31,14 +38,14 @@ def tf32(x: Tensor, dim: int = -1) -> Tensor:
     return scaled - (scaled - x)
 
 
-def e4m3(x: Tensor, dim: int = -1) -> Tensor:
+def e4m3(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
-    return _cast(x, _amax(x), torch.float8_e4m3fn)
+    return _cast(x, largest(x) if amax is None else amax, torch.float8_e4m3fn)
 
 
-def e5m2(x: Tensor, dim: int = -1) -> Tensor:
+def e5m2(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """float8_e5m2 with one scale for the tensor, which maps its largest magnitude to 57344."""
-    return _cast(x, _amax(x), torch.float8_e5m2)
+    return _cast(x, largest(x) if amax is None else amax, torch.float8_e5m2)
 
 
 def e4m3_blocks(length: int) -> Format:
@@ -48,7 +55,7 @@ def e4m3_blocks(length: int) -> Format:
     to a power of two, MXFP8 (length 32, OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is the same.
     """
 
-    def blocks(x: Tensor, dim: int) -> Tensor:
+    def blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         return _in_blocks(x, dim, length, lambda block: _cast_power_of_two(block, (-1,)))
 
     return blocks
@@ -57,31 +64,31 @@ def e4m3_blocks(length: int) -> Format:
 def e4m3_squares(length: int) -> Format:
     """float8_e4m3fn with a power-of-two scale for each square of ``length`` by ``length``, for weights."""
 
-    def squares(x: Tensor, dim: int) -> Tensor:
+    def squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         return _in_squares(x, length, lambda block: _cast_power_of_two(block, (1, 3)))
 
     return squares
 
 
-def nvfp4_blocks(x: Tensor, dim: int) -> Tensor:
+def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """E2M1 with an E4M3 scale for each 16 elements along the summed dimension and an FP32 scale for the tensor.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
     """
-    amax = _amax(x)
-    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), amax, _nearest_e2m1))
+    tensor_amax = largest(x) if amax is None else amax
+    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), tensor_amax, _nearest_e2m1))
 
 
-def nvfp4_stochastic(x: Tensor, dim: int) -> Tensor:
+def nvfp4_stochastic(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """As ``nvfp4_blocks``, but rounded up or down at random, without bias; for gradients (ibid., section 4.3)."""
-    amax = _amax(x)
-    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), amax, _stochastic_e2m1))
+    tensor_amax = largest(x) if amax is None else amax
+    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), tensor_amax, _stochastic_e2m1))
 
 
-def nvfp4_squares(x: Tensor, dim: int) -> Tensor:
+def nvfp4_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """As ``nvfp4_blocks``, with a scale for each square of 16 by 16; for weights (ibid., section 4.4)."""
-    amax = _amax(x)
-    return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), amax, _nearest_e2m1))
+    tensor_amax = largest(x) if amax is None else amax
+    return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), tensor_amax, _nearest_e2m1))
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:
@@ -96,7 +103,8 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
     return blocks.flatten(-2).movedim(-1, dim)
 
 
-def _amax(x: Tensor) -> Tensor:
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude, a scalar; 0 of nothing."""
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.formats import Format, hadamard
+from parity.formats import Format, hadamard, largest
 
 OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
@@ -82,7 +82,10 @@ class Freedom:
         stores_scores: whether attention's scores, and their gradient, are rounded to the dtype: an unfused kernel
             stores them, flash and fused kernels hold them in FP32.
         stores_sums: whether a residual sum is rounded by itself, or within a fused kernel goes on in FP32.
-        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as where nothing is fused.
+        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as where nothing is fused, and
+            RoPE's cosines and sines with it (``pytorch/attention/rope.py`` of TE 2.20.2 where not fused). The scale
+            of a whole tensor then comes from what was stored; a fused kernel takes it from FP32, before (TE 2.20.2,
+            ``csrc/extensions/activation.cpp``), so that values which many elements share fall elsewhere in a format.
         splits_of_k: into how many parts a GEMM splits the summed dimension; FP32 partial sums are then added up.
     """
 
@@ -164,11 +167,17 @@ class _RoundingMode(TorchDispatchMode):
             stored = self.rounding.store_part(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
         result = func(*args, **kwargs)
-        if self.freedom.stores_pointwise and func in _POINTWISE and (self.phase.backward or _differentiable(args)):
+        if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self.rounding.store_part(result)
         if func in _SOFTMAX or (func in _SAME_PLACE and _addresses(args) & self._probabilities.keys()):
             self._probabilities[_address(result)] = result
         return result
+
+    def _is_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
+        if func in _TABLES:
+            return True
+        return func in _POINTWISE and (self.phase.backward or any(_requires_grad(x) for x in args))
 
     def _product(
         self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any
@@ -221,10 +230,13 @@ class _RoundingMode(TorchDispatchMode):
         for x, dim in ((left, 1), (right, 0)):
             part = self._part(x)
             matrix = self.rounding.store_part(x, part).reshape(x.shape[-2:])
-            if is_wgrad and self.rounding.rotate_wgrad:
+            is_rotated = is_wgrad and self.rounding.rotate_wgrad
+            if is_rotated:
                 matrix = hadamard(matrix, dim)
             to_format = self.rounding.operand_format(part)
-            operands.append((matrix if to_format is None else to_format(matrix, dim)).reshape(x.shape))
+            if to_format is not None:
+                matrix = to_format(matrix, dim, None if self.freedom.stores_pointwise or is_rotated else largest(x))
+            operands.append(matrix.reshape(x.shape))
         return operands[0], operands[1]
 
     def _part(self, x: Tensor) -> OperandPart:
@@ -257,6 +269,7 @@ _POINTWISE = (
     _aten.threshold_backward.default,
     *_SOFTMAX,
 )
+_TABLES = (_aten.cos.default, _aten.sin.default)
 _SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar)
 _SUM_IN_PLACE = _aten.add_.Tensor
 _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
@@ -271,9 +284,8 @@ def _addresses(operands: tuple[Any, ...]) -> set[int]:
     return {_address(x) for x in operands if isinstance(x, Tensor)}
 
 
-def _differentiable(operands: tuple[Any, ...]) -> bool:
-    """Whether one is an activation; the angles of RoPE, say, are no faithful port's to round."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in operands)
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _is_linear_layer(operand: Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parity.formats import e4m3, e5m2, tf32
+from parity.formats import e4m3, e5m2, largest, tf32
 from parity.rounding import FUSED, PARTS, UNFUSED, Rounding, rounded
 
 BF16 = Rounding(torch.bfloat16)
@@ -49,8 +49,28 @@ def test_gradients_are_rounded_to_their_own_format_in_the_backward_pass():
         y = F.linear(x, weight)
         phase.begin_backward()
         y.backward(dy)
-    assert torch.equal(x.grad, bf16(e5m2(bf16(dy)) @ e4m3(bf16(weight.detach()))))
-    assert torch.equal(weight.grad, bf16(e5m2(bf16(dy)).t() @ e4m3(bf16(x.detach()))))
+    dy_read, x_read = e5m2(bf16(dy), amax=largest(dy)), e4m3(bf16(x.detach()), amax=largest(x.detach()))
+    weight_read = e4m3(bf16(weight.detach()), amax=largest(weight.detach()))
+    assert torch.equal(x.grad, bf16(dy_read @ weight_read))
+    assert torch.equal(weight.grad, bf16(dy_read.t() @ x_read))
+
+
+@pytest.mark.parametrize("freedom", [FUSED, UNFUSED])
+def test_a_fused_kernel_takes_a_tensors_scale_before_it_stores_the_tensor(freedom):
+    x, weight = torch.full((4, 64), 55.9996), torch.eye(64)
+    with rounded(FP8, [weight], freedom=freedom):
+        y = F.linear(x, weight)
+    # What is stored is 56; the scale is of what was computed, or of what was stored.
+    assert torch.equal(y, bf16(e4m3(bf16(x), amax=torch.tensor(55.9996 if freedom is FUSED else 56.0))))
+
+
+def test_unfused_code_stores_cosines_of_angles_but_not_the_angles():
+    positions = torch.arange(4000.0, 4016.0)
+    angles, cosines = positions * 0.3, (positions * 0.3).cos()
+    with rounded(BF16, freedom=UNFUSED):
+        stored_angles, stored_cosines = positions * 0.3, angles.cos()
+    assert torch.equal(stored_angles, angles)
+    assert torch.equal(stored_cosines, bf16(cosines))
 
 
 def test_a_residual_sum_is_stored_and_a_broadcast_sum_is_not():
@@ -101,8 +121,8 @@ def alone(rounding, *parts):
 def test_each_rounding_of_a_linear_layer_can_be_made_alone():
     x, weight = torch.randn(4, 64), torch.randn(8, 64)
     expected = {
-        "inputs": F.linear(e4m3(bf16(x)), weight),
-        "weights": F.linear(x, e4m3(bf16(weight))),
+        "inputs": F.linear(e4m3(bf16(x), amax=largest(x)), weight),
+        "weights": F.linear(x, e4m3(bf16(weight), amax=largest(weight))),
         "storage": bf16(F.linear(x, weight)),
         "gradients": F.linear(x, weight),
         "attention": F.linear(x, weight),

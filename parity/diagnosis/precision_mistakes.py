@@ -21,7 +21,7 @@ from parity.diagnosis.codes import finding
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.search import Budget, Failure
 from parity.diagnosis.trial import Tensors, tensors_under
-from parity.formats import Format, e4m3, e5m2, tf32
+from parity.formats import Format, e4m3, e5m2, largest, tf32
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
@@ -180,19 +180,19 @@ def _reading(to_format: Format) -> Rounding:
 
 
 def _in(dtype: torch.dtype) -> Format:
-    return lambda x, dim: x.to(dtype).to(x.dtype)
+    return lambda x, dim=-1, amax=None: x.to(dtype).to(x.dtype)
 
 
 def _unscaled(dtype: torch.dtype) -> Format:
     """Cast as it is; what is too large saturates."""
-    return lambda x, dim: _saturated(x, dtype)
+    return lambda x, dim=-1, amax=None: _saturated(x, dtype)
 
 
 def _scaled(by: float, dtype: torch.dtype) -> Format:
     """Scaled by a multiple of what maps the largest magnitude to the format's."""
 
-    def to_format(x: Tensor, dim: int) -> Tensor:
-        amax = x.abs().amax()
+    def to_format(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        amax = largest(x) if amax is None else amax
         scale = by * torch.finfo(dtype).max / amax if amax > 0 else torch.ones_like(amax)
         return _saturated(x * scale, dtype) / scale
 
@@ -200,8 +200,8 @@ def _scaled(by: float, dtype: torch.dtype) -> Format:
 
 
 def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype).to(x.dtype)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype).to(x.dtype)
 
 
 _aten = torch.ops.aten

@@ -65,7 +65,7 @@ def _dithered_format(to_format: Format | None, seed: int) -> Format | None:
         return None
     half_distance = unit_roundoff(to_format)
 
-    def dithered_format(x: Tensor, dim: int) -> Tensor:
+    def dithered_format(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         dither = _dither(x, half_distance, seed)
         return to_format(x + dither, dim) - dither
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from parity.formats import tf32
-from parity.zoo.bug import Bug, Plant
+from parity.zoo.bug import STORED_IN_16_BITS, Bug, Plant
+from parity.zoo.hosts.model import TEModel
 from parity.zoo.hosts.rope import TELongAttention
 from parity.zoo.plants import both, constructed_with, edited, with_argument
 
@@ -68,6 +69,11 @@ def _of_base_10000(module: TELongAttention, positions: Tensor) -> Tensor:
     return positions.float()[:, None] / RIGHT_BASE**exponents
 
 
+def _make_submodule(module: nn.Module) -> None:
+    assert isinstance(module, TEModel)
+    module.rope = module.frequencies.func  # type: ignore[assignment]
+
+
 LONG = ("long_context_attention",)
 BUGS = (
     Bug(
@@ -120,6 +126,14 @@ BUGS = (
         LONG,
         _long(_bf16_frequencies),
         "rope-precision",
+    ),
+    Bug(
+        "rope-cast-with-the-model",
+        "RoPE is a submodule, whose frequencies model.to(bfloat16) rounds (TransformerEngine issue 1245).",
+        ("tied_model",),
+        edited(_make_submodule),
+        "rope-precision",
+        precisions=STORED_IN_16_BITS,
     ),
     Bug(
         "rope-phases-in-bf16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,8 @@ class TEModel(nn.Module):
     """The same of TE's modules.
 
     Attributes:
+        frequencies: from a length to RoPE's phases, ``[length, 1, 1, head_dim]``, FP32. No submodule, so that casting
+            the model does not round the frequencies, as it did in TransformerEngine issue 1245.
         tie: from the embeddings to the output projection's weight.
         final_norm: from the last layer's output to what the output projection reads.
     """
@@ -51,7 +54,7 @@ class TEModel(nn.Module):
     def __init__(self, te: ModuleType, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, hidden)
-        self.rope = te.RotaryPositionEmbedding(hidden // heads)
+        self.frequencies = partial(te.RotaryPositionEmbedding(hidden // heads))
         self.layer = te_llama_layer(te, hidden, ffn, heads, groups)
         self.norm = te.RMSNorm(hidden)
         self.head = te.Linear(hidden, vocabulary, bias=False)
@@ -61,7 +64,7 @@ class TEModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Shapes as ``Model``'s."""
-        x = self.layer(self.tokens(tokens), rotary_pos_emb=self.rope(tokens.shape[1]))
+        x = self.layer(self.tokens(tokens), rotary_pos_emb=self.frequencies(tokens.shape[1]))
         return functional_call(self.head, {"weight": self.tie(self.tokens.weight)}, (self.final_norm(x),))
 
 
