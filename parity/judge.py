@@ -109,10 +109,6 @@ def _judged(
     )
 
 
-def _checked(statistic: Statistic, limit: float) -> Check:
-    return Check(statistic.name, statistic.value, limit, statistic.where, statistic.coefficient)
-
-
 def _most(modelled: Sequence[Errors]) -> Errors:
     """Of two models' errors the larger: a faithful port may compute as either does."""
     return max(modelled, key=lambda errors: (errors.finite, errors.relative_l2))

@@ -142,6 +142,7 @@ class _RoundingMode(TorchDispatchMode):
         self._weights = {_address(weight) for weight in weights}
         # By address; kept so that no address is given out again.
         self._inputs: dict[int, Tensor] = {}
+        self._roots: dict[int, Tensor] = {}  # reciprocal roots of norms
         self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
@@ -169,6 +170,8 @@ class _RoundingMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self.rounding.store_part(result)
+        if func is _RECIPROCAL_ROOT:
+            self._roots[_address(result)] = result
         if func in _SOFTMAX or (func in _SAME_PLACE and _addresses(args) & self._probabilities.keys()):
             self._probabilities[_address(result)] = result
         return result
@@ -177,6 +180,8 @@ class _RoundingMode(TorchDispatchMode):
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
         if func in _TABLES:
             return True
+        if _addresses(args) & self._roots.keys():
+            return False  # within a norm, which no port of TE computes step by step
         return func in _POINTWISE and (self.phase.backward or any(_requires_grad(x) for x in args))
 
     def _product(
@@ -269,6 +274,7 @@ _POINTWISE = (
     _aten.threshold_backward.default,
     *_SOFTMAX,
 )
+_RECIPROCAL_ROOT = _aten.rsqrt.default
 _TABLES = (_aten.cos.default, _aten.sin.default)
 _SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar)
 _SUM_IN_PLACE = _aten.add_.Tensor

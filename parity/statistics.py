@@ -40,6 +40,7 @@ _FP32_STEPS = 2.0
 _MEAN_ROUNDING = 0.5
 # Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
 _LEANING = 0.02
+_FEWEST_CLUSTERS = 8
 
 
 @dataclass(frozen=True)
@@ -144,22 +145,25 @@ def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, 
 
     Args:
         error, model_errors: as in ``statistics``.
-        direction: any tensor of that shape, FP64.
+        direction: any tensor of that shape, FP64, not all zeros.
         expected_norm: of the error.
 
     Returns:
-        The signed distance in standard deviations: those of the component of errors as large as the models' in each
-        element, of which those of a row may share a cause, and of the leaning that rounding errors have; infinite where
-        no error is expected.
+        The signed distance from the nearest model in standard deviations. What error and model share cancels in their
+        difference; the standard deviation is that of the difference regressed on the direction, robust to errors of a
+        row that share a cause, and of the leaning that rounding errors have. Infinite where no error is expected.
     """
     flat = direction.flatten()
     modelled = [torch.dot(model_error.flatten(), flat).item() for model_error in model_errors]
     product = torch.dot(error.flatten(), flat).item()
-    outside = product - min(max(product, min(modelled)), max(modelled))
-    if outside == 0.0:
+    if min(modelled) <= product <= max(modelled):
         return 0.0
-    scatter = max(_scatter(model_error * direction) for model_error in model_errors)
-    deviation = math.hypot(scatter, _LEANING * expected_norm * _norm(flat))
+    nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
+    outside = product - modelled[nearest]
+    length = _norm(flat)
+    difference = error - model_errors[nearest]
+    residual = difference - (outside / length**2) * direction
+    deviation = math.hypot(_scatter(residual * direction), _LEANING * expected_norm * length)
     return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
 
 
@@ -167,11 +171,15 @@ def _scatter(products: Tensor) -> float:
     """The standard deviation of the sum of products whose signs are random, one by one, by rows or by first index.
 
     A norm's rounded root scales a whole row, so a row's errors are no independent ones: where sums over rows scatter
-    more than elements do, they count (the variance of a sum over clusters).
+    more than elements do, they count (the variance of a sum over clusters: Liang and Zeger, Biometrika 73(1), 1986).
+    Fewer clusters than ``_FEWEST_CLUSTERS`` do not tell how their sums scatter.
     """
-    if products.dim() < 2:
-        return _norm(products)
-    return max(_norm(products), _norm(products.sum(-1)), _norm(products.flatten(1).sum(1)))
+    scatter = _norm(products)
+    if products.dim() > 1:
+        for sums in (products.sum(-1), products.flatten(1).sum(1)):
+            if sums.numel() >= _FEWEST_CLUSTERS:
+                scatter = max(scatter, _norm(sums))
+    return scatter
 
 
 def _shift(error: Tensor, model_errors: Sequence[Tensor], total: Tensor) -> float:

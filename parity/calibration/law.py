@@ -27,7 +27,7 @@ STATISTICS_A_RUN = 20_000
 
 SIGNED = ("gain", "mistake")
 # No model of rounding is trusted more closely than this: a spread of the logarithm, and of standard deviations.
-_LEAST_SPREAD = 0.15
+_LEAST_SPREAD = 0.1
 _LEAST_SIGNED_SPREAD = 1.0
 # With fewer the quantiles of Student's distribution are astronomic, and a limit that nothing exceeds is none.
 FEWEST_TENSORS = 8

@@ -57,7 +57,6 @@ def draw(
     seed: int,
     kernels: Kernels,
     draws: int,
-    with_te: bool = True,
 ) -> Iterator[Sample]:
     """Samples of one case at one size, precision and seed.
 
