@@ -160,6 +160,7 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
         ("--parity-backend=tpu", "*'tpu', but must be one of auto, gpu, cpu*"),
         ("--parity-seeds=0", "*'0', but must be a count of at least 1*"),
         ("--parity-seeds=1,x", "*'1,x', but must be a count*"),
+        ("--parity-seeds=9-3", "*'9-3', but must be a count*"),
         ("--parity-name=a/b", "*'a/b', but must be a file name*"),
     ],
 )

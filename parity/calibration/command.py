@@ -71,7 +71,7 @@ def _measure(settings: Settings, workers: int) -> list[Sample]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         jobs = [
-            pool.submit(_measure_case, settings, file, case.name) for file in settings.files for case in _cases(file)
+            pool.submit(_measure_case, settings, file, case.name) for file in settings.files for case in cases(file)
         ]
         return [sample for job in track(as_completed(jobs), "calibrating", total=len(jobs)) for sample in job.result()]
 
@@ -82,7 +82,7 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
 
     torch.set_num_threads(1)
     kernels = te.kernels(settings.backend)
-    case = next(case for case in _cases(file) if case.name == name)
+    case = next(case for case in cases(file) if case.name == name)
     return [
         sample
         for checked in check_case(case, kernels.te)
@@ -94,7 +94,7 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
     ]
 
 
-def _cases(file: str) -> Sequence[Case]:
+def cases(file: str) -> Sequence[Case]:
     return list(HOSTS.values()) if file == ZOO else registry.load_file(Path(file))
 
 

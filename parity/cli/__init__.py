@@ -147,6 +147,34 @@ def calibrate(
 
 
 @app.command()
+def false_alarms(
+    paths: Paths = None,
+    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    seeds: Annotated[str, typer.Option(help="100-149, or as for parity run.")] = "100-101",
+    own_sizes: Annotated[bool, typer.Option(help="Also compare at the cases' own sizes.")] = True,
+    workers: Annotated[int, typer.Option("-n", help="Processes.")] = os.cpu_count() or 1,
+    out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/false_alarms.md"),
+) -> None:
+    """Count how often right ports are rejected, on seeds and at sizes that no limit was fitted to."""
+    from parity import te
+    from parity.calibration import command
+    from parity.cli import suite
+    from parity.false_alarms import measure, report
+    from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
+    from parity.precision import PRECISIONS
+
+    chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
+    files = (*suite.files(paths), *(() if paths else (command.ZOO,)))
+    plan = measure.Plan(files, chosen, parse_seeds(seeds), own_sizes, parse_backend(backend))
+    outcomes = measure.run(plan, out.with_suffix(".jsonl"), workers)
+    if not outcomes:
+        raise UserError("nothing was compared: no precision of these cases runs on this machine")
+    report.write(outcomes, te.kernels(plan.backend).backend, out)
+    print(f"report: {out}")
+
+
+@app.command()
 def kernels(
     keyword: Annotated[str, typer.Option("-k", help="Only kernels whose name and variant contain this text.")] = "",
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,

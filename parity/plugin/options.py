@@ -49,7 +49,7 @@ def declare(parser: pytest.Parser) -> None:
     for name, default, metavar, text in (
         ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
         ("backend", "auto", "auto|gpu|cpu", "TransformerEngine's real kernels, or emulated ones (default: auto)"),
-        ("seeds", "1", "N|S,S", "20 for the seeds 0 to 19; 0,3,7 for these; 3, for seed 3 alone (default: 1)"),
+        ("seeds", "1", "N|S,S", "20 for the seeds 0 to 19; 0,3,7 or 5-9 for these; 3, for seed 3 alone (default: 1)"),
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
@@ -115,17 +115,20 @@ def parse_precisions(text: str) -> tuple[str, ...] | None:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """``20`` means the seeds 0 to 19, ``0,3,7`` these three, ``3,`` seed 3 alone.
+    """``20`` means the seeds 0 to 19, ``0,3,7`` these three, ``3,`` seed 3 alone, ``100-149`` a range.
 
     Raises:
-        UserError: if the text is neither.
+        UserError: if the text is none of these.
     """
-    numbers = [part.strip() for part in text.split(",") if part.strip()]
-    if numbers and all(re.fullmatch(r"\d+", number) for number in numbers):
-        seeds = tuple(map(int, numbers)) if "," in text else tuple(range(int(text)))
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in parts]
+    if parts and all(ranges):
+        ends = [(int(found[1]), int(found[2] or found[1])) for found in ranges if found]
+        is_count = "," not in text and "-" not in text
+        seeds = range(ends[0][0]) if is_count else [seed for first, last in ends for seed in range(first, last + 1)]
         if seeds:
             return tuple(dict.fromkeys(seeds))
     raise UserError(
-        f"--parity-seeds is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19) or a list with a "
-        "comma (0,3,7; or 3, for seed 3 alone)"
+        f"--parity-seeds is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19), a range "
+        "(100-149), or a list with a comma (0,3,7; or 3, for seed 3 alone)"
     )

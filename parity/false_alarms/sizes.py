@@ -1,0 +1,49 @@
+"""Sizes that nobody chose: a right port must pass at any."""
+
+from __future__ import annotations
+
+import random
+
+from parity.case import Size
+
+# A recipe's blocks divide the dimensions of its GEMMs: 32 serves each but the blocks of 128, which TE fills up.
+QUANTIZED_MULTIPLE = 32
+_WIDTHS = ("width", "out", "hidden", "ffn", "vocabulary", "in_features", "out_features")
+_HEADS = (1, 2, 4, 6, 8)
+_HEAD_DIMS = (16, 32, 64)
+# A host that splits its batch asks for a certain one.
+_LARGEST_FREE_BATCH = 8
+
+
+def drawn(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
+    """A size like another, with every dimension drawn anew.
+
+    Args:
+        size: batch, seq, heads, groups, head_dim, seq_kv, hidden and other widths, each optional; the rest stays.
+        quantized: whether the dimensions of GEMMs must be multiples of ``QUANTIZED_MULTIPLE``.
+        rng: of the draw.
+
+    Returns:
+        A size whose groups divide its heads, whose hidden dimension is a multiple of its heads, and that has no fewer
+        keys than queries.
+    """
+    multiple = QUANTIZED_MULTIPLE if quantized else 1
+    found = dict(size)
+    if found.get("batch", 0) <= _LARGEST_FREE_BATCH:
+        found["batch"] = rng.randint(1, 4)
+    found["seq"] = multiple * rng.randint(1, 5) if quantized else rng.randint(2, 160)
+    for width in _WIDTHS:
+        if width in size:
+            found[width] = multiple * rng.randint(1, 12) if quantized else 4 * rng.randint(4, 96)
+    if "heads" in size:
+        found["heads"] = rng.choice(_HEADS)
+        head_dim = rng.choice([dim for dim in _HEAD_DIMS if dim % multiple == 0])
+        if "head_dim" in size:
+            found["head_dim"] = head_dim
+        if "hidden" in size:
+            found["hidden"] = found["heads"] * head_dim
+    if "groups" in size:
+        found["groups"] = rng.choice([groups for groups in _HEADS if found["heads"] % groups == 0])
+    if "seq_kv" in size:
+        found["seq_kv"] = found["seq"] + 16 * rng.randint(1, 4)
+    return found
