@@ -104,7 +104,15 @@ def compare_at(
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
     golden, known = answerable(golden_tensors(prepared), models), directions(prepared)
     tensors = judge(golden, models, candidate, precision, calibration, known)
-    notes = remarks(tensors, golden, candidate, prepared.reference, prepared.golden.not_compared, precision.dtype)
+    notes = remarks(
+        tensors,
+        golden,
+        candidate,
+        prepared.reference,
+        prepared.golden.not_compared,
+        precision.dtype,
+        precision.recipe,
+    )
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
             return result(status="error", reason=f"a faithful {precision.name} computation {LOSES_ALL}", notes=notes)

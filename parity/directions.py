@@ -18,7 +18,7 @@ from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import outputs_under
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.statistics import Statistic, component
+from parity.statistics import Statistic, component, has_component
 
 # Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
 _SAME = 0.9
@@ -64,7 +64,7 @@ def resemblance(
         expected_norm: of the error.
         known: all directions.
     """
-    along = [direction for direction in known if direction.changes[output].any()]
+    along = [direction for direction in known if has_component(direction.changes[output])]
     if not along:
         return None
     components = [component(error, model_errors, d.changes[output], expected_norm) for d in along]

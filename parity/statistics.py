@@ -94,7 +94,8 @@ def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, le
     total = torch.maximum(torch.stack([model.sum() for model in models]).max(), least**2 * total_truth)
     yield Statistic("norm", _root_ratio(errors.sum(), total) / _chance(golden.numel()))
     yield _largest(error, model_errors, least, (total_truth / golden.numel()).sqrt())
-    yield Statistic("gain", component(error, model_errors, golden, total.sqrt().item()))
+    if has_component(golden):
+        yield Statistic("gain", component(error, model_errors, golden, total.sqrt().item()))
     relative = total / total_truth if total_truth > 0 else torch.zeros_like(total)
     worst: dict[str, Statistic] = {}
     for name, label, dims in _slices(golden.shape):
@@ -140,12 +141,17 @@ def _largest(error: Tensor, model_errors: Sequence[Tensor], least: float, rms: T
     return Statistic("largest", _ratio(magnitudes.flatten()[worst], expected), f"element {_place(worst, error.shape)}")
 
 
+def has_component(direction: Tensor) -> bool:
+    """Whether errors can be regressed on it: the scatter of few elements says nothing."""
+    return direction.numel() >= SMALLEST_SLICE and bool(direction.any())
+
+
 def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, expected_norm: float) -> float:
     """How far the error's component along a direction lies outside of what the models have.
 
     Args:
         error, model_errors: as in ``statistics``.
-        direction: any tensor of that shape, FP64, not all zeros.
+        direction: a tensor of that shape, FP64, that ``has_component``.
         expected_norm: of the error.
 
     Returns:

@@ -250,3 +250,30 @@ def test_a_zero_centered_gamma_is_compared_on_the_numbers_that_te_stores():
 
     (result,) = parity.compare(as_case(factory, batch=64, hidden=256), ["bf16"])
     assert result.passed, result
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_layer_outside_of_the_recipe_is_noted(outside):
+    """Its error is smaller than the recipe's: no mistake in the numbers, but perhaps none that was meant."""
+
+    def factory(te, hidden, **_):
+        class Candidate(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = te.Linear(hidden, hidden, bias=False)
+                self.second = te.Linear(hidden, hidden, bias=False)
+
+            def forward(self, x):
+                x = self.first(x)
+                if not outside:
+                    return self.second(x)
+                with te.autocast(enabled=False):
+                    return self.second(x)
+
+        layers = nn.Sequential(nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False))
+        weights = {"0.weight": "first.weight", "1.weight": "second.weight"}
+        return parity.Pair(layers, Candidate(), lambda rng, batch, seq: rng.normal(batch, seq, hidden), weights)
+
+    (result,) = parity.compare(as_case(factory, batch=2, seq=32, hidden=64), precisions=["fp8_current"])
+    assert result.passed
+    assert [note for note in result.notes if "PAR308" in note and "d 1.weight" in note] == list(result.notes) * outside
