@@ -54,20 +54,25 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
 
 
 def resemblance(
-    output: str, error: Tensor, model_errors: Sequence[Tensor], expected_norm: float, known: Sequence[Direction]
+    output: str,
+    error: Tensor,
+    model_errors: Sequence[Tensor],
+    golden: Tensor,
+    expected_norm: float,
+    known: Sequence[Direction],
 ) -> Statistic | None:
     """The mistake that an output's error resembles most; None if none changes this output.
 
     Args:
         output: its name.
-        error, model_errors: as for ``parity.statistics.statistics``.
+        error, model_errors, golden: as for ``parity.statistics.statistics``.
         expected_norm: of the error.
         known: all directions.
     """
     along = [direction for direction in known if has_component(direction.changes[output])]
     if not along:
         return None
-    components = [component(error, model_errors, d.changes[output], expected_norm) for d in along]
+    components = [component(error, model_errors, d.changes[output], golden, expected_norm) for d in along]
     largest = max(map(abs, components))
     close = [(d, value) for d, value in zip(along, components, strict=True) if abs(value) >= _SAME * largest]
     likeliest, value = min(close, key=lambda entry: abs(coefficient(error, entry[0].changes[output]) - 1.0))

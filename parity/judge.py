@@ -63,7 +63,7 @@ def observe(
     found = list(statistics(error, modelled, truth, least))
     expected = max(*(torch.linalg.vector_norm(m).item() for m in modelled), least * _norm(truth))
     if kind == "output":
-        mistake = resemblance(name, error, modelled, expected, known)
+        mistake = resemblance(name, error, modelled, truth, expected, known)
         found += [mistake] if mistake else []
     return found
 

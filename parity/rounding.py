@@ -80,7 +80,8 @@ class Freedom:
 
     Attributes:
         stores_scores: whether attention's scores, and their gradient, are rounded to the dtype: an unfused kernel
-            stores them, flash and fused kernels hold them in FP32.
+            stores them, flash and fused kernels hold them in FP32. Kernels also scale them by different constants
+            (``1 / sqrt(head_dim)``, or that times log2(e)), each rounded to FP32: scores are one step larger with it.
         stores_sums: whether a residual sum is rounded by itself, or within a fused kernel goes on in FP32.
         stores_pointwise: whether each pointwise step between two GEMMs is rounded, as where nothing is fused, and
             RoPE's cosines and sines with it (``pytorch/attention/rope.py`` of TE 2.20.2 where not fused). The scale
@@ -208,7 +209,9 @@ class _RoundingMode(TorchDispatchMode):
             return result
         if self.phase.backward:
             self._output_gradients[_address(result)] = (result, stored_left)
-        return self.rounding.store_part(result, "attention") if self.freedom.stores_scores else result
+        if not self.freedom.stores_scores:
+            return result
+        return self.rounding.store_part(result * (1.0 + torch.finfo(torch.float32).eps), "attention")
 
     def _flash_softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.

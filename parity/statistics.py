@@ -34,6 +34,8 @@ SMALLEST_SLICE = 32
 # How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
 # slice in which the model happened to be lucky from failing.
 _PRIOR_ELEMENTS = 8
+# The unit roundoff of FP32, in which kernels compute.
+_UNIT = torch.finfo(torch.float32).eps / 2
 # What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
 _FP32_STEPS = 2.0
 # What the result's own rounding costs, of the unit roundoff, on average over mantissas.
@@ -72,8 +74,7 @@ def least_error(dtype: torch.dtype, summed_terms: int) -> float:
         dtype: in which the candidate returns the tensor.
         summed_terms: how many terms a kernel accumulates for one element.
     """
-    unit = torch.finfo(torch.float32).eps / 2
-    return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * unit, unit * math.sqrt(summed_terms / 6))
+    return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * _UNIT, _UNIT * math.sqrt(summed_terms / 6))
 
 
 def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, least: float) -> Iterator[Statistic]:
@@ -95,7 +96,7 @@ def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, le
     yield Statistic("norm", _root_ratio(errors.sum(), total) / _chance(golden.numel()))
     yield _largest(error, model_errors, least, (total_truth / golden.numel()).sqrt())
     if has_component(golden):
-        yield Statistic("gain", component(error, model_errors, golden, total.sqrt().item()))
+        yield Statistic("gain", component(error, model_errors, golden, golden, total.sqrt().item()))
     relative = total / total_truth if total_truth > 0 else torch.zeros_like(total)
     worst: dict[str, Statistic] = {}
     for name, label, dims in _slices(golden.shape):
@@ -146,12 +147,15 @@ def has_component(direction: Tensor) -> bool:
     return direction.numel() >= SMALLEST_SLICE and bool(direction.any())
 
 
-def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, expected_norm: float) -> float:
+def component(
+    error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, golden: Tensor, expected_norm: float
+) -> float:
     """How far the error's component along a direction lies outside of what the models have.
 
     Args:
         error, model_errors: as in ``statistics``.
         direction: a tensor of that shape, FP64, that ``has_component``.
+        golden: as in ``statistics``.
         expected_norm: of the error.
 
     Returns:
@@ -169,20 +173,21 @@ def component(error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, 
     length = _norm(flat)
     difference = error - model_errors[nearest]
     residual = difference - (outside / length**2) * direction
-    deviation = math.hypot(_scatter(residual * direction), _LEANING * expected_norm * length)
+    constant = _UNIT * abs(torch.dot(golden.flatten(), flat).item())
+    deviation = math.hypot(_scatter(residual * direction), _LEANING * expected_norm * length, constant)
     return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
 
 
 def _scatter(products: Tensor) -> float:
-    """The standard deviation of the sum of products whose signs are random, one by one, by rows or by first index.
+    """The standard deviation of the sum of products whose signs are random: singly, by rows, by first or last index.
 
-    A norm's rounded root scales a whole row, so a row's errors are no independent ones: where sums over rows scatter
-    more than elements do, they count (the variance of a sum over clusters: Liang and Zeger, Biometrika 73(1), 1986).
-    Fewer clusters than ``_FEWEST_CLUSTERS`` do not tell how their sums scatter.
+    A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so that errors
+    are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
+    clusters: Liang and Zeger, Biometrika 73(1), 1986). Few clusters do not tell how their sums scatter.
     """
     scatter = _norm(products)
     if products.dim() > 1:
-        for sums in (products.sum(-1), products.flatten(1).sum(1)):
+        for sums in (products.sum(-1), products.flatten(1).sum(1), products.flatten(0, -2).sum(0)):
             if sums.numel() >= _FEWEST_CLUSTERS:
                 scatter = max(scatter, _norm(sums))
     return scatter

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parity.calibration.sizes import QUANTIZED_MULTIPLE, like
 from parity.false_alarms import measure, report
 from parity.false_alarms.measure import DRAWN, Outcome, Plan, Port
-from parity.false_alarms.sizes import QUANTIZED_MULTIPLE, drawn
 from parity.plugin.options import parse_seeds
 from parity.zoo.hosts.catalogue import HOSTS
 
@@ -39,7 +39,7 @@ def scaled(te, width, **_):
 
 @given(st.sampled_from([size for case in HOSTS.values() for size in case.sizes]), st.booleans(), st.integers())
 def test_a_drawn_size_is_one_that_attention_and_recipes_take(size, quantized, seed):
-    found = drawn(size, quantized, random.Random(seed))
+    found = like(size, quantized, random.Random(seed))
     assert found.keys() == size.keys()
     assert all(value >= 1 for value in found.values())
     assert found.get("heads", 1) % found.get("groups", 1) == 0

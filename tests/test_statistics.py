@@ -131,8 +131,8 @@ def test_a_component_within_what_the_models_have_counts_for_nothing():
     direction = draw(4, 32, 64, seed=4)
     models = [MODEL + 1e-4 * direction, MODEL - 1e-4 * direction]
     norm = torch.linalg.vector_norm(MODEL).item()
-    assert component(MODEL, models, direction, norm) == 0.0
-    assert component(MODEL + 1e-3 * direction, models, direction, norm) > 10
+    assert component(MODEL, models, direction, GOLDEN, norm) == 0.0
+    assert component(MODEL + 1e-3 * direction, models, direction, GOLDEN, norm) > 10
 
 
 def test_the_least_error_is_the_results_rounding_or_the_order_of_a_long_fp32_sum():

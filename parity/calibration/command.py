@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -14,9 +15,10 @@ from rich.progress import track
 from parity import registry, te
 from parity.calibration import table
 from parity.calibration.measure import Sample, draw, laws
+from parity.calibration.sizes import drawn
 from parity.calibration.table import Table
 from parity.case import Case
-from parity.precision import PRECISIONS, why_unavailable
+from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError
@@ -77,21 +79,29 @@ def _measure(settings: Settings, workers: int) -> list[Sample]:
 
 
 def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
-    """All samples of one case; in a process of its own."""
+    """All samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
     import torch
 
     torch.set_num_threads(1)
     kernels = te.kernels(settings.backend)
     case = next(case for case in cases(file) if case.name == name)
-    return [
-        sample
-        for checked in check_case(case, kernels.te)
+    precisions = [
+        precision
         for precision in map(PRECISIONS.__getitem__, settings.precisions)
         if (case.precisions is None or precision.name in case.precisions)
         and why_unavailable(precision, kernels) is None
+    ]
+    return [
+        sample
         for seed in settings.seeds
+        for precision in precisions
+        for checked in check_case(_sized(case, precision, seed), kernels.te)
         for sample in draw(case, checked, precision, seed, kernels, settings.draws)
     ]
+
+
+def _sized(case: Case, precision: Precision, seed: int) -> Case:
+    return dataclasses.replace(case, sizes=(*case.sizes, drawn(case, precision, seed)))
 
 
 def cases(file: str) -> Sequence[Case]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from rich.progress import track
 
 from parity import te
 from parity.calibration.command import cases
+from parity.calibration.sizes import drawn
 from parity.calibration.table import packaged
 from parity.case import Case, Size
 from parity.comparison import compare_at
-from parity.false_alarms.sizes import drawn
 from parity.precision import PRECISIONS, why_unavailable
 from parity.result import Result
 from parity.studies import record
@@ -144,9 +143,7 @@ def _outcomes(plan: Plan, case: Case, port: Port) -> Iterator[Outcome]:
 def _size(case: Case, port: Port) -> Size:
     if isinstance(port.size, int):
         return case.sizes[port.size]
-    quantized = PRECISIONS[port.precision].recipe is not None
-    # One draw for all recipes and one for the other precisions, so that those of one dtype share golden.
-    return drawn(case.sizes[0], quantized, random.Random(f"{case.name} {port.seed} {quantized}"))
+    return drawn(case, PRECISIONS[port.precision], port.seed)
 
 
 def _judged(result: Result) -> Outcome:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from parity.case import Size
+from parity.case import Case, Size
+from parity.precision import Precision
 
 # A recipe's blocks divide the dimensions of its GEMMs: 32 serves each but the blocks of 128, which TE fills up.
 QUANTIZED_MULTIPLE = 32
@@ -15,7 +16,13 @@ _HEAD_DIMS = (16, 32, 64)
 _LARGEST_FREE_BATCH = 8
 
 
-def drawn(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
+def drawn(case: Case, precision: Precision, seed: int) -> Size:
+    """A size of a case for a seed: one for all recipes, and one for the other precisions, which share golden."""
+    quantized = precision.recipe is not None
+    return like(case.sizes[0], quantized, random.Random(f"{case.name} {seed} {quantized}"))
+
+
+def like(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
     """A size like another, with every dimension drawn anew.
 
     Args:
