@@ -146,3 +146,26 @@ def test_the_least_error_is_the_results_rounding_or_the_order_of_a_long_fp32_sum
     golden = terms.double().sum(0)
     lost = ((one_by_one.double() - golden).norm() / golden.norm()).item()
     assert short < lost < 3 * long
+
+
+def test_what_candidate_and_model_share_cancels():
+    """An FP8 cast rounds most elements the same way in both; a mistake far below that noise still shows."""
+    model, independent, direction = (draw(4, 8, 16, seed=seed) for seed in (1, 2, 4))
+    norm = torch.linalg.vector_norm(model).item()
+    shared = component(model + 0.01 * independent + 0.12 * direction, [model], direction, direction, norm)
+    apart = component(independent + 0.12 * direction, [model], direction, direction, norm)
+    assert shared > 5 > abs(apart)
+
+
+def test_a_constant_that_is_rounded_to_fp32_is_no_mistake():
+    unit = torch.finfo(torch.float32).eps / 2
+    tiny = unit / 100 * draw(4, 32, 64, seed=5)
+    found = component(tiny + unit * GOLDEN, [tiny], GOLDEN, GOLDEN, torch.linalg.vector_norm(tiny).item())
+    assert found == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize("slices", [(64, 1, 1), (64, 32, 1), (1, 1, 48)], ids=["first index", "row", "last index"])
+def test_errors_of_a_slice_that_share_their_sign_count_as_one(slices):
+    direction = draw(64, 32, 48, seed=4)
+    error = 1e-3 * draw(*slices, seed=6).sign() * direction
+    assert abs(component(error, [0 * error], direction, direction, 0.0)) < 4
