@@ -39,7 +39,7 @@ assert torch.equal(x.grad, torch.tensor([1.0, 1, 1, 0, 0, 0])[:, None].expand(6,
 
 
 def test_te_loads_and_permutes_where_triton_cannot_be_imported() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=900)
 
 
 def test_a_triton_kernel_without_a_counterpart_says_so_when_it_is_launched() -> None:

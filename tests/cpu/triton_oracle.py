@@ -34,7 +34,7 @@ def run(module: str, calls: list[Call], folder: Path) -> list[Any]:
     torch.save(calls, arguments)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, __file__, module, str(arguments), str(results)]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=900)
     return torch.load(results)
 
 
