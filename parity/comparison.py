@@ -22,6 +22,7 @@ from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
 from parity.result import PROBED, Finding, Result, TensorResult
 from parity.rounding import FUSED, UNFUSED
+from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize, check_case
@@ -103,8 +104,14 @@ def compare_at(
         prepare.cache_clear()
         return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
     golden, known = answerable(golden_tensors(prepared), models), directions(prepared)
-    tensors = judge(golden, models, candidate, precision, calibration, known)
-    notes = remarks(
+
+    def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
+        return judge(golden, modelled, candidate, precision, calibration, known)
+
+    first_look = judge_by(models)
+    tensors = second_look(first_look, models, judge_by, prepared, precision.rounding)
+    notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
+    notes += remarks(
         tensors,
         golden,
         candidate,

@@ -35,6 +35,10 @@ OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
 PARTS: frozenset[Part] = frozenset(get_args(Part))
 
+# Large next to what the order of sums changes, and small next to the rounding that follows.
+JITTER = 1 / 64
+_FP32_JITTER = torch.finfo(torch.float32).eps
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -88,12 +92,16 @@ class Freedom:
             of a whole tensor then comes from what was stored; a fused kernel takes it from FP32, before (TE 2.20.2,
             ``csrc/extensions/activation.cpp``), so that values which many elements share fall elsewhere in a format.
         splits_of_k: into how many parts a GEMM splits the summed dimension; FP32 partial sums are then added up.
+        jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (of FP32, two),
+            as from sums in another order: which way single values are rounded changes, and what hangs on them, such as
+            the side of a ReLU's kink. None for none.
     """
 
     stores_scores: bool
     stores_sums: bool
     stores_pointwise: bool
     splits_of_k: int = 1
+    jitter: int | None = None
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:
@@ -140,6 +148,7 @@ class _RoundingMode(TorchDispatchMode):
         self.rounding = rounding
         self.freedom = freedom
         self.phase = Phase()
+        self._noise: torch.Generator | None = None
         self._weights = {_address(weight) for weight in weights}
         # By address; kept so that no address is given out again.
         self._inputs: dict[int, Tensor] = {}
@@ -157,7 +166,7 @@ class _RoundingMode(TorchDispatchMode):
             operands = (self._linear_operands if is_linear else self._attention_operands)(left, right)
             result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
             if is_linear:
-                return self.rounding.store_part(result)
+                return self._store(result)
             return self._attention_result(result, left, right, operands[0])
         if func is _SOFTMAX_BACKWARD and not self.freedom.stores_scores:
             flash = self._flash_softmax_backward(*args[:2])
@@ -166,16 +175,25 @@ class _RoundingMode(TorchDispatchMode):
         if func in _SUMS and _are_activations(args[:2]):
             if not self.freedom.stores_sums:
                 return func(*args, **kwargs)
-            stored = self.rounding.store_part(func(*args, **kwargs))
+            stored = self._store(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and self._is_stored(func, args):
-            result = self.rounding.store_part(result)
+            result = self._store(result)
         if func is _RECIPROCAL_ROOT:
             self._roots[_address(result)] = result
         if func in _SOFTMAX or (func in _SAME_PLACE and _addresses(args) & self._probabilities.keys()):
             self._probabilities[_address(result)] = result
         return result
+
+    def _store(self, x: Tensor, part: Part = "storage") -> Tensor:
+        """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
+        if self.freedom.jitter is not None and part != "weights":
+            step = max(_FP32_JITTER, JITTER * torch.finfo(self.rounding.storage).eps / 2)
+            if self._noise is None:
+                self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter)
+            x = x * (1.0 + step * (2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0))
+        return self.rounding.store_part(x, part)
 
     def _is_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
@@ -203,7 +221,7 @@ class _RoundingMode(TorchDispatchMode):
         """The result as it is stored, if it is: scores and their gradients may stay in a kernel."""
         probabilities = {_address(left), _address(right)} & self._probabilities.keys()
         if probabilities:
-            result = self.rounding.store_part(result)
+            result = self._store(result)
             if _address(left) in probabilities and not self.phase.backward:
                 self._contexts[_address(left)] = result
             return result
@@ -211,7 +229,7 @@ class _RoundingMode(TorchDispatchMode):
             self._output_gradients[_address(result)] = (result, stored_left)
         if not self.freedom.stores_scores:
             return result
-        return self.rounding.store_part(result * (1.0 + torch.finfo(torch.float32).eps), "attention")
+        return self._store(result * (1.0 + torch.finfo(torch.float32).eps), "attention")
 
     def _flash_softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
@@ -229,7 +247,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _attention_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rounding.store_part(left, "attention"), self.rounding.store_part(right, "attention")
+        return self._store(left, "attention"), self._store(right, "attention")
 
     def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
@@ -237,7 +255,7 @@ class _RoundingMode(TorchDispatchMode):
         operands = []
         for x, dim in ((left, 1), (right, 0)):
             part = self._part(x)
-            matrix = self.rounding.store_part(x, part).reshape(x.shape[-2:])
+            matrix = self._store(x, part).reshape(x.shape[-2:])
             is_rotated = is_wgrad and self.rounding.rotate_wgrad
             if is_rotated:
                 matrix = hadamard(matrix, dim)

@@ -19,7 +19,7 @@ from parity.cpu import versions
 from parity.cpu.loading import loader
 
 Backend = Literal["gpu", "cpu"]
-_lock = threading.Lock()
+_lock = threading.RLock()  # importing TE may ask for it again
 
 
 class BackendUnavailable(RuntimeError):

@@ -65,7 +65,7 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alarms")
     file = folder / "right_ports.py"
     file.write_text(PAIRS)
-    plan = Plan((str(file),), ("fp32", "bf16", "fp8_current"), (100,), own_sizes=True, backend="cpu")
+    plan = Plan((str(file),), ("fp32", "bf16", "fp8_current"), (100,), own=1, backend="cpu")
     outcomes = measure.run(plan, folder / "alarms.jsonl", workers=1)
     return folder, plan, outcomes
 

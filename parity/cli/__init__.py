@@ -151,8 +151,8 @@ def false_alarms(
     paths: Paths = None,
     precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
     backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
-    seeds: Annotated[str, typer.Option(help="100-149, or as for parity run.")] = "100-101",
-    own_sizes: Annotated[bool, typer.Option(help="Also compare at the cases' own sizes.")] = True,
+    seeds: Annotated[str, typer.Option(help="100-149, or as for parity run; a size is drawn for each.")] = "100-103",
+    own: Annotated[int, typer.Option(min=0, help="For so many of the seeds, the cases' own sizes, too.")] = 1,
     workers: Annotated[int, typer.Option("-n", help="Processes.")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/false_alarms.md"),
 ) -> None:
@@ -166,7 +166,7 @@ def false_alarms(
 
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
     files = (*suite.files(paths), *(() if paths else (command.ZOO,)))
-    plan = measure.Plan(files, chosen, parse_seeds(seeds), own_sizes, parse_backend(backend))
+    plan = measure.Plan(files, chosen, parse_seeds(seeds), own, parse_backend(backend))
     outcomes = measure.run(plan, out.with_suffix(".jsonl"), workers)
     if not outcomes:
         raise UserError("nothing was compared: no precision of these cases runs on this machine")

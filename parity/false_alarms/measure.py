@@ -30,20 +30,20 @@ DRAWN = "drawn"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared: each case at one size drawn for each seed, and at its own sizes.
+    """What is compared: each case at one size drawn for each seed, and for some seeds at its own sizes.
 
     Attributes:
         files: of pairs that are known to agree; ``parity.calibration.command.ZOO`` stands for the zoo's hosts.
         precisions: names; those that this machine cannot run are left out.
         seeds: of weights, inputs and sizes; none that the limits were fitted to.
-        own_sizes: whether the cases' own sizes are compared.
+        own: for how many of the seeds, from the first, the cases' own sizes are compared, too.
         backend: whose kernels run the TE modules.
     """
 
     files: tuple[str, ...]
     precisions: tuple[str, ...]
     seeds: tuple[int, ...]
-    own_sizes: bool
+    own: int
     backend: Backend | Literal["auto"]
 
 
@@ -114,11 +114,11 @@ def _groups(plan: Plan) -> list[list[Port]]:
     kernels = te.kernels(plan.backend)
     precisions = [name for name in plan.precisions if why_unavailable(PRECISIONS[name], kernels) is None]
     groups = []
-    for seed in plan.seeds:
+    for number, seed in enumerate(plan.seeds):
         for file in plan.files:
             for case in cases(file):
                 chosen = [name for name in precisions if case.precisions is None or name in case.precisions]
-                sizes = [*(range(len(case.sizes)) if plan.own_sizes else ()), DRAWN]
+                sizes = [*(range(len(case.sizes)) if number < plan.own else ()), DRAWN]
                 groups += [[Port(file, case.name, name, seed, size) for name in chosen] for size in sizes if chosen]
     return groups
 

@@ -27,8 +27,8 @@ _INTRODUCTION = """\
 A Hopper's tensor core adds 32 FP8 products at a time to a sum of which it keeps 14 bits, and cuts off the rest.
 Without `use_split_accumulator`, which TE asks for in the forward pass of its per-tensor recipes, one such sum runs
 over all of K; with it, as TE asks backward, it is added to a sum in FP32 every {split} products. This study adds both
-ways with the CPU kernels' model of that unit (`parity/cpu/accumulation.py`, with its sources; no GPU was used) and
-compares with the FP64 product of the same FP8 numbers. `normal` is N(0, 1), `positive` is uniform on [0, 1),
+ways with the CPU kernels' model of that unit (`parity/cpu/products/accumulation.py`, with its sources; no GPU was used)
+and compares with the FP64 product of the same FP8 numbers. `normal` is N(0, 1), `positive` is uniform on [0, 1),
 `outliers` is N(0, 1) plus N(0, 100) in one element of a thousand. {sums} sums a seed, seeds 0 to {last_seed}."""
 
 _CONCLUSION = """\

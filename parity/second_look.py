@@ -1,0 +1,63 @@
+"""Looks again at a tensor beyond its limits: would a faithful kernel whose roundings fell otherwise be there, too?
+
+Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
+alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
+fails, the model runs a few times more with jitter (``parity.rounding.Freedom``), and what any of these runs loses is
+expected as well. A mistake is none that jitter makes: its error stays where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from parity.passes import Tensors, run_model
+from parity.prepare import Prepared
+from parity.result import TensorResult
+from parity.rounding import FUSED, UNFUSED, Rounding
+
+LOOKS = 8
+# Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.
+HOPELESS_MARGIN = 10.0
+
+
+def second_look(
+    tensors: tuple[TensorResult, ...],
+    models: Sequence[Tensors],
+    judge: Callable[[Sequence[Tensors]], tuple[TensorResult, ...]],
+    prepared: Prepared,
+    rounding: Rounding,
+) -> tuple[TensorResult, ...]:
+    """The verdicts with jittered models, if every tensor passes then; else, and if all passed before, the first ones.
+
+    Args:
+        tensors: the verdicts at first look.
+        models: the rounding model's tensors at first look.
+        judge: from models to verdicts.
+        prepared: what is compared.
+        rounding: the precision's.
+    """
+    if not 1.0 < max(tensor.margin for tensor in tensors) <= HOPELESS_MARGIN:
+        return tensors
+    looked = list(models)
+    for seed in range(LOOKS):
+        looked.append(run_model(prepared, rounding, dataclasses.replace((FUSED, UNFUSED)[seed % 2], jitter=seed)))
+        judged = judge(looked)
+        if all(tensor.passed for tensor in judged):
+            return judged
+    return tensors
+
+
+def remark(tensors: Sequence[TensorResult]) -> str:
+    """What a port that passed at second look owes it to.
+
+    Args:
+        tensors: the verdicts at first look.
+    """
+    failed = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in tensors if not tensor.passed)
+    return f"beyond a limit at first look, yet no farther than chance moves a faithful computation: {failed}"
+
+
+def _where(tensor: TensorResult) -> str:
+    check = tensor.worst_check
+    return f"{check.statistic} {check.where}".strip() if check else "not finite"

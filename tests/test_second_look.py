@@ -1,0 +1,91 @@
+"""Failures that jitter explains, and those that it does not."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+import parity
+from parity.passes import golden_tensors, run_model
+from parity.precision import PRECISIONS
+from parity.prepare import prepare
+from parity.rounding import FUSED, Rounding, rounded
+from parity.second_look import second_look
+from parity.validate import check_case
+
+
+class NearKink(nn.Module):
+    """ReLUs of numbers that a few roundoffs of FP16 take across 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+def case(scale=1.0):
+    def factory(te, **_):
+        return parity.Pair(
+            NearKink(),
+            NearKink(),
+            weights={"linear.weight": "linear.weight"},
+            inputs=lambda rng, batch: rng.normal(batch, 64),
+            call_candidate=lambda module, x: scale * module(x),
+        )
+
+    return parity.Case("near_kink", factory, sizes=(dict(batch=32),))
+
+
+def test_jitter_rounds_single_values_otherwise_and_leaves_the_size_of_the_error():
+    x, weight = torch.randn(64, 256), torch.randn(64, 256)
+    results = []
+    for jitter in (None, 0, 1):
+        with rounded(Rounding(torch.float16), [weight], dataclasses.replace(FUSED, jitter=jitter)):
+            results.append(nn.functional.linear(x, weight))
+    exact = nn.functional.linear(x.double(), weight.double())
+    differ = [(result != results[0]).float().mean().item() for result in results[1:]]
+    norms = [(result - exact).norm().item() for result in results]
+    assert all(0.0 < share < 0.5 for share in differ)
+    assert max(norms) / min(norms) < 1.1
+    assert not torch.equal(results[1], results[2])
+
+
+def test_models_are_jittered_until_one_reaches_the_port():
+    precision = PRECISIONS["fp16"]
+    kernels = parity.te.kernels("cpu")
+    (checked,) = check_case(case(), kernels.te)
+    prepared = prepare(case(), checked, precision.dtype, 0, kernels)
+    models = [run_model(prepared, precision.rounding, FUSED)]
+    looks = []
+
+    def judge(modelled):
+        looks.append(len(modelled))
+        return verdicts(margin=3.0 if len(modelled) < 4 else 0.5)
+
+    judged = second_look(verdicts(margin=3.0), models, judge, prepared, precision.rounding)
+    assert looks == [2, 3, 4]
+    assert judged[0].margin == 0.5
+    assert all(key in models[0] for key in golden_tensors(prepared))
+
+
+def test_no_jitter_is_tried_where_it_could_not_help():
+    def judge(modelled):
+        raise AssertionError("looked again")
+
+    for margin in (0.9, 1e3, float("inf")):
+        first = verdicts(margin)
+        assert second_look(first, [], judge, None, Rounding(torch.float16)) is first
+
+
+def test_a_small_mistake_fails_at_second_look_too():
+    right, wrong = (parity.compare(case(scale), precisions=["fp16"])[0] for scale in (1.0, 1.0003))
+    assert right.passed
+    assert wrong.status == "failed"
+    assert 1 < wrong.margin < 10
+
+
+def verdicts(margin):
+    (result,) = parity.compare(case(), precisions=["fp16"])
+    return tuple(dataclasses.replace(tensor, margin=margin) for tensor in result.tensors)
