@@ -103,20 +103,9 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), True, eps, with_eps)
 
     yield from map(with_eps, EPSILONS)
-    low = torch.bfloat16 if dtype is torch.float32 else dtype
-    rounded: dict[str, dict[str, object]] = {
-        "statistics": dict(statistics=low, root=low),
-        "reciprocal root": dict(root=low),
-        "mean of squares": dict(statistics=low),
-    }
-    for what, changes in rounded.items():
-        yield Mistake(
-            "norm-statistics",
-            f"norm {what} in {_short(low)}",
-            f"take the norm's mean and root in FP32; {what} rounded to {_short(low)}",
-            _with(**changes),
-            subtle=True,
-        )
+    # BF16 in an FP16 port is no subtle mistake.
+    for low in (dtype, torch.bfloat16) if dtype is torch.float16 else (torch.bfloat16,):
+        yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
     if dtype is not torch.float32:
         yield Mistake(
             "norm-rounding",
@@ -144,6 +133,22 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "add the norm that the reference has; TE's module passes on what it is given",
         lambda norm: (edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),),
     )
+
+
+def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm]]:
+    rounded: dict[str, dict[str, object]] = {
+        "statistics": dict(statistics=low, root=low),
+        "reciprocal root": dict(root=low),
+        "mean of squares": dict(statistics=low),
+    }
+    for what, changes in rounded.items():
+        yield Mistake(
+            "norm-statistics",
+            f"norm {what} in {_short(low)}",
+            f"take the norm's mean and root in FP32; {what} rounded to {_short(low)}",
+            _with(**changes),
+            subtle=subtle,
+        )
 
 
 def _with(**changes: object) -> Callable[[Norm], tuple[Edit, ...]]:

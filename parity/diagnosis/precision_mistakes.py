@@ -131,8 +131,12 @@ def _mistakes(precision: Precision) -> Iterator[_Mistake]:
         yield _Mistake("tf32", "attention's products are TF32", everything, rounding, partial(_Batched, tf32))
     advice = "Accumulate in FP32 (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False)"
     for length in (16, 32, 64, 128):
-        what = f"sums are rounded to BF16 after each {length} products"
-        yield _Mistake("accumulation-precision", what, advice, rounding, partial(_Chunked, length, torch.bfloat16))
+        for stored, what in (
+            (None, f"sums are rounded to BF16 after each {length} products"),
+            (precision.dtype, f"sums of {length} products are stored and then added in BF16"),
+        ):
+            inside = partial(_Chunked, length, torch.bfloat16, stored)
+            yield _Mistake("accumulation-precision", what, advice, rounding, inside)
     if precision.recipe is not None:
         yield from _of_recipes(rounding, precision)
 
@@ -221,12 +225,13 @@ class _Batched(TorchDispatchMode):
 
 
 class _Chunked(TorchDispatchMode):
-    """GEMMs whose sum is rounded after each so many products."""
+    """GEMMs whose sum is rounded to ``dtype`` after each so many products, whose own sum may be ``stored`` before."""
 
-    def __init__(self, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, length: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
         super().__init__()
         self._length = length
         self._dtype = dtype
+        self._stored = stored
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten.mm.default:
@@ -238,5 +243,7 @@ class _Chunked(TorchDispatchMode):
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         total = left.new_zeros(left.shape[0], right.shape[1])
         for some, others in zip(left.split(self._length, 1), right.split(self._length, 0), strict=True):
-            total = (total + some @ others).to(self._dtype).to(left.dtype)
+            part = some @ others
+            part = part if self._stored is None else part.to(self._stored).to(left.dtype)
+            total = (total + part).to(self._dtype).to(left.dtype)
         return total
