@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -19,6 +21,9 @@ from parity.rounding import Freedom, Rounding, rounded
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize
+
+# TE concatenates the three (``pytorch/module/layernorm_linear.py`` of 2.20.2, ``noop_cat``).
+_SEPARATE_QKV = re.compile(r"(query|key|value)_weight$")
 
 Tensors = dict[tuple[Kind, str], Tensor]
 
@@ -43,7 +48,8 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
-    with rounded(rounding, prepared.reference.parameters(), freedom) as phase:
+    together = scaled_together(prepared)
+    with rounded(rounding, prepared.reference.parameters(), freedom, together) as phase:
         ran = run(
             prepared.reference,
             prepared.call,
@@ -54,10 +60,20 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tenso
         )
     tensors = tensors_of(ran)
     if prepared.probed:
-        with rounded(rounding, prepared.reference.parameters(), freedom):
+        with rounded(rounding, prepared.reference.parameters(), freedom, together):
             inputs = tree_map_only(Tensor, _as_activation, cast(prepared.probe, torch.float32))
             tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
+
+
+def scaled_together(prepared: Prepared) -> list[list[Tensor]]:
+    """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
+    parameters = dict(prepared.reference.named_parameters())
+    groups: dict[str, list[str]] = defaultdict(list)
+    for left, right in prepared.weights.items():
+        for name in weights.names(right):
+            groups[_SEPARATE_QKV.sub("qkv_weight", name)] += weights.names(left)
+    return [[parameters[name] for name in group] for group in groups.values() if len(group) > 1]
 
 
 def _as_activation(x: Tensor) -> Tensor:

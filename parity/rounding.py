@@ -19,7 +19,7 @@ left is FP32 arithmetic: its sums, and what lies between GEMMs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -91,10 +91,12 @@ class Freedom:
             RoPE's cosines and sines with it (``pytorch/attention/rope.py`` of TE 2.20.2 where not fused). The scale
             of a whole tensor then comes from what was stored; a fused kernel takes it from FP32, before (TE 2.20.2,
             ``csrc/extensions/activation.cpp``), so that values which many elements share fall elsewhere in a format.
+            Norms alone take it from what they store in either case (``common/normalization/*/*_fwd_kernels.cuh``).
         splits_of_k: into how many parts a GEMM splits the summed dimension; FP32 partial sums are then added up.
         jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (of FP32, two),
             as from sums in another order: which way single values are rounded changes, and what hangs on them, such as
-            the side of a ReLU's kink. None for none.
+            the side of a ReLU's kink. The largest value of a tensor is one of them, so that a scale that comes from it
+            moves by up to a roundoff, and with it where every value of the tensor falls in its format. None for none.
     """
 
     stores_scores: bool
@@ -126,33 +128,49 @@ class Phase:
 
 
 @contextmanager
-def rounded(rounding: Rounding, weights: Iterable[Tensor] = (), freedom: Freedom = FUSED_POINTWISE) -> Iterator[Phase]:
+def rounded(
+    rounding: Rounding,
+    weights: Iterable[Tensor] = (),
+    freedom: Freedom = FUSED_POINTWISE,
+    scaled_together: Iterable[Sequence[Tensor]] = (),
+) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
     Args:
         rounding: what is rounded.
         weights: the model's parameters.
         freedom: the choices of the kernel that is modelled.
+        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
+            whole tensor is that of all of them.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights, freedom)
+    mode = _RoundingMode(rounding, weights, freedom, scaled_together)
     with sdpa_kernel(SDPBackend.MATH), mode:
         yield mode.phase
 
 
 class _RoundingMode(TorchDispatchMode):
-    def __init__(self, rounding: Rounding, weights: Iterable[Tensor], freedom: Freedom) -> None:
+    def __init__(
+        self,
+        rounding: Rounding,
+        weights: Iterable[Tensor],
+        freedom: Freedom,
+        scaled_together: Iterable[Sequence[Tensor]],
+    ) -> None:
         super().__init__()
         self.rounding = rounding
         self.freedom = freedom
         self.phase = Phase()
         self._noise: torch.Generator | None = None
+        self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._weights = {_address(weight) for weight in weights}
+        self._scaled_together = {_address(weight): group for group in scaled_together for weight in group}
         # By address; kept so that no address is given out again.
         self._inputs: dict[int, Tensor] = {}
         self._roots: dict[int, Tensor] = {}  # reciprocal roots of norms
+        self._normalized: dict[int, Tensor] = {}  # results of norms, before and after their weight and bias
         self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
@@ -180,20 +198,42 @@ class _RoundingMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self._store(result)
-        if func is _RECIPROCAL_ROOT:
-            self._roots[_address(result)] = result
+        self._remember_norm(func, args, result)
         if func in _SOFTMAX or (func in _SAME_PLACE and _addresses(args) & self._probabilities.keys()):
             self._probabilities[_address(result)] = result
         return result
 
+    def _remember_norm(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Whether the result is a reciprocal root, is scaled by one, or is a norm's with its weight or bias applied."""
+        if func is _RECIPROCAL_ROOT:
+            self._roots[_address(result)] = result
+        elif func is _LAYER_NORM:
+            self._normalized[_address(result[0])] = result[0]
+        elif func in _AFFINE:
+            operands = _addresses(args)
+            by_parameter = any(isinstance(x, Tensor) and x.dim() == 1 for x in args)
+            if operands & self._roots.keys() or (by_parameter and operands & self._normalized.keys()):
+                self._normalized[_address(result)] = result
+
     def _store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
         if self.freedom.jitter is not None and part != "weights":
-            step = max(_FP32_JITTER, JITTER * torch.finfo(self.rounding.storage).eps / 2)
-            if self._noise is None:
-                self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter)
-            x = x * (1.0 + step * (2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0))
+            x = self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
         return self.rounding.store_part(x, part)
+
+    def _amax(self, x: Tensor) -> Tensor | None:
+        """The magnitude that a tensor's scale comes from; None for the largest that is stored."""
+        group = self._scaled_together.get(_address(x))
+        if group is not None:
+            return torch.stack([largest(weight.detach()) for weight in group]).max()
+        if self.freedom.jitter is not None:
+            return self._jittered(largest(x), self._roundoff)
+        return None if self.freedom.stores_pointwise or _address(x) in self._normalized else largest(x)
+
+    def _jittered(self, x: Tensor, step: float) -> Tensor:
+        if self._noise is None:
+            self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
+        return x * (1.0 + step * (2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0))
 
     def _is_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
@@ -247,6 +287,11 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _attention_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """The two as they are stored; a flash kernel stores probabilities before it divides them by their sum."""
+        if not self.freedom.stores_scores and not self.phase.backward and _address(left) in self._probabilities:
+            largest_of_row = left.amax(-1, keepdim=True).clamp(min=torch.finfo(left.dtype).tiny)
+            stored = self._store(left / largest_of_row, "attention") * largest_of_row
+            return stored, self._store(right, "attention")
         return self._store(left, "attention"), self._store(right, "attention")
 
     def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +306,7 @@ class _RoundingMode(TorchDispatchMode):
                 matrix = hadamard(matrix, dim)
             to_format = self.rounding.operand_format(part)
             if to_format is not None:
-                matrix = to_format(matrix, dim, None if self.freedom.stores_pointwise or is_rotated else largest(x))
+                matrix = to_format(matrix, dim, None if is_rotated else self._amax(x))
             operands.append(matrix.reshape(x.shape))
         return operands[0], operands[1]
 
@@ -296,6 +341,8 @@ _POINTWISE = (
     *_SOFTMAX,
 )
 _RECIPROCAL_ROOT = _aten.rsqrt.default
+_LAYER_NORM = _aten.native_layer_norm.default
+_AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 _TABLES = (_aten.cos.default, _aten.sin.default)
 _SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar)
 _SUM_IN_PLACE = _aten.add_.Tensor

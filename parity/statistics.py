@@ -139,7 +139,8 @@ def _largest(error: Tensor, model_errors: Sequence[Tensor], least: float, rms: T
     magnitudes = error.abs()
     worst = int(magnitudes.argmax())
     expected = torch.maximum(torch.stack([model_error.abs().max() for model_error in model_errors]).max(), least * rms)
-    return Statistic("largest", _ratio(magnitudes.flatten()[worst], expected), f"element {_place(worst, error.shape)}")
+    ratio = _ratio(magnitudes.flatten()[worst], expected) / _chance(error.numel())
+    return Statistic("largest", ratio, f"element {_place(worst, error.shape)}")
 
 
 def has_component(direction: Tensor) -> bool:

@@ -145,3 +145,32 @@ def test_without_any_part_nothing_is_rounded():
     with rounded(alone(FP8), [weight]):
         y = F.linear(x, weight) + x[:, :8]
     assert torch.equal(y, F.linear(x, weight) + x[:, :8])
+
+
+def test_weights_that_te_quantizes_as_one_share_their_scale():
+    x, small, large = torch.randn(16, 64), torch.randn(8, 64), 3.3 * torch.randn(8, 64)
+    together = torch.cat((small, large))
+    with rounded(FP8, [small, large], scaled_together=[[small, large]]):
+        apart = F.linear(x, small), F.linear(x, large)
+    with rounded(FP8, [together]):
+        as_one = F.linear(x, together)
+    assert torch.equal(torch.cat(apart, -1), as_one)
+
+
+@pytest.mark.parametrize("freedom", [FUSED, UNFUSED])
+def test_a_norm_gives_the_scale_of_what_it_stores(freedom):
+    x, weight = torch.full((4, 64), 55.9996), torch.eye(64)
+    with rounded(FP8, [weight], freedom=freedom):
+        normalized = x * (x.square().mean(-1, keepdim=True) / 55.9996**2).rsqrt()
+        y = F.linear(normalized, weight)
+    assert torch.equal(y, bf16(e4m3(bf16(x), amax=torch.tensor(56.0))))
+
+
+def test_a_flash_kernel_stores_probabilities_before_it_divides_them_by_their_sum():
+    scores, value = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 16)
+    with rounded(BF16, freedom=FUSED):
+        context = scores.softmax(-1) @ value
+    unnormalized = (scores - scores.amax(-1, keepdim=True)).exp()
+    expected = bf16(unnormalized) @ bf16(value) / unnormalized.sum(-1, keepdim=True)
+    assert torch.allclose(context, bf16(expected), rtol=2**-7)
+    assert (context == bf16(expected)).float().mean() > 0.95

@@ -26,9 +26,10 @@ FALSE_ALARMS_A_RUN = 1e-3
 STATISTICS_A_RUN = 20_000
 
 SIGNED = ("gain", "mistake")
-# No model of rounding is trusted more closely than this: a spread of the logarithm, and of standard deviations.
+# No model of rounding is trusted more closely than this: a spread of the logarithm, wider for the worst of many, which
+# a few errors decide, and of standard deviations.
 _LEAST_SPREAD = 0.1
-_LEAST_SIGNED_SPREAD = 1.0
+_LEAST_SPREADS = {"largest": 0.15, "row": 0.15, "slice": 0.15, "gain": 1.0, "mistake": 1.0}
 # With fewer the quantiles of Student's distribution are astronomic, and a limit that nothing exceeds is none.
 FEWEST_TENSORS = 8
 # In standard deviations; nearer to the center a law need not fit.
@@ -65,33 +66,35 @@ class Law:
     samples: int
     largest: float
 
-    def limit(self, signed: bool, probability: float = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN) -> float:
+    def limit(self, statistic: str, probability: float = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN) -> float:
         """The value that a faithful port exceeds with this probability.
 
         Args:
-            signed: whether the statistic has a sign, see ``SIGNED``; the limit then holds for its magnitude.
+            statistic: its name; the limit of one of ``SIGNED`` holds for its magnitude.
             probability: of a false alarm from one statistic of one tensor.
         """
+        signed = statistic in SIGNED
         quantile = -special.stdtrit(self.tensors - 1, probability / 2 if signed else probability)
-        distance = float(quantile * self._trusted(signed))
+        distance = float(quantile * self._trusted(statistic))
         return distance if signed else math.exp(self.center + distance)
 
-    def deviations(self, value: float, signed: bool) -> float:
+    def deviations(self, value: float, statistic: str) -> float:
         """How many standard deviations a value lies above the center; the magnitude of a signed one."""
+        signed = statistic in SIGNED
         distance = abs(value) if signed else math.log(max(value, SMALLEST_RATIO)) - self.center
-        return distance / self._trusted(signed)
+        return distance / self._trusted(statistic)
 
-    def _trusted(self, signed: bool) -> float:
-        return max(self.spread, _LEAST_SIGNED_SPREAD if signed else _LEAST_SPREAD)
+    def _trusted(self, statistic: str) -> float:
+        return max(self.spread, _LEAST_SPREADS.get(statistic, _LEAST_SPREAD))
 
 
-def fit(values: Sequence[float], tensors: Sequence[str], signed: bool) -> Law:
+def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
     """The law of values that faithful ports gave.
 
     Args:
         values: finite, at least one.
         tensors: the tensor that each value is of, by any name.
-        signed: whether the statistic has a sign.
+        statistic: its name.
 
     Raises:
         UserError: if there are too few different tensors to extrapolate from.
@@ -102,6 +105,7 @@ def fit(values: Sequence[float], tensors: Sequence[str], signed: bool) -> Law:
             f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
             f"{FEWEST_TENSORS} of each kind"
         )
+    signed = statistic in SIGNED
     measured = np.asarray(values, dtype=float)
     if signed:
         center, distances = 0.0, np.abs(measured)

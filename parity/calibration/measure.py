@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from parity.calibration.law import SIGNED, Law, fit
+from parity.calibration.law import Law, fit
 from parity.calibration.table import Key
 from parity.case import Case
 from parity.directions import directions
@@ -88,4 +88,4 @@ def laws(samples: Iterable[Sample]) -> dict[Key, Law]:
 
 def _law(key: Key, group: Sequence[Sample]) -> Law:
     tensors = [f"{sample.case} {sample.tensor}" for sample in group]
-    return fit([sample.value for sample in group], tensors, signed=key[2] in SIGNED)
+    return fit([sample.value for sample in group], tensors, key[2])

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 from tabulate import tabulate
 
-from parity.calibration.law import FALSE_ALARMS_A_RUN, SIGNED, STATISTICS_A_RUN
+from parity.calibration.law import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.calibration.measure import Sample
 from parity.calibration.table import Table
 from parity.report.numbers import short
@@ -109,5 +109,5 @@ def _standardized(table: Table, samples: Sequence[Sample], precision: str) -> di
     for sample in samples:
         if sample.precision == precision:
             law = table.laws[_key(sample)]
-            found[sample.statistic].append(law.deviations(sample.value, sample.statistic in SIGNED))
+            found[sample.statistic].append(law.deviations(sample.value, sample.statistic))
     return found

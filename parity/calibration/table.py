@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from parity.calibration.law import SIGNED, Law
+from parity.calibration.law import Law
 from parity.user_error import UserError
 
 PACKAGED = Path(__file__).with_name("packaged.json")
@@ -44,12 +44,12 @@ class Table:
                 f"the calibration table has no law for {statistic!r} of a {kind} in {precision}; "
                 f"make one with: parity calibrate --precision {precision}"
             )
-        return _limit(law, statistic in SIGNED)
+        return _limit(law, statistic)
 
 
 @lru_cache(maxsize=1024)
-def _limit(law: Law, signed: bool) -> float:
-    return law.limit(signed)
+def _limit(law: Law, statistic: str) -> float:
+    return law.limit(statistic)
 
 
 def save(table: Table, file: Path) -> None:

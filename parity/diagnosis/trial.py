@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
-from parity.passes import Tensors, tensors_of
+from parity.passes import Tensors, scaled_together, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
 from parity.rounding import UNFUSED, Freedom, rounded
@@ -62,7 +62,11 @@ def tensors_under(
     dtype = torch.float64 if precision is None else torch.float32
     _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
-    model = rounded(precision.rounding, prepared.reference.parameters(), freedom) if precision else nullcontext()
+    model = (
+        rounded(precision.rounding, prepared.reference.parameters(), freedom, scaled_together(prepared))
+        if precision
+        else nullcontext()
+    )
     try:
         with model as phase:
             ran = run(
