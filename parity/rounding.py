@@ -18,6 +18,7 @@ left is FP32 arithmetic: its sums, and what lies between GEMMs.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.blocked_attention import Arithmetic, as_it_is
 from parity.formats import Format, hadamard, largest
+from parity.long_sequences import attention_in_blocks
 
 OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
@@ -138,7 +141,7 @@ def rounded(rounding: Rounding, weights: Iterable[Tensor] = (), freedom: Freedom
         The phase, to be told where the backward pass begins.
     """
     mode = _RoundingMode(rounding, weights, freedom)
-    with sdpa_kernel(SDPBackend.MATH), mode:
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
         yield mode.phase
 
 
@@ -156,9 +159,35 @@ class _RoundingMode(TorchDispatchMode):
         self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
+        self._suspended = False
+
+    @property
+    def attention(self) -> Arithmetic:
+        """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
+        store, stores_scores = self.rounding.store_part, self.freedom.stores_scores
+        as_operand = functools.partial(store, part="attention")
+        return Arithmetic(
+            operand=as_operand,
+            scores=as_operand if stores_scores else as_it_is,
+            pointwise=store if self.freedom.stores_pointwise else as_it_is,
+            result=store,
+            mean_from_context=not stores_scores,
+            splits=self.freedom.splits_of_k,
+            alone=self._while_suspended,
+        )
+
+    @contextmanager
+    def _while_suspended(self) -> Iterator[None]:
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._suspended:
+            return func(*args, **kwargs)
         position = _FIRST_OPERAND.get(func)
         if position is not None:
             left, right = args[position], args[position + 1]
