@@ -1,14 +1,14 @@
 """Where golden is computed: on the kernels' own device, or on the CPU where its FP64 is faster.
 
-A data-center GPU (compute capability 8.0, 9.0, 10.0) computes FP64 at half the rate of FP32 or better; others (8.9, 12.0)
-at a 64th, so that a CPU of many cores can be faster. A short measurement decides, since both vary.
+A data-center GPU (compute capability 8.0, 9.0, 10.0) computes FP64 at half the rate of FP32 or better; others (8.9,
+12.0) at a 64th, so that a CPU of many cores can be faster. A short measurement decides, since both vary.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -29,7 +29,7 @@ class GoldenDevice:
     reason: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def golden_device(device: torch.device) -> GoldenDevice:
     """The faster of the kernels' device and the CPU; measured once a process.
 

@@ -119,6 +119,8 @@ class Result:
         notes: what the comparison leaves unproven, even if it passed; a sentence each.
         seconds: wall time of the whole comparison.
         path: the file that declares the case.
+        attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
+        forced_attention: the attention backend that TE had to take; empty where it chose.
     """
 
     case: str
@@ -134,6 +136,8 @@ class Result:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     path: str = ""
+    attention: str = ""
+    forced_attention: str = ""
 
     @property
     def passed(self) -> bool:
@@ -153,7 +157,13 @@ class Result:
     @property
     def item(self) -> str:
         """``layernorm_mlp_swiglu[bf16-2x1024x512]``: the id without its file."""
-        return f"{self.case}[{self.precision}-{self.size_label}]"
+        return item_name(self.case, self.precision, self.size_label, self.forced_attention)
+
+
+def item_name(case: str, precision: str, size_label: str, forced_attention: str = "") -> str:
+    """``attention_causal_mha[bf16-2x128x8x64-fused]``; without the last part where TE chooses its attention."""
+    forced = f"-{forced_attention}" if forced_attention else ""
+    return f"{case}[{precision}-{size_label}{forced}]"
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -84,9 +84,12 @@ def _environment(environment: Environment) -> str:
         ("TransformerEngine", environment.transformer_engine),
         ("PyTorch", environment.torch),
         ("CUDA", environment.cuda),
+        ("cuBLAS", environment.cublas),
         ("cuDNN", environment.cudnn),
+        ("driver", environment.driver),
         ("Python", environment.python),
         ("parity", environment.parity),
+        ("golden in FP64", environment.golden),
         ("seeds", seeds(environment.seeds)),
         ("date", environment.date),
     ]
@@ -157,6 +160,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         yield "<details>"
         yield f"<summary><code>{case}</code>: worst {matrix.verdict_of(worst)} at {worst.precision}</summary>"
         yield from _expected_fp32(of_case)
+        yield from _attention(of_case)
         many_seeds = any(len(item.results) > 1 for item in of_case)
         rows = [row for item in of_case for row in _rows(item, many_seeds)]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
@@ -181,6 +185,16 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
         f"Expected FP32 error (TF32 in GEMMs) of `{tensor.label}` at {item.size_label}: "
         f"relative L2 {short(expected.relative_l2)}, max abs {short(expected.max_abs)}."
     )
+
+
+def _attention(items: Sequence[Item]) -> Iterator[str]:
+    """Which of its attention kernels TE ran, at which precision and size."""
+    ran: dict[str, dict[str, None]] = {}
+    for item in items:
+        for backend in {result.attention: None for result in item.results if result.attention}:
+            ran.setdefault(backend, {})[item.name.removeprefix(item.case).strip("[]")] = None
+    if ran:
+        yield "Attention: " + "; ".join(f"{backend} in {', '.join(where)}" for backend, where in ran.items()) + "."
 
 
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
