@@ -99,7 +99,7 @@ def report(
 
 @app.command()
 def doctor() -> None:
-    """Show what this machine can run, and why not the rest."""
+    """Show which precisions this GPU, an Ada, a Hopper and a Blackwell run, and what the rest needs."""
     from parity.cli import machine
 
     print(machine.diagnose())

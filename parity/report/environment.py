@@ -111,7 +111,11 @@ def gpu_name() -> str:
 
 def cublas_version() -> str:
     """``13.2.0`` of the cuBLASLt that TE's compiled extension, which is loaded, calls."""
-    number = int(sys.modules["transformer_engine_torch"].get_cublasLt_version())
+    return version_text(int(sys.modules["transformer_engine_torch"].get_cublasLt_version()))
+
+
+def version_text(number: int) -> str:
+    """``13.2.0`` of 130200, as cuBLASLt and cuDNN encode their versions."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
