@@ -14,6 +14,7 @@ from parity.attention_backend import AttentionBackend, NotOffered, attention_bac
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
 from parity.conditioning import ill_conditioned
+from parity.determinism import RandomState, repeat
 from parity.diagnosis import UNEXPLAINED, Failure, findings
 from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
@@ -23,7 +24,7 @@ from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_not
 from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
-from parity.result import PROBED, Finding, Result, TensorResult
+from parity.result import PROBED, Determinism, Finding, Result, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
@@ -38,6 +39,7 @@ def compare(
     backend: Backend | Literal["auto"] = "auto",
     calibration: Table | None = None,
     attention: str = "auto",
+    determinism: bool = False,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -49,6 +51,7 @@ def compare(
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
         attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
             turn, or ``auto`` for what the pair demands, else TE's own choice.
+        determinism: whether the candidate runs again, to see whether it gives the same bytes.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -65,7 +68,7 @@ def compare(
     chosen = [PRECISIONS[name] for name in precisions if case.precisions is None or name in case.precisions]
     seeds = list(seeds)
     return [
-        compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced)
+        compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism)
         for checked in check_case(case, kernels.te)
         for precision in chosen
         for forced in attention_of(case, checked, attention)
@@ -81,6 +84,7 @@ def compare_at(
     kernels: Kernels,
     calibration: Table,
     attention: AttentionBackend | None = None,
+    determinism: bool = False,
 ) -> Result:
     """Compare a case at one size, precision and seed.
 
@@ -88,6 +92,7 @@ def compare_at(
     """
     began, began_on_processor = time.perf_counter(), time.process_time()
     ran: Iterable[str] = ()
+    repeated: Determinism | None = None
 
     def result(**fields: object) -> Result:
         return Result(
@@ -101,8 +106,12 @@ def compare_at(
             path=str(case.path),
             attention=", ".join(ran),
             forced_attention=attention or "",
+            determinism=repeated,
             **fields,  # type: ignore[arg-type]
         )
+
+    def run_again(change: Callable[[nn.Module], None]) -> Tensors:
+        return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
 
     unavailable = why_unavailable(precision, kernels)
     if unavailable is not None:
@@ -113,8 +122,11 @@ def compare_at(
         step = f"the reference under the rounding model of {precision.name}"
         models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
         step = "the candidate"
+        random_state = RandomState.now(kernels.device)
         with attention_backends(attention) as ran:
             candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
+            if determinism:
+                repeated = repeat(run_again, candidate, random_state, kernels.device)
     except NotOffered as error:
         return result(status="skipped", reason=str(error))
     except UserError as error:
@@ -146,7 +158,7 @@ def compare_at(
 
     def rerun(change: Callable[[nn.Module], None]) -> Tensors:
         with attention_backends(attention):
-            return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
+            return run_again(change)
 
     failure = Failure(
         tensors,

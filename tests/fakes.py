@@ -94,6 +94,7 @@ def compare_at(
     kernels: Kernels,
     calibration: Table,
     attention: AttentionBackend | None = None,
+    determinism: bool = False,
 ) -> Result:
     """The case's name says what comes out; FP8 is not available here."""
     chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path))

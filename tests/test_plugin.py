@@ -176,6 +176,7 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
         ("--parity-seeds=0", "*'0', but must be a count of at least 1*"),
         ("--parity-seeds=1,x", "*'1,x', but must be a count*"),
         ("--parity-seeds=9-3", "*'9-3', but must be a count*"),
+        ("--parity-determinism=maybe", "*'maybe', but must be yes or no*"),
         ("--parity-attention=cudnn", "*'cudnn', but must be one of auto, flash, fused, unfused, all*"),
         ("--parity-name=a/b", "*'a/b', but must be a file name*"),
     ],

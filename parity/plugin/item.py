@@ -60,7 +60,14 @@ class ParityItem(pytest.Item):
         calibration = table.load(self.options.calibration) if self.options.calibration else table.packaged()
         for seed in self.options.seeds:
             result = compare_at(
-                self.case, self.checked, self.precision, seed, self.kernels, calibration, self.attention
+                self.case,
+                self.checked,
+                self.precision,
+                seed,
+                self.kernels,
+                calibration,
+                self.attention,
+                self.options.determinism,
             )
             self.results.append(dataclasses.replace(result, path=self._path_to_show()))
             if result.status == "skipped":

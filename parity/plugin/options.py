@@ -27,6 +27,7 @@ class Options:
         calibration: the table of limits; None for the packaged one.
         attention: the attention backend that TransformerEngine has to take, ``all`` for each in turn; ``auto`` lets it
             choose, but for a case that demands some.
+        determinism: whether each candidate runs again, to see whether it gives the same bytes.
     """
 
     precisions: tuple[str, ...] | None
@@ -36,6 +37,7 @@ class Options:
     name: str
     calibration: Path | None = None
     attention: str = "auto"
+    determinism: bool = False
 
     @property
     def record(self) -> Path:
@@ -56,6 +58,7 @@ def declare(parser: pytest.Parser) -> None:
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
         ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
+        ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
@@ -88,7 +91,14 @@ def read(config: pytest.Config) -> Options:
         name=name,
         calibration=start / value("calibration") if value("calibration") else None,
         attention=parse_attention(value("attention")),
+        determinism=_parse_yes("determinism", value("determinism")),
     )
+
+
+def _parse_yes(name: str, text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise UserError(f"--parity-{name} is {text!r}, but must be yes or no")
+    return text == "yes"
 
 
 def parse_backend(text: str) -> Literal["auto", "gpu", "cpu"]:

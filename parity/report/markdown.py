@@ -12,7 +12,7 @@ from parity.report.environment import Environment
 from parity.report.items import Item, gather, incomplete
 from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.report.record import Record
-from parity.result import Kind, Result, TensorResult
+from parity.result import Determinism, Kind, Result, TensorResult
 
 _COLUMNS = (
     *("precision", "size", "tensor", "relative L2", "expected", "tolerance", "error / expected"),
@@ -41,6 +41,7 @@ def draw(record: Record, name: str) -> str:
         *_failures(failed),
         *_skips(skipped),
         *_notes(items),
+        *_determinism(record.results),
         "## Every tensor",
         *_cases(items),
     ]
@@ -149,6 +150,22 @@ def _notes(items: Sequence[Item]) -> Iterator[str]:
     if by_note:
         yield "## Notes"
         yield "\n".join(f"- {note} ({', '.join(names)})" for note, names in by_note.items())
+
+
+def _determinism(results: Sequence[Result]) -> Iterator[str]:
+    """How many candidates gave the same bytes twice, and what the others did."""
+    by_summary: dict[str, dict[str, None]] = {}
+    for result in results:
+        if result.determinism is not None:
+            by_summary.setdefault(result.determinism.summary, {})[f"`{result.item}`"] = None
+    if by_summary:
+        same = Determinism().summary
+        yield "## Determinism"
+        yield "Each candidate ran again on the same inputs and from the same random state."
+        yield "\n".join(
+            f"- {summary}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
+            for summary, names in by_summary.items()
+        )
 
 
 def _cases(items: Sequence[Item]) -> Iterator[str]:
