@@ -39,7 +39,7 @@ class Arithmetic:
     Attributes:
         operand: each operand, as a GEMM reads it.
         scores: scores and their gradient, between two kernels.
-        pointwise: queries and keys times the scale, probabilities, and the gradients of these.
+        pointwise: probabilities, and the gradient of the scores.
         result: the context and the gradients of queries, keys and values, as they are stored.
         mean_from_context: whether the softmax's backward has the mean gradient of a row from the context, as flash
             attention does (Dao et al., arXiv 2205.14135, appendix B.2, equation 4), or from gradients and
@@ -146,49 +146,59 @@ class _Block:
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """What all heads share, see ``attention``."""
+
+    band: Band
+    scale: float
+    empty_rows: float
+    arithmetic: Arithmetic
+
+
+@dataclass(frozen=True)
 class _Head:
     """The attention of one head; tensors have two dimensions, ``[seq, head_dim]``.
 
     Attributes:
-        query, key: times the root of the scale.
-        value: of the head's group.
+        query: of the head.
+        key, value: of the head's group.
         mask: broadcasts to ``[seq_q, seq_kv]``.
-        band, empty_rows, arithmetic: see ``attention``.
+        settings: what all heads share.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    band: Band
-    empty_rows: float
-    arithmetic: Arithmetic
+    settings: _Settings
 
     def blocks(self) -> Iterator[_Block]:
         queries, keys = len(self.query), len(self.key)
         height = max(1, _BLOCK // keys)
         for start in range(0, queries, height):
             rows = range(start, min(start + height, queries))
-            yield _Block(rows, self.band.visible(rows, keys))
+            yield _Block(rows, self.settings.band.visible(rows, keys))
 
     def probabilities(self, block: _Block) -> Tensor:
-        product = self.arithmetic.product(self.query[block.rows], self.key[block.columns].t())
-        scores = self.arithmetic.scores(product)
+        band, arithmetic, empty_rows = self.settings.band, self.settings.arithmetic, self.settings.empty_rows
+        product = arithmetic.product(self.query[block.rows], self.key[block.columns].t())
+        scores = arithmetic.scores(product) * self.settings.scale
         if self.mask is not None:
             mask = block.of_mask(self.mask)
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-        if self.band.hides(block.queries, block.keys):
-            scores = scores.masked_fill(self.band.hidden(block.queries, block.keys, scores.device), -math.inf)
+        if band.hides(block.queries, block.keys):
+            scores = scores.masked_fill(band.hidden(block.queries, block.keys, scores.device), -math.inf)
         probabilities = scores.softmax(-1)
-        if not math.isnan(self.empty_rows):
-            probabilities.masked_fill_((scores == -math.inf).all(-1, keepdim=True), self.empty_rows)
-        return self.arithmetic.pointwise(probabilities)
+        if not math.isnan(empty_rows):
+            probabilities.masked_fill_((scores == -math.inf).all(-1, keepdim=True), empty_rows)
+        return arithmetic.pointwise(probabilities)
 
     def attend(self, context: Tensor) -> None:
         """Write the context, ``[seq_q, value_dim]``."""
+        arithmetic = self.settings.arithmetic
         for block in self.blocks():
-            product = self.arithmetic.product(self.probabilities(block), self.value[block.columns])
-            context[block.rows] = self.arithmetic.result(product)
+            product = arithmetic.product(self.probabilities(block), self.value[block.columns])
+            context[block.rows] = arithmetic.result(product)
 
     def differentiate(
         self, gradient: Tensor, context: Tensor | None, mask_gradient: Tensor | None
@@ -201,7 +211,7 @@ class _Head:
             mask_gradient: of the mask's shape; None where it needs none.
         """
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (self.query, self.key, self.value))
-        arithmetic = self.arithmetic
+        arithmetic, scale = self.settings.arithmetic, self.settings.scale
         for block in self.blocks():
             rows, columns = block.rows, block.columns
             probabilities, above = self.probabilities(block), gradient[rows]
@@ -216,35 +226,15 @@ class _Head:
             if mask_gradient is not None:
                 part = block.of_mask(mask_gradient)
                 part += of_scores.sum_to_size(part.shape)
+            of_scores = of_scores * scale
             of_query[rows] = arithmetic.product(of_scores, self.key[columns])
             of_key[columns] += arithmetic.product(of_scores.t(), self.query[rows])
         return arithmetic.result(of_query), arithmetic.result(of_key), arithmetic.result(of_value)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What all heads share, see ``attention``."""
-
-    band: Band
-    scale: float
-    empty_rows: float
-    arithmetic: Arithmetic
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        """Of query and key: the root of the scale, as PyTorch multiplies both by it."""
-        root = math.sqrt(abs(self.scale))
-        return math.copysign(root, self.scale), root
-
-    def head(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> _Head:
-        pointwise, (of_query, of_key) = self.arithmetic.pointwise, self.scales
-        query, key = pointwise(query * of_query), pointwise(key * of_key)
-        return _Head(query, key, value, mask, self.band, self.empty_rows, self.arithmetic)
-
-
-def _of_head(mask: Tensor | None, sample: int, head: int) -> Tensor | None:
-    """A head's view of a mask of four dimensions, of which each may be 1."""
-    return None if mask is None else mask[sample % mask.shape[0], head % mask.shape[1]]
+def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
+    """A head's view, ``[seq, ...]``, of ``[batch, groups, seq, ...]``, where either may be 1."""
+    return x[sample % x.shape[0], head // (heads // x.shape[1])]
 
 
 class _Attention(torch.autograd.Function):
@@ -255,13 +245,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
     ) -> Tensor:
         samples, heads, queries, _ = query.shape
-        ratio = heads // key.shape[1]
         # In the order in which heads are joined again after attention, which then needs no copy.
         context = value.new_empty(samples, queries, heads, value.shape[-1]).transpose(1, 2)
         with settings.arithmetic.alone():
-            for i, j in product(range(samples), range(heads)):
-                head = settings.head(query[i, j], key[i, j // ratio], value[i, j // ratio], _of_head(mask, i, j))
-                head.attend(context[i, j])
+            for at in product(range(samples), range(heads), (heads,)):
+                q, k, v = (_of_head(x, *at) for x in (query, key, value))
+                head = _Head(q, k, v, None if mask is None else _of_head(mask, *at), settings)
+                head.attend(_of_head(context, *at))
         ctx.save_for_backward(query, key, value, mask, context if settings.arithmetic.mean_from_context else None)
         ctx.settings = settings
         return context
@@ -271,17 +261,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, context = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        ratio = query.shape[1] // key.shape[1]
+        samples, heads = query.shape[:2]
         gradients = [torch.zeros_like(x) for x in (query, key, value)]
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
-        pointwise, scales = settings.arithmetic.pointwise, settings.scales
         with settings.arithmetic.alone():
-            for i, j in product(*map(range, query.shape[:2])):
-                head = settings.head(query[i, j], key[i, j // ratio], value[i, j // ratio], _of_head(mask, i, j))
-                below = head.differentiate(
-                    gradient[i, j], None if context is None else context[i, j], _of_head(of_mask, i, j)
-                )
-                gradients[0][i, j] = pointwise(below[0] * scales[0])
-                gradients[1][i, j // ratio] += pointwise(below[1] * scales[1])
-                gradients[2][i, j // ratio] += below[2]
+            for at in product(range(samples), range(heads), (heads,)):
+                q, k, v = (_of_head(x, *at) for x in (query, key, value))
+                seen, stored, below = (None if x is None else _of_head(x, *at) for x in (mask, context, of_mask))
+                head = _Head(q, k, v, seen, settings)
+                parts = head.differentiate(_of_head(gradient, *at), stored, below)
+                for whole, part in zip(gradients, parts, strict=True):
+                    _of_head(whole, *at).add_(part)
         return *gradients, of_mask, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -97,4 +98,17 @@ def _scaled_dot_product(
         lower_right = attn_mask.variant is CausalVariant.LOWER_RIGHT
         band = Band(right=attn_mask.seq_len_kv - attn_mask.seq_len_q if lower_right else 0)
         attn_mask = None
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if arithmetic is not EXACT:
+        # A model of rounding sees that PyTorch multiplies both operands by the scale's root, keys anew for each head.
+        root = math.sqrt(abs(scale))
+        key = _repeated(key, query) * root
+        query, scale = query * math.copysign(root, scale), 1.0
     return attention(query, key, value, attn_mask, band, scale, 0.0, arithmetic)
+
+
+def _repeated(key: Tensor, query: Tensor) -> Tensor:
+    """Each group's key for every head of the group."""
+    if query.dim() < 3 or key.shape[-3] == query.shape[-3]:
+        return key
+    return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)

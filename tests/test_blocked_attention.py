@@ -163,17 +163,24 @@ def test_pytorchs_own_kernel_stays_where_it_holds_no_scores_either(monkeypatch: 
     assert not torch.equal(computed, attention(*inputs))
 
 
-@pytest.mark.parametrize("freedom", [FUSED, UNFUSED], ids=["fused", "unfused"])
-def test_no_tensor_of_the_rounding_model_is_larger_either(freedom: Freedom) -> None:
-    def call(*x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*x, is_causal=True)
+def scaled_dot_product(*x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*x, is_causal=True)
 
+
+def written_out(*x: Tensor) -> Tensor:
+    return CoreAttention(causal=True)(*(tensor.transpose(1, 2) for tensor in x))
+
+
+@pytest.mark.parametrize("call", [scaled_dot_product, written_out])
+@pytest.mark.parametrize("freedom", [FUSED, UNFUSED], ids=["fused", "unfused"])
+def test_no_tensor_of_the_rounding_model_is_larger_either(call: Callable[..., Tensor], freedom: Freedom) -> None:
     inputs = [torch.randn(1, 2, 256, 4, requires_grad=True) for _ in range(3)]
     with _Largest() as seen, rounded(Rounding(torch.bfloat16), freedom=freedom) as phase:
         context = call(*inputs)
         phase.begin_backward()
         context.sum().backward()
     assert seen.elements == 2 * 256 * 4
+    assert torch.equal(context, context.bfloat16().float())
 
 
 @pytest.fixture(params=[(a, b, c) for a in (False, True) for b in (False, True) for c in (1, 3)], ids=str)
@@ -195,11 +202,12 @@ def rounded_gradients(dtype: torch.dtype, freedom: Freedom, inputs: list[Tensor]
 def test_the_rounding_model_in_blocks_rounds_where_the_one_written_out_does(
     freedom: Freedom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums in another order round a few elements to the other neighbour; a rounding too many or too few moves most."""
-    inputs = [torch.randn(2, heads, 24, 16).bfloat16().float() for heads in (4, 2, 2)]
+    """Sums in another order round a few elements to the other neighbour; one that is rounded once more moves all."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, 24, 20).bfloat16().float() for heads in (4, 2, 2)]
     blocked = rounded_gradients(torch.bfloat16, freedom, inputs)
     monkeypatch.setattr(blocked_attention, "WRITTEN_OUT", 10**9)
     written_out = rounded_gradients(torch.bfloat16, freedom, inputs)
     exact = rounded_gradients(torch.float32, freedom, inputs)
     for one, other, true in zip(blocked, written_out, exact, strict=True):
-        assert (one - other).norm() < 0.2 * (other - true).norm()
+        assert (one - other).norm() < 0.25 * (other - true).norm()

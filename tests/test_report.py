@@ -155,6 +155,7 @@ def test_a_case_says_which_attention_ran_where() -> None:
     ran = [result(precision="bf16", attention="fused (F16)"), result(precision="fp32", attention="unfused")]
     forced = result(precision="bf16", attention="unfused", forced_attention="unfused")
     text = markdown.draw(run_of(*ran, forced), "run")
+    assert re.search(r"\| bf16 +\| 2x64-unfused \|", text)
     assert "Attention: unfused in fp32-2x64, bf16-2x64-unfused; fused (F16) in bf16-2x64." in text
     assert "bf16-2x64-unfused]' --parity-seeds=0, --parity-backend=cpu" in failure.reproduce(forced)
     assert failure.reproduce(forced).endswith("--parity-attention=unfused -n 0")

@@ -232,7 +232,7 @@ def _row(result: Result, tensor: TensorResult) -> list[str]:
     errors, expected = tensor.errors, tensor.expected
     return [
         result.precision,
-        result.size_label,
+        "-".join(filter(None, (result.size_label, result.forced_attention))),
         f"`{tensor.label}`",
         short(errors.relative_l2),
         short(expected.relative_l2),
