@@ -122,10 +122,10 @@ def compare_at(
         step = f"the reference under the rounding model of {precision.name}"
         models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
         step = "the candidate"
-        random_state = RandomState.now(kernels.device)
+        random_state = RandomState.now(kernels.device) if determinism else None
         with attention_backends(attention) as ran:
             candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
-            if determinism:
+            if random_state is not None:
                 repeated = repeat(run_again, candidate, random_state, kernels.device)
     except NotOffered as error:
         return result(status="skipped", reason=str(error))

@@ -164,13 +164,12 @@ class _RoundingMode(TorchDispatchMode):
     @property
     def attention(self) -> Arithmetic:
         """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
-        store, stores_scores = self.rounding.store_part, self.freedom.stores_scores
-        as_operand = functools.partial(store, part="attention")
+        stores_scores = self.freedom.stores_scores
         return Arithmetic(
-            operand=as_operand,
-            scores=as_operand if stores_scores else as_it_is,
-            pointwise=store if self.freedom.stores_pointwise else as_it_is,
-            result=store,
+            operand=functools.partial(self._store, part="attention"),
+            scores=self._store_scores if stores_scores else as_it_is,
+            pointwise=self._store if self.freedom.stores_pointwise else as_it_is,
+            result=self._store,
             mean_from_context=not stores_scores,
             splits=self.freedom.splits_of_k,
             alone=self._while_suspended,
@@ -256,9 +255,10 @@ class _RoundingMode(TorchDispatchMode):
             return result
         if self.phase.backward:
             self._output_gradients[_address(result)] = (result, stored_left)
-        if not self.freedom.stores_scores:
-            return result
-        return self._store(result * (1.0 + torch.finfo(torch.float32).eps), "attention")
+        return self._store_scores(result) if self.freedom.stores_scores else result
+
+    def _store_scores(self, scores: Tensor) -> Tensor:
+        return self._store(scores * (1.0 + torch.finfo(torch.float32).eps), "attention")
 
     def _flash_softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
