@@ -110,8 +110,9 @@ def compare_at(
             **fields,  # type: ignore[arg-type]
         )
 
-    def run_again(change: Callable[[nn.Module], None]) -> Tensors:
-        return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
+    def rerun(change: Callable[[nn.Module], None]) -> Tensors:
+        with attention_backends(attention):
+            return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
 
     unavailable = why_unavailable(precision, kernels)
     if unavailable is not None:
@@ -125,8 +126,8 @@ def compare_at(
         random_state = RandomState.now(kernels.device) if determinism else None
         with attention_backends(attention) as ran:
             candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
-            if random_state is not None:
-                repeated = repeat(run_again, candidate, random_state, kernels.device)
+        if random_state is not None:
+            repeated = repeat(rerun, candidate, random_state, kernels.device)
     except NotOffered as error:
         return result(status="skipped", reason=str(error))
     except UserError as error:
@@ -155,11 +156,6 @@ def compare_at(
         if proves_nothing(tensors):
             return result(status="error", reason=f"a faithful {precision.name} computation {LOSES_ALL}", notes=notes)
         return result(status="passed", tensors=tensors, notes=notes)
-
-    def rerun(change: Callable[[nn.Module], None]) -> Tensors:
-        with attention_backends(attention):
-            return run_again(change)
-
     failure = Failure(
         tensors,
         candidate,
