@@ -141,6 +141,8 @@ def test_cublas_is_asked_of_the_extension_and_the_driver_of_nvidia_smi(monkeypat
     extension = SimpleNamespace(get_cublasLt_version=lambda: 120804)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", extension)
     assert environment.cublas_version() == "12.8.4"
+    monkeypatch.delitem(sys.modules, "transformer_engine_torch")
+    assert environment.cublas_version() == ""
     said = SimpleNamespace(stdout="580.65.06\n580.65.06\n")
     monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: said)
     assert environment.driver_version() == "580.65.06"

@@ -110,8 +110,9 @@ def gpu_name() -> str:
 
 
 def cublas_version() -> str:
-    """``13.2.0`` of the cuBLASLt that TE's compiled extension, which is loaded, calls."""
-    return version_text(int(sys.modules["transformer_engine_torch"].get_cublasLt_version()))
+    """``13.2.0`` of the cuBLASLt that TE's compiled extension calls; empty where that is not loaded."""
+    extension = sys.modules.get("transformer_engine_torch")
+    return "" if extension is None else version_text(int(extension.get_cublasLt_version()))
 
 
 def version_text(number: int) -> str:
