@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from parity.attention_backend import AttentionBackend
 from parity.inputs import Rng
 from parity.user_error import UserError
 from parity.weights import WeightMap
@@ -56,6 +57,7 @@ class Case:
             that one that was never copied shows.
         probe: whether the outputs are compared on probing inputs, too, see ``parity.probes``; False where
             floating-point inputs may not take any value, such as probabilities.
+        attention: the attention backends that TE is to take, each in an item of its own; empty lets TE choose.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
     """
@@ -67,6 +69,7 @@ class Case:
     marks: tuple[str, ...] = ()
     vary_constants: bool = True
     probe: bool = True
+    attention: tuple[AttentionBackend, ...] = ()
     path: Path = Path()
     line: int = 0
 

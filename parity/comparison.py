@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from torch import nn
+
 from parity import te
+from parity.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
 from parity.conditioning import ill_conditioned
+from parity.determinism import RandomState, repeat
 from parity.diagnosis import UNEXPLAINED, Failure, findings
 from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
@@ -20,12 +24,12 @@ from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_not
 from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
-from parity.result import PROBED, Finding, Result, TensorResult
+from parity.result import PROBED, Determinism, Finding, Result, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
-from parity.validate import CheckedSize, check_case
+from parity.validate import CheckedSize, attention_of, check_case
 
 
 def compare(
@@ -34,6 +38,8 @@ def compare(
     seeds: Iterable[int] = (0,),
     backend: Backend | Literal["auto"] = "auto",
     calibration: Table | None = None,
+    attention: str = "auto",
+    determinism: bool = False,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -43,12 +49,15 @@ def compare(
         seeds: of weights, inputs and output gradients.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels where they can run.
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
+        attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
+            turn, or ``auto`` for what the pair demands, else TE's own choice.
+        determinism: whether the candidate runs again, to see whether it gives the same bytes.
 
     Returns:
-        One result for each size, precision and seed, in this order.
+        One result for each size, precision, attention backend and seed, in this order.
 
     Raises:
-        UserError: if the pair's weight map or inputs do not fit, or a precision's name is unknown.
+        UserError: if the pair's weight map or inputs do not fit, or a precision or attention backend is unknown.
         parity.te.BackendUnavailable: if the backend cannot be had on this machine.
     """
     case = as_case(pair)
@@ -59,21 +68,31 @@ def compare(
     chosen = [PRECISIONS[name] for name in precisions if case.precisions is None or name in case.precisions]
     seeds = list(seeds)
     return [
-        compare_at(case, checked, precision, seed, kernels, calibration or packaged())
+        compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism)
         for checked in check_case(case, kernels.te)
         for precision in chosen
+        for forced in attention_of(case, checked, attention)
         for seed in seeds
     ]
 
 
 def compare_at(
-    case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels, calibration: Table
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    calibration: Table,
+    attention: AttentionBackend | None = None,
+    determinism: bool = False,
 ) -> Result:
     """Compare a case at one size, precision and seed.
 
     Never raises for a module that fails: the result's status and reason tell.
     """
     began, began_on_processor = time.perf_counter(), time.process_time()
+    ran: Iterable[str] = ()
+    repeated: Determinism | None = None
 
     def result(**fields: object) -> Result:
         return Result(
@@ -85,8 +104,15 @@ def compare_at(
             backend=kernels.backend,
             seconds=time.perf_counter() - began,
             path=str(case.path),
+            attention=", ".join(ran),
+            forced_attention=attention or "",
+            determinism=repeated,
             **fields,  # type: ignore[arg-type]
         )
+
+    def rerun(change: Callable[[nn.Module], None]) -> Tensors:
+        with attention_backends(attention):
+            return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
 
     unavailable = why_unavailable(precision, kernels)
     if unavailable is not None:
@@ -97,7 +123,13 @@ def compare_at(
         step = f"the reference under the rounding model of {precision.name}"
         models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
         step = "the candidate"
-        candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
+        random_state = RandomState.now(kernels.device) if determinism else None
+        with attention_backends(attention) as ran:
+            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
+        if random_state is not None:
+            repeated = repeat(rerun, candidate, random_state, kernels.device)
+    except NotOffered as error:
+        return result(status="skipped", reason=str(error))
     except UserError as error:
         return result(status="error", reason=str(error))
     except Exception as error:
@@ -131,7 +163,7 @@ def compare_at(
         precision,
         time.process_time() - began_on_processor,
         judge=lambda truth, modelled: judge(truth, modelled, candidate, precision, calibration, ()),
-        rerun=lambda change: run_candidate(case, checked, prepared, precision, seed, kernels, change)[0],
+        rerun=rerun,
     )
     missed = gradients_missed(unreached, prepared.weights, prepared.reference)
     try:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from parity.attention_backend import BACKENDS, AttentionBackend
 from parity.case import Pair, Size
 from parity.user_error import UserError
 
@@ -53,6 +54,15 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
             advice = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"there is no precision {name!r}, only {', '.join(PRECISIONS)}{advice}")
     return chosen
+
+
+def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
+    """Names of attention backends."""
+    chosen = _strings("attention", backends)
+    unknown = [name for name in chosen if name not in BACKENDS]
+    if unknown:
+        raise UserError(f"there is no attention backend {unknown[0]!r}, only {', '.join(BACKENDS)}")
+    return tuple(backend for backend in BACKENDS if backend in chosen)
 
 
 def checked_marks(marks: object) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def _differentiable(arguments: Arguments, names: Sequence[str], leaves: dict[str
 
     def leaf(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
-            leaves[name] = value.detach().clone().requires_grad_()
+            leaves[name] = value.detach().requires_grad_()
             return leaves[name].clone()
         if isinstance(value, Tensor):
             return value.clone()

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map_only
 from parity import weights
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
+from parity.golden_device import golden_device
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_weights_fit
+from parity.long_sequences import attention_in_blocks
 from parity.probes import probe
 from parity.te import Kernels
 from parity.validate import CheckedSize
@@ -90,12 +92,17 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
         return cotangents
 
     names = positional_names(pair.reference, pair.call_reference, inputs)
-    golden = run(pair.reference, pair.call_reference, cast(inputs, torch.float64), names, draw_cotangents)
+    faster = golden_device(kernels.device).device
+    pair.reference.to(faster)
+    with attention_in_blocks():
+        exact = cast(inputs, torch.float64, faster)
+        golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents)
     check_golden(golden)
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
-    with torch.no_grad():
-        exact = cast(probing, torch.float64)
+    with torch.no_grad(), attention_in_blocks():
+        exact = cast(probing, torch.float64, faster)
         probed = outputs_of(pair.reference, pair.call_reference, exact) if case.probe else {}
+    pair.reference.to(kernels.device)
     return Prepared(
         pair.reference,
         pair.call_reference,
@@ -103,16 +110,21 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
         names,
         pair.weights,
         candidate_weights,
-        cotangents,
-        golden,
+        on_device(cotangents, kernels.device),
+        Pass(**on_device(vars(golden), kernels.device)),
         probing,
-        probed,
+        on_device(probed, kernels.device),
     )
 
 
-def cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """The inputs with floating-point tensors in ``dtype``."""
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+def cast(inputs: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """The inputs with floating-point tensors in ``dtype``, and all on the device, if one is given."""
+    return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs)
+
+
+def on_device(tensors: Any, device: torch.device) -> Any:
+    """The same tree with every tensor on the device."""
+    return tree_map_only(Tensor, lambda x: x.to(device), tensors)
 
 
 def vary_constants(reference: nn.Module, rng: Rng) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from parity import te
 from parity.case import Case, Pair, Size
-from parity.declaration import checked_marks, checked_name, checked_precisions, checked_sizes
+from parity.declaration import checked_attention, checked_marks, checked_name, checked_precisions, checked_sizes
 from parity.user_error import UserError
 
 ENTRY_POINT_GROUP = "parity.pairs"
@@ -31,6 +31,7 @@ def pair(
     marks: Iterable[str] = (),
     vary_constants: bool = True,
     probe: bool = True,
+    attention: Iterable[str] = (),
 ) -> Callable[[Callable[..., Pair]], Case]:
     """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
 
@@ -40,6 +41,7 @@ def pair(
         precisions: names from ``parity.precision.PRECISIONS``; None means each that the run asks for.
         marks: names of pytest marks.
         vary_constants, probe: see ``Case``.
+        attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
 
     Returns:
         A decorator that returns the ``Case`` in the factory's place.
@@ -60,6 +62,7 @@ def pair(
                 marks=checked_marks(marks),
                 vary_constants=vary_constants,
                 probe=probe,
+                attention=checked_attention(attention),
                 path=path,
                 line=line,
             )

@@ -82,9 +82,7 @@ class TensorResult:
     @property
     def label(self) -> str:
         """``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
-        if self.kind.endswith("gradient"):
-            return f"d {self.name}"
-        return self.name if self.kind == "output" else f"probed {self.name}"
+        return label_of(self.kind, self.name)
 
     @property
     def passed(self) -> bool:
@@ -99,6 +97,38 @@ class TensorResult:
     def worst_check(self) -> Check | None:
         """The check that sets the margin."""
         return max(self.checks, key=lambda check: check.margin, default=None)
+
+
+@dataclass(frozen=True)
+class Determinism:
+    """What became of a candidate that ran again on the same inputs.
+
+    Attributes:
+        differing: labels of the tensors that had other bytes though every random number was the same.
+        first: where the pass first differed; empty where nothing did, or where it could not be found.
+        drawn: labels of the tensors that have other bytes where random numbers are others.
+    """
+
+    differing: tuple[str, ...] = ()
+    first: str = ""
+    drawn: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """In one sentence, without its full stop."""
+        if self.differing:
+            where = f"first in {self.first}" if self.first else "further passes that were traced agreed"
+            known = _KNOWN if "attn" in self.first or "Attention" in self.first else ""
+            return f"other bytes the second time in {', '.join(self.differing)}; {where}{known}"
+        if self.drawn:
+            return (
+                f"the same bytes twice from the same random numbers; {', '.join(self.drawn)} depend on these, which "
+                "stochastic rounding and dropout draw"
+            )
+        return "the same bytes twice"
+
+
+_KNOWN = "; TransformerEngine allows attention such kernels unless NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
 
 
 @dataclass(frozen=True)
@@ -119,6 +149,9 @@ class Result:
         notes: what the comparison leaves unproven, even if it passed; a sentence each.
         seconds: wall time of the whole comparison.
         path: the file that declares the case.
+        attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
+        forced_attention: the attention backend that TE had to take; empty where it chose.
+        determinism: whether the candidate gives the same bytes twice; None where it ran once.
     """
 
     case: str
@@ -134,6 +167,9 @@ class Result:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     path: str = ""
+    attention: str = ""
+    forced_attention: str = ""
+    determinism: Determinism | None = None
 
     @property
     def passed(self) -> bool:
@@ -153,7 +189,20 @@ class Result:
     @property
     def item(self) -> str:
         """``layernorm_mlp_swiglu[bf16-2x1024x512]``: the id without its file."""
-        return f"{self.case}[{self.precision}-{self.size_label}]"
+        return item_name(self.case, self.precision, self.size_label, self.forced_attention)
+
+
+def label_of(kind: Kind, name: str) -> str:
+    """``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
+    if kind.endswith("gradient"):
+        return f"d {name}"
+    return name if kind == "output" else f"probed {name}"
+
+
+def item_name(case: str, precision: str, size_label: str, forced_attention: str = "") -> str:
+    """``attention_causal_mha[bf16-2x128x8x64-fused]``; without the last part where TE chooses its attention."""
+    forced = f"-{forced_attention}" if forced_attention else ""
+    return f"{case}[{precision}-{size_label}{forced}]"
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -182,7 +231,13 @@ def from_json(record: dict[str, Any]) -> Result:
     )
     findings = tuple(Finding(**finding) for finding in decoded.pop("findings"))
     notes = tuple(decoded.pop("notes", ()))
-    return Result(**decoded, tensors=tensors, findings=findings, notes=notes)
+    repeated = decoded.pop("determinism", None)
+    determinism = None if repeated is None else Determinism(**{k: _as_tuple(v) for k, v in repeated.items()})
+    return Result(**decoded, tensors=tensors, findings=findings, notes=notes, determinism=determinism)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _errors(record: dict[str, Any]) -> Errors:

@@ -18,6 +18,7 @@ left is FP32 arithmetic: its sums, and what lies between GEMMs.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.blocked_attention import Arithmetic, as_it_is
 from parity.formats import Format, hadamard, largest
+from parity.long_sequences import attention_in_blocks
 
 OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
@@ -147,7 +150,7 @@ def rounded(
         The phase, to be told where the backward pass begins.
     """
     mode = _RoundingMode(rounding, weights, freedom, scaled_together)
-    with sdpa_kernel(SDPBackend.MATH), mode:
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
         yield mode.phase
 
 
@@ -174,9 +177,35 @@ class _RoundingMode(TorchDispatchMode):
         self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
+        self._suspended = False
+
+    @property
+    def attention(self) -> Arithmetic:
+        """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
+        stores_scores = self.freedom.stores_scores
+        return Arithmetic(
+            operand=functools.partial(self._store, part="attention"),
+            probabilities=self._store_probabilities,
+            scores=self._store_scores if stores_scores else as_it_is,
+            pointwise=self._store if self.freedom.stores_pointwise else as_it_is,
+            result=self._store,
+            mean_from_context=not stores_scores,
+            splits=self.freedom.splits_of_k,
+            alone=self._while_suspended,
+        )
+
+    @contextmanager
+    def _while_suspended(self) -> Iterator[None]:
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._suspended:
+            return func(*args, **kwargs)
         position = _FIRST_OPERAND.get(func)
         if position is not None:
             left, right = args[position], args[position + 1]
@@ -267,9 +296,10 @@ class _RoundingMode(TorchDispatchMode):
             return result
         if self.phase.backward:
             self._output_gradients[_address(result)] = (result, stored_left)
-        if not self.freedom.stores_scores:
-            return result
-        return self._store(result * (1.0 + torch.finfo(torch.float32).eps), "attention")
+        return self._store_scores(result) if self.freedom.stores_scores else result
+
+    def _store_scores(self, scores: Tensor) -> Tensor:
+        return self._store(scores * (1.0 + torch.finfo(torch.float32).eps), "attention")
 
     def _flash_softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
@@ -287,12 +317,16 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _attention_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """The two as they are stored; a flash kernel stores probabilities before it divides them by their sum."""
-        if not self.freedom.stores_scores and not self.phase.backward and _address(left) in self._probabilities:
-            largest_of_row = left.amax(-1, keepdim=True).clamp(min=torch.finfo(left.dtype).tiny)
-            stored = self._store(left / largest_of_row, "attention") * largest_of_row
-            return stored, self._store(right, "attention")
+        if not self.phase.backward and _address(left) in self._probabilities:
+            return self._store_probabilities(left), self._store(right, "attention")
         return self._store(left, "attention"), self._store(right, "attention")
+
+    def _store_probabilities(self, probabilities: Tensor) -> Tensor:
+        """As the forward pass stores them: a flash kernel before it divides them by their sum."""
+        if self.freedom.stores_scores or not probabilities.numel():
+            return self._store(probabilities, "attention")
+        largest_of_row = probabilities.amax(-1, keepdim=True).clamp(min=torch.finfo(probabilities.dtype).tiny)
+        return self._store(probabilities / largest_of_row, "attention") * largest_of_row
 
     def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""

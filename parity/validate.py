@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parity import weights
+from parity.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
 from parity.case import Case, Pair, Size, draw_inputs
 from parity.inputs import Rng
 from parity.meta_build import without_memory
@@ -30,10 +31,12 @@ class CheckedSize:
         size: as the case declares it.
         label: the shape of the first input tensor, e.g. ``2x1024x512``, and where sizes of the case share it, the
             entries in which they differ, e.g. ``2x1024x512-ffn1536``; unique in the case.
+        has_attention: whether TE picks an attention backend in the candidate.
     """
 
     size: Size
     label: str
+    has_attention: bool = False
 
 
 def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
@@ -53,13 +56,32 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
         UserError: if the factory raises or returns no two modules, the weight map does not fit them, or ``inputs``
             raises or returns no tensor; names the case, its file and line, and the size.
     """
-    shapes = [_check_size(case, te, size) for size in case.sizes]
-    labels = _labels(["x".join(map(str, shape)) or "scalar" for shape in shapes], case.sizes)
-    return [CheckedSize(size, label) for size, label in zip(case.sizes, labels, strict=True)]
+    checked = [_check_size(case, te, size) for size in case.sizes]
+    labels = _labels(["x".join(map(str, shape)) or "scalar" for shape, _ in checked], case.sizes)
+    return [CheckedSize(*fields) for fields in zip(case.sizes, labels, (has for _, has in checked), strict=True)]
 
 
-def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[int, ...]:
-    """The shape of the first input tensor."""
+def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[AttentionBackend | None]:
+    """The attention backends to force, each in an item of its own; None lets TE choose.
+
+    Args:
+        case: may demand some, where the run leaves it open.
+        checked: a candidate without attention is one item, whatever is asked for.
+        asked: of the run, one of ``CHOICES``.
+
+    Raises:
+        UserError: if it is none of them.
+    """
+    checked_choice(asked)
+    if not checked.has_attention:
+        return (None,)
+    if asked == "auto":
+        return case.attention or (None,)
+    return [backend for backend in BACKENDS if asked in (backend, "all")]
+
+
+def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[tuple[int, ...], bool]:
+    """The shape of the first input tensor, and whether the candidate has attention."""
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
         try:
@@ -69,7 +91,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[int, ...]:
         first = next(_tensors(drawn), None)
         if first is None:
             raise UserError(f"inputs returned no tensor but {_type_name(drawn)}")
-    return tuple(first.shape)
+    return tuple(first.shape), has_attention(pair.candidate)
 
 
 def _advice(case: Case) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from parity.attention_backend import AttentionBackend
 from parity.calibration.table import Table
 from parity.case import Case
 from parity.errors import Errors
@@ -86,10 +87,18 @@ def result(case: str = "mlp", precision: str = "bf16", seed: int = 0, margin: fl
 
 
 def compare_at(
-    case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels, calibration: Table
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    calibration: Table,
+    attention: AttentionBackend | None = None,
+    determinism: bool = False,
 ) -> Result:
     """The case's name says what comes out; FP8 is not available here."""
     chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path))
+    chosen = replace(chosen, forced_attention=attention or "")
     if precision.recipe is not None:
         return replace(chosen, status="skipped", reason="no FP8 on this machine", tensors=())
     if case.name == "raises":
@@ -105,7 +114,8 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
     """Every size fits, but for one case."""
     if case.name == "misfits":
         raise UserError("pair 'misfits': fc1.weight is 128x64, but fc1_weight is 64x128")
-    return [CheckedSize(size, "x".join(map(str, size.values()))) for size in case.sizes]
+    has_attention = "attention" in case.name
+    return [CheckedSize(size, "x".join(map(str, size.values())), has_attention) for size in case.sizes]
 
 
 def kernels(backend: str = "auto") -> Kernels:

@@ -44,17 +44,36 @@ def test_kernels_that_cannot_be_loaded_are_a_reason_for_each_precision(monkeypat
     assert machine.availability("cpu") == dict.fromkeys(PRECISIONS, "no: already loaded")
 
 
-def test_a_machine_without_a_gpu_runs_on_the_cpu_kernels_what_a_hopper_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_doctor_tells_of_each_gpu_what_te_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.te.why_no_gpu", lambda: "PyTorch sees no CUDA device")
     diagnosis = machine.diagnose()
     assert diagnosis.real == dict.fromkeys(PRECISIONS, "no: PyTorch sees no CUDA device")
-    refused = {name for name, answer in diagnosis.emulated.items() if answer != "yes"}
-    assert refused == {"mxfp8", "nvfp4"}
-    assert "compute capability 10.0" in diagnosis.emulated["mxfp8"]
+    refused = {
+        gpu: {name for name, answer in answers.items() if answer.startswith("no")}
+        for gpu, answers in diagnosis.emulated.items()
+    }
+    assert refused == {
+        "Ada 8.9": {"fp8_block", "mxfp8", "nvfp4"},
+        "Hopper 9.0": {"mxfp8", "nvfp4"},
+        "Blackwell 10.0": set(),
+    }
+    assert "compute capability 10.0" in diagnosis.emulated["Hopper 9.0"]["mxfp8"]
+    assert "CublasLt version 12.1.3.x" in diagnosis.emulated["Ada 8.9"]["fp8_delayed"]
+    assert "CUDA >= 12.9" in diagnosis.emulated["Hopper 9.0"]["fp8_block"]
+    assert diagnosis.emulated["Hopper 9.0"]["fp8_delayed"] == "yes"
 
 
-def test_the_table_has_a_row_for_each_precision() -> None:
+def test_the_table_has_a_row_for_each_precision_and_a_column_for_each_gpu() -> None:
     yes, no = dict.fromkeys(PRECISIONS, "yes"), dict.fromkeys(PRECISIONS, "no: there is no GPU")
-    lines = str(machine.Diagnosis((("PyTorch", torch.__version__),), real=no, emulated=yes)).splitlines()
+    versions = (("PyTorch", torch.__version__),)
+    diagnosis = machine.Diagnosis(
+        versions, no, {"Ada 8.9": yes | {"fp32": "yes: CUDA 12"}, "Hopper 9.0": yes}, "CUDA 13"
+    )
+    lines = str(diagnosis).splitlines()
     assert lines[0].split() == ["PyTorch", torch.__version__]
-    assert [line.split()[0] for line in lines[4:]] == list(PRECISIONS)
+    assert lines[2].split() == ["precision", "this", "GPU", "Ada", "8.9", "Hopper", "9.0"]
+    rows = [line.split() for line in lines[4 : 4 + len(PRECISIONS)]]
+    assert [row[0] for row in rows] == list(PRECISIONS)
+    assert rows[0][1:] == ["no", "(1)", "yes", "(2)", "yes"]
+    assert "(1) there is no GPU" in lines
+    assert "(2) CUDA 12" in lines

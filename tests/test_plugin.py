@@ -96,6 +96,21 @@ def test_keywords_and_marks_select_items(pytester: pytest.Pytester) -> None:
     assert names(pytester, "my_pairs.py", "-m", "fp32 and not slow_one") == ["fails[fp32-2x64]"]
 
 
+def test_only_a_case_with_attention_has_an_item_for_each_backend(pytester: pytest.Pytester) -> None:
+    attention = (
+        "\n    @parity.pair('attention', sizes=[dict(n=2)], attention=['unfused', 'fused'])\n    def a(te, n): ...\n"
+    )
+    write(pytester, PAIRS + attention)
+    options = ("--parity-precisions=bf16", "-k", "attention or fails")
+    own, fused, everything = (
+        names(pytester, "my_pairs.py", *options, *more)
+        for more in ([], ["--parity-attention=fused"], ["--parity-attention=all"])
+    )
+    assert own == ["fails[bf16-2x64]", "attention[bf16-2-fused]", "attention[bf16-2-unfused]"]
+    assert fused == ["fails[bf16-2x64]", "attention[bf16-2-fused]"]
+    assert everything == ["fails[bf16-2x64]", *(f"attention[bf16-2-{name}]" for name in ("flash", "fused", "unfused"))]
+
+
 def test_marks_are_registered(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py", "--strict-markers", "-W", "error", "-k", "mlp")
@@ -161,6 +176,8 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
         ("--parity-seeds=0", "*'0', but must be a count of at least 1*"),
         ("--parity-seeds=1,x", "*'1,x', but must be a count*"),
         ("--parity-seeds=9-3", "*'9-3', but must be a count*"),
+        ("--parity-determinism=maybe", "*'maybe', but must be yes or no*"),
+        ("--parity-attention=cudnn", "*'cudnn', but must be one of auto, flash, fused, unfused, all*"),
         ("--parity-name=a/b", "*'a/b', but must be a file name*"),
     ],
 )
@@ -309,6 +326,11 @@ def test_items_of_one_case_and_size_form_a_group(precision: str) -> None:
         scheduling.group_of(f"cases/mlp.py::swiglu-2.1[{precision}-2x64-ffn_8]")
         == "cases/mlp.py::swiglu-2.1[2x64-ffn_8]"
     )
+
+
+def test_attention_backends_of_one_case_and_size_are_of_its_group() -> None:
+    ids = [f"cases/attention.py::causal[bf16-2x64{suffix}]" for suffix in ("", "-flash", "-fused", "-unfused")]
+    assert {scheduling.group_of(node_id) for node_id in ids} == {"cases/attention.py::causal[2x64]"}
 
 
 @pytest.mark.parametrize("node_id", ["tests/test_x.py::test_y", "tests/test_x.py::test_y[a-b]", "t.py::A::test_y[1-2]"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import ENVIRONMENT, result, tensor
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from parity.calibration import law
 from parity.report import environment, failure, items, markdown, matrix, numbers, record
 from parity.report.record import Record
-from parity.result import Result
+from parity.result import Result, from_json, to_json
 from parity.user_error import UserError
 
 
@@ -118,6 +121,46 @@ def test_the_environment_names_versions_but_no_folder() -> None:
     assert not [
         text for text in vars(measured).values() if str(Path.home()) in str(text) or str(Path.cwd()) in str(text)
     ]
+
+
+def test_a_record_from_before_cublas_and_driver_were_noted_is_read() -> None:
+    old = {k: v for k, v in environment.to_json(ENVIRONMENT).items() if k not in ("cublas", "driver", "golden")}
+    assert environment.from_json(old) == ENVIRONMENT
+    line = {k: v for k, v in to_json(result()).items() if k not in ("attention", "forced_attention")}
+    assert from_json(line) == result()
+
+
+def test_a_gpus_libraries_and_driver_are_in_the_report() -> None:
+    gpu = replace(ENVIRONMENT, cublas="13.2.0", cudnn="91500", driver="580.65.06", golden="GPU: measured")
+    text = markdown.draw(Record(gpu, (result(),)), "run")
+    for row in ("cuBLAS | 13.2.0", "cuDNN | 91500", "driver | 580.65.06", "golden in FP64 | GPU: measured"):
+        assert row in re.sub(" +", " ", text)
+
+
+def test_cublas_is_asked_of_the_extension_and_the_driver_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = SimpleNamespace(get_cublasLt_version=lambda: 120804)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", extension)
+    assert environment.cublas_version() == "12.8.4"
+    monkeypatch.delitem(sys.modules, "transformer_engine_torch")
+    assert environment.cublas_version() == ""
+    said = SimpleNamespace(stdout="580.65.06\n580.65.06\n")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: said)
+    assert environment.driver_version() == "580.65.06"
+
+
+def test_a_driver_that_nvidia_smi_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert environment.driver_version() == ""
+
+
+def test_a_case_says_which_attention_ran_where() -> None:
+    ran = [result(precision="bf16", attention="fused (F16)"), result(precision="fp32", attention="unfused")]
+    forced = result(precision="bf16", attention="unfused", forced_attention="unfused")
+    text = markdown.draw(run_of(*ran, forced), "run")
+    assert re.search(r"\| bf16 +\| 2x64-unfused \|", text)
+    assert "Attention: unfused in fp32-2x64, bf16-2x64-unfused; fused (F16) in bf16-2x64." in text
+    assert "bf16-2x64-unfused]' --parity-seeds=0, --parity-backend=cpu" in failure.reproduce(forced)
+    assert failure.reproduce(forced).endswith("--parity-attention=unfused -n 0")
 
 
 def test_an_item_is_as_bad_as_its_worst_seed() -> None:

@@ -32,6 +32,8 @@ def run(
     precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, gpu or cpu.")] = None,
     seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
+    attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
+    determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for one a core.")] = "auto",
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
@@ -46,6 +48,8 @@ def run(
         "--parity-precisions": ",".join(precision) if precision else None,
         "--parity-backend": backend,
         "--parity-seeds": seeds,
+        "--parity-attention": attention,
+        "--parity-determinism": "yes" if determinism else None,
         "--parity-report": None if report is None else str(report),
         "--parity-name": name,
     }
@@ -97,7 +101,7 @@ def report(
 
 @app.command()
 def doctor() -> None:
-    """Show what this machine can run, and why not the rest."""
+    """Show which precisions this GPU, an Ada, a Hopper and a Blackwell run, and what the rest needs."""
     from parity.cli import machine
 
     print(machine.diagnose())

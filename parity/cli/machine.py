@@ -1,4 +1,4 @@
-"""Says what this machine can run, on which kernels, and why not the rest."""
+"""Says what this machine and each kind of GPU can run, on which kernels, and why not the rest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tabulate import tabulate
 from parity.report import environment
 
 Availability = dict[str, str]
+# Older than any that TE asks for, to hear what it asks for.
+_OLD_CUDA, _OLD_CUBLASLT = "11.0", 110000
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,32 @@ class Diagnosis:
     Attributes:
         versions: what, and which version or what is wrong with it.
         real: by precision's name, ``yes`` or the reason why TE's compiled kernels cannot run it here.
-        emulated: ditto for the CPU kernels.
+        emulated: ditto by the name of each GPU that the CPU kernels emulate, which is what TE says of a real one.
+        libraries: the versions of CUDA and its libraries that TE finds on emulated GPUs.
     """
 
     versions: tuple[tuple[str, str], ...]
     real: Availability
-    emulated: Availability
+    emulated: dict[str, Availability]
+    libraries: str
 
     def __str__(self) -> str:
-        rows = [(name, answer, self.emulated[name]) for name, answer in self.real.items()]
-        headers = ["precision", "on real kernels", "on CPU kernels"]
+        """A table of versions, a table with a column for each GPU, and the notes that its cells refer to."""
+        notes: dict[str, int] = {}
+
+        def cell(answer: str) -> str:
+            verdict, _, why = answer.partition(": ")
+            return f"{verdict} ({notes.setdefault(why, len(notes) + 1)})" if why else verdict
+
+        columns = {"this GPU": self.real, **self.emulated}
+        rows = [(name, *(cell(answers[name]) for answers in columns.values())) for name in self.real]
         return "\n\n".join(
             (
                 tabulate(self.versions, tablefmt="plain", disable_numparse=True),
-                tabulate(rows, headers, tablefmt="simple", disable_numparse=True, maxcolwidths=[None, 50, 50]),
+                tabulate(rows, ["precision", *columns], tablefmt="simple", disable_numparse=True),
+                "\n".join(f"({number}) {why}" for why, number in notes.items()),
+                f"Of a GPU by name, this is what TransformerEngine itself says, with {self.libraries}.\n"
+                "The CPU kernels emulate each: PARITY_EMULATED_GPU=ada, hopper (unless set) or blackwell.",
             )
         )
 
@@ -48,8 +62,12 @@ def diagnose() -> Diagnosis:
     from parity.precision import PRECISIONS
 
     reason = te.why_no_gpu()
-    real = _in_own_process("gpu") if reason is None else dict.fromkeys(PRECISIONS, f"no: {reason}")
-    return Diagnosis(versions=tuple(_versions()), real=real, emulated=_in_own_process("cpu"))
+    # A process loads TE for one backend only.
+    with _process() as of_cpu, _process() as of_gpu:
+        emulated = of_cpu.submit(emulated_availability)
+        asked = of_gpu.submit(availability, "gpu") if reason is None else None
+        real = asked.result() if asked else dict.fromkeys(PRECISIONS, f"no: {reason}")
+        return Diagnosis(tuple(_versions()), real, *emulated.result())
 
 
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
@@ -63,6 +81,35 @@ def availability(backend: Literal["gpu", "cpu"]) -> Availability:
         return dict.fromkeys(PRECISIONS, f"no: {error}")
     reasons = {name: why_unavailable(precision, kernels) for name, precision in PRECISIONS.items()}
     return {name: "yes" if reason is None else f"no: {reason}" for name, reason in reasons.items()}
+
+
+def emulated_availability() -> tuple[dict[str, Availability], str]:
+    """What runs on each emulated GPU, by its name, and the libraries that it has.
+
+    Where something runs, ``yes`` may be followed by what TE would say with older libraries: what a real GPU needs.
+    """
+    from parity.cpu import cuda, info
+    from parity.cpu.emulated_gpu import emulated, emulated_libraries
+
+    def answers(gpu: cuda.DeviceProperties) -> Availability:
+        with emulated(gpu):
+            now = availability("cpu")
+            with emulated_libraries(cuda_version=_OLD_CUDA):
+                on_old_cuda = availability("cpu")
+            with emulated_libraries(cublaslt=_OLD_CUBLASLT):
+                on_old_cublas = availability("cpu")
+        return {name: _with_needs(answer, on_old_cuda[name], on_old_cublas[name]) for name, answer in now.items()}
+
+    found = {f"{gpu.name.split()[-1]} {gpu.major}.{gpu.minor}": answers(gpu) for gpu in cuda.GPUS.values()}
+    cublaslt, cudnn = (environment.version_text(of()) for of in (info.get_cublasLt_version, info.get_cudnn_version))
+    libraries = f"CUDA {cuda.CUDA_VERSION}, cuBLAS {cublaslt} and cuDNN {cudnn}"
+    return found, libraries
+
+
+def _with_needs(answer: str, *on_older: str) -> str:
+    """What runs, with what TE says where a library is older; what does not run, with its reason."""
+    said = [older.partition(": ")[2] for older in on_older if older != "yes"]
+    return answer if answer != "yes" or not said else f"yes: {' '.join(dict.fromkeys(said))}"
 
 
 def te_range(version: str | None) -> str:
@@ -81,10 +128,8 @@ def te_range(version: str | None) -> str:
     return f"{version} ({served})"
 
 
-def _in_own_process(backend: Literal["gpu", "cpu"]) -> Availability:
-    """A process can load TE for one backend only, so that each is asked in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(availability, backend).result()
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _versions() -> Iterator[tuple[str, str]]:

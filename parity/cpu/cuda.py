@@ -39,7 +39,7 @@ BLACKWELL = DeviceProperties("emulated Blackwell", 10, 0, 148, 192 << 30)
 GPUS = {"ada": ADA, "hopper": HOPPER, "blackwell": BLACKWELL}
 GPU_VARIABLE = "PARITY_EMULATED_GPU"
 CUBLASLT_VARIABLE = "PARITY_EMULATED_CUBLASLT"
-_CUBLASLT_VERSION = 130200
+DEFAULT_CUBLASLT = 130200
 
 
 # The GPU in place of the environment's, set by ``emulated_gpu.emulated``.
@@ -82,7 +82,7 @@ def cublaslt_version() -> int:
     Raises:
         ValueError: if the variable holds no such number.
     """
-    value = os.environ.get(CUBLASLT_VARIABLE, str(_CUBLASLT_VERSION))
+    value = os.environ.get(CUBLASLT_VARIABLE, str(DEFAULT_CUBLASLT))
     if not re.fullmatch(r"1\d{5}", value):
         raise ValueError(f"{CUBLASLT_VARIABLE}={value!r} is no version of cuBLASLt; 13.6.0, say, is 130600")
     return int(value)

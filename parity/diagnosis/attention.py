@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.blocked_attention import are_too_many_scores
 from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.masks import HIDDEN, Bias
 from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
+from parity.long_sequences import SDPA
 
 Rearrange = Callable[[Tensor], Tensor]
 
@@ -157,9 +158,11 @@ def _is_right(trace: Trace, attention: Attention) -> bool:
 def _called(trace: Trace, call: Call) -> Attention | None:
     if call.name != "scaled_dot_product_attention":
         return None
-    given = _SDPA.bind(*call.args, **call.kwargs)
+    given = SDPA.bind(*call.args, **call.kwargs)
     given.apply_defaults()
     query, key, value, mask, _, is_causal, scale, _ = given.arguments.values()
+    if are_too_many_scores(trace.tensor(query), trace.tensor(key)):  # as Attention computes it, all are held at once
+        return None
     head_dim = trace.tensor(query).shape[-1]
     return Attention(
         call,
@@ -171,13 +174,6 @@ def _called(trace: Trace, call: Call) -> Attention | None:
         earlier_scale=_earlier_scale(trace, query) * _earlier_scale(trace, key),
         is_causal=is_causal,
     )
-
-
-def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
-    """The signature of PyTorch's function, which is built in and has none."""
-
-
-_SDPA = inspect.signature(_sdpa)
 
 
 def _written_out(trace: Trace, call: Call) -> Attention | None:

@@ -23,6 +23,7 @@ from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import Heads, weight_hypotheses
 from parity.execute import outputs_of
+from parity.long_sequences import attention_in_blocks
 from parity.prepare import Prepared, cast
 
 _NEAR = 60  # of a query's ancestors, among which its projection is
@@ -71,7 +72,8 @@ def trace_of(prepared: Prepared) -> Trace:
         traces.append(traced(module, lambda: returned.append(call(module, *args, **kwargs))))
         return returned[0]
 
-    outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
+    with attention_in_blocks():
+        outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
     return traces[0]
 
 

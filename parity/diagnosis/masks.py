@@ -9,28 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from parity.band import Band, distance_of
+
 HIDDEN = -1e30
 """Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""
 
 Bias = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Band:
-    """Query i sees keys from ``i - left`` to ``i + right``.
-
-    Attributes:
-        left: infinite where earlier keys are seen without a limit.
-        right: infinite where later keys are; 0 for a causal mask.
-    """
-
-    left: float
-    right: float
-
-    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """``[queries, keys]``, True where a query must not see a key."""
-        distance = _distance(queries, keys, device)
-        return (distance > self.right) | (distance < -self.left)
 
 
 @dataclass(frozen=True)
@@ -106,13 +90,13 @@ def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
         hidden: ``[..., queries, keys]``.
     """
     queries, keys = hidden.shape[-2:]
-    distance = _distance(queries, keys, hidden.device).expand_as(hidden)
+    distance = distance_of(range(queries), range(keys), hidden.device).expand_as(hidden)
     everywhere = hidden.all(-2, keepdim=True).expand_as(hidden)
     for padded in (torch.zeros_like(hidden), everywhere):
         seen = distance[~hidden & ~padded]
         left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
         for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
-            if bool((band.hidden(queries, keys, hidden.device) | padded).eq(hidden).all()):
+            if bool((band.hidden(range(queries), range(keys), hidden.device) | padded).eq(hidden).all()):
                 return band, bool(padded.any())
     return None, bool(everywhere.any())
 
@@ -146,7 +130,7 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
 def _band_instead(band: Band, padded: bool) -> Bias:
     def instead(bias: Tensor) -> Tensor:
         queries, keys = bias.shape[-2:]
-        hidden = band.hidden(queries, keys, bias.device)
+        hidden = band.hidden(range(queries), range(keys), bias.device)
         return _shown(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
 
     return instead
@@ -170,11 +154,6 @@ def _sparing(band: Band, padded: bool) -> Bias:
         return torch.where(_hidden(changed).all(-1, keepdim=True), bias, changed)
 
     return sparing
-
-
-def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
-    """``[queries, keys]``: how far right of a query's position a key is."""
-    return torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
 
 
 def _hidden(bias: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
+from parity.long_sequences import attention_in_blocks
 from parity.passes import Tensors, scaled_together, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
@@ -37,7 +38,7 @@ def outputs_under(
     if rows is not None:
         inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), attention_in_blocks():
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
     except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
         return None  # a change of shapes that the reference does not take
@@ -68,7 +69,7 @@ def tensors_under(
         else nullcontext()
     )
     try:
-        with model as phase:
+        with attention_in_blocks(), model as phase:
             ran = run(
                 prepared.reference,
                 _call_under(prepared, hypotheses),

@@ -96,13 +96,14 @@ def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
 
 
 def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
-    """Items by size, then precision, so that those that share a golden value follow each other.
+    """Items by size, precision and attention backend, so that those that share a golden value follow each other.
 
     Raises:
         UserError: if the case does not fit together at one of its sizes.
     """
     from parity.precision import PRECISIONS
-    from parity.validate import check_case
+    from parity.result import item_name
+    from parity.validate import attention_of, check_case
 
     config = module.config
     asked = config.stash[_OPTIONS].precisions or tuple(PRECISIONS)
@@ -110,17 +111,19 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     kernels = _kernels(config)
     for checked in check_case(case, kernels.te) if chosen else ():
         for precision in chosen:
-            name = f"{case.name}[{precision.name}-{checked.label}]"
-            yield ParityItem.from_parent(
-                module,
-                name=name,
-                nodeid=f"{module.nodeid}::{name}",  # pytest 9.2 finds --lf's items only by ids that it parsed itself
-                case=case,
-                checked=checked,
-                precision=precision,
-                kernels=kernels,
-                options=config.stash[_OPTIONS],
-            )
+            for attention in attention_of(case, checked, config.stash[_OPTIONS].attention):
+                name = item_name(case.name, precision.name, checked.label, attention or "")
+                yield ParityItem.from_parent(
+                    module,
+                    name=name,
+                    nodeid=f"{module.nodeid}::{name}",  # pytest 9.2 finds --lf's items only by ids that it parsed
+                    case=case,
+                    checked=checked,
+                    precision=precision,
+                    attention=attention,
+                    kernels=kernels,
+                    options=config.stash[_OPTIONS],
+                )
 
 
 def _kernels(config: pytest.Config) -> Kernels:

@@ -12,6 +12,7 @@ import pytest
 from parity.plugin.options import Options
 
 if TYPE_CHECKING:
+    from parity.attention_backend import AttentionBackend
     from parity.case import Case
     from parity.precision import Precision
     from parity.result import Result
@@ -36,12 +37,13 @@ class ParityItem(pytest.Item):
         case: Case,
         checked: CheckedSize,
         precision: Precision,
+        attention: AttentionBackend | None,
         kernels: Kernels,
         options: Options,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.case, self.checked, self.precision = case, checked, precision
+        self.case, self.checked, self.precision, self.attention = case, checked, precision, attention
         self.kernels, self.options = kernels, options
         self.results: list[Result] = []
         for mark in ("parity", precision.name, *case.marks):
@@ -57,7 +59,16 @@ class ParityItem(pytest.Item):
         self.results.clear()
         calibration = table.load(self.options.calibration) if self.options.calibration else table.packaged()
         for seed in self.options.seeds:
-            result = compare_at(self.case, self.checked, self.precision, seed, self.kernels, calibration)
+            result = compare_at(
+                self.case,
+                self.checked,
+                self.precision,
+                seed,
+                self.kernels,
+                calibration,
+                self.attention,
+                self.options.determinism,
+            )
             self.results.append(dataclasses.replace(result, path=self._path_to_show()))
             if result.status == "skipped":
                 pytest.skip(result.reason)

@@ -25,6 +25,9 @@ class Options:
         folder: where the record and the report go.
         name: of both files, without their endings.
         calibration: the table of limits; None for the packaged one.
+        attention: the attention backend that TransformerEngine has to take, ``all`` for each in turn; ``auto`` lets it
+            choose, but for a case that demands some.
+        determinism: whether each candidate runs again, to see whether it gives the same bytes.
     """
 
     precisions: tuple[str, ...] | None
@@ -33,6 +36,8 @@ class Options:
     folder: Path
     name: str
     calibration: Path | None = None
+    attention: str = "auto"
+    determinism: bool = False
 
     @property
     def record(self) -> Path:
@@ -52,6 +57,8 @@ def declare(parser: pytest.Parser) -> None:
         ("seeds", "1", "N|S,S", "20 for the seeds 0 to 19; 0,3,7 or 5-9 for these; 3, for seed 3 alone (default: 1)"),
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
+        ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
+        ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
@@ -83,7 +90,15 @@ def read(config: pytest.Config) -> Options:
         folder=start / value("report"),
         name=name,
         calibration=start / value("calibration") if value("calibration") else None,
+        attention=parse_attention(value("attention")),
+        determinism=_parse_yes("determinism", value("determinism")),
     )
+
+
+def _parse_yes(name: str, text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise UserError(f"--parity-{name} is {text!r}, but must be yes or no")
+    return text == "yes"
 
 
 def parse_backend(text: str) -> Literal["auto", "gpu", "cpu"]:
@@ -95,6 +110,19 @@ def parse_backend(text: str) -> Literal["auto", "gpu", "cpu"]:
     if text not in BACKENDS:
         raise UserError(f"the backend is {text!r}, but must be one of {', '.join(BACKENDS)}")
     return cast(Literal["auto", "gpu", "cpu"], text)
+
+
+def parse_attention(text: str) -> str:
+    """One of ``parity.attention_backend.CHOICES``.
+
+    Raises:
+        UserError: if it is none.
+    """
+    if text != "auto":
+        from parity.attention_backend import checked_choice
+
+        checked_choice(text)
+    return text
 
 
 def parse_precisions(text: str) -> tuple[str, ...] | None:

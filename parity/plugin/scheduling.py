@@ -12,11 +12,13 @@ from xdist.scheduler import LoadScheduling, LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 # Controllers know items by their ids only, and need not import torch to know the precisions' names.
-_ITEM_ID = re.compile(r"(?P<case>.+::[^:\[]+)\[(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?-(?P<size>.*)\]")
+_ITEM_ID = re.compile(
+    r"(?P<case>.+::[^:\[]+)\[(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?-(?P<size>.*?)(?:-(?:flash|fused|unfused))?\]"
+)
 
 
 def group_of(node_id: str) -> str:
-    """``cases/mlp.py::swiglu[2x64]`` for that case and size at any precision; any other test is a group of its own."""
+    """``cases/mlp.py::swiglu[2x64]`` for that case and size, however computed; any other test is a group of its own."""
     match = _ITEM_ID.fullmatch(node_id)
     return f"{match['case']}[{match['size']}]" if match else node_id
 

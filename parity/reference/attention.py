@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from parity import blocked_attention
+from parity.band import Band
 from parity.reference.rope import RotaryEmbedding
 
 
@@ -36,6 +38,8 @@ class CoreAttention(nn.Module):
             ``[batch, seq_q, heads * head_dim]``.
         """
         batch, seq_q, heads, head_dim = query.shape
+        if blocked_attention.are_too_many_scores(query.transpose(1, 2), key.transpose(1, 2)):
+            return self._in_blocks(query, key, value, key_is_padding)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (key, value))
         scores = query.transpose(1, 2) @ key.transpose(-1, -2) / math.sqrt(head_dim)
         hidden = self._hidden(seq_q, key.shape[2], query.device)
@@ -43,6 +47,13 @@ class CoreAttention(nn.Module):
             hidden = hidden | key_is_padding[:, None, None, :]
         probabilities = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
         return (probabilities @ value).transpose(1, 2).reshape(batch, seq_q, heads * head_dim)
+
+    def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None) -> Tensor:
+        """The same, where the scores would not fit into memory."""
+        band = Band(math.inf if self.window is None else self.window, 0 if self.causal else math.inf)
+        mask = None if key_is_padding is None else ~key_is_padding[:, None, None, :]
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return blocked_attention.attention(query, key, value, mask, band).transpose(1, 2).flatten(2)
 
     def _hidden(self, seq_q: int, seq_kv: int, device: torch.device) -> Tensor:
         """``[seq_q, seq_kv]``, True where a query must not see a key."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,6 +32,9 @@ class Environment:
         python, torch, transformer_engine, cuda, cudnn, parity: versions.
         seeds: of every comparison.
         items: how many items the run was to make, so that a reader sees if some have no result.
+        cublas: version of cuBLASLt, as TE finds it.
+        driver: version of the GPU's driver.
+        golden: the device of the FP64 pass, and what was measured to choose it.
     """
 
     date: str
@@ -45,6 +50,9 @@ class Environment:
     parity: str
     seeds: tuple[int, ...]
     items: int
+    cublas: str = ""  # this and what follows are not in older records
+    driver: str = ""
+    golden: str = ""
 
     @property
     def kernels(self) -> str:
@@ -55,6 +63,8 @@ class Environment:
 def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
     """The environment of this process."""
     import torch
+
+    from parity.golden_device import golden_device
 
     gpu = backend == "gpu"
     return Environment(
@@ -71,6 +81,9 @@ def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
         parity=version(distribution("parity")) or "not installed",
         seeds=tuple(seeds),
         items=items,
+        cublas=cublas_version() if gpu else "",
+        driver=driver_version() if gpu else "",
+        golden=golden_device(torch.device("cuda", torch.cuda.current_device())).reason if gpu else "",
     )
 
 
@@ -94,6 +107,27 @@ def gpu_name() -> str:
 
     major, minor = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+
+
+def cublas_version() -> str:
+    """``13.2.0`` of the cuBLASLt that TE's compiled extension calls; empty where that is not loaded."""
+    extension = sys.modules.get("transformer_engine_torch")
+    return "" if extension is None else version_text(int(extension.get_cublasLt_version()))
+
+
+def version_text(number: int) -> str:
+    """``13.2.0`` of 130200, as cuBLASLt and cuDNN encode their versions."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def driver_version() -> str:
+    """``580.65.06`` as nvidia-smi says; empty where it does not run."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said[0] if said else ""
 
 
 def cpu_model() -> str:

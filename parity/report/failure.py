@@ -88,6 +88,8 @@ def reproduce(result: Result) -> str:
     """The one-line command that runs this comparison alone; its report does not replace that of the whole run."""
     node_id = shlex.quote(f"{result.path}::{result.item}")
     options = f"--parity-seeds={result.seed}, --parity-backend={result.backend} --parity-name=reproduce"
+    if result.forced_attention:
+        options += f" --parity-attention={result.forced_attention}"
     return f"pytest {node_id} {options} -n 0"
 
 

@@ -57,7 +57,7 @@ class Item:
 
 
 def gather(results: Iterable[Result]) -> list[Item]:
-    """Items in an order that does not depend on which worker was faster: by file, case, precision and size."""
+    """Items in an order that does not depend on which worker was faster: by file, case, precision, size, attention."""
     results = list(results)
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -71,6 +71,7 @@ def gather(results: Iterable[Result]) -> list[Item]:
             order.index(item.precision),
             [int(number) for number in re.findall(r"\d+", item.size_label)],
             item.size_label,
+            item.results[0].forced_attention,
         ),
     )
 

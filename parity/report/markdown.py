@@ -12,7 +12,7 @@ from parity.report.environment import Environment
 from parity.report.items import Item, gather, incomplete
 from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.report.record import Record
-from parity.result import Kind, Result, TensorResult
+from parity.result import Determinism, Kind, Result, TensorResult
 
 _COLUMNS = (
     *("precision", "size", "tensor", "relative L2", "expected", "tolerance", "error / expected"),
@@ -41,6 +41,7 @@ def draw(record: Record, name: str) -> str:
         *_failures(failed),
         *_skips(skipped),
         *_notes(items),
+        *_determinism(record.results),
         "## Every tensor",
         *_cases(items),
     ]
@@ -84,9 +85,12 @@ def _environment(environment: Environment) -> str:
         ("TransformerEngine", environment.transformer_engine),
         ("PyTorch", environment.torch),
         ("CUDA", environment.cuda),
+        ("cuBLAS", environment.cublas),
         ("cuDNN", environment.cudnn),
+        ("driver", environment.driver),
         ("Python", environment.python),
         ("parity", environment.parity),
+        ("golden in FP64", environment.golden),
         ("seeds", seeds(environment.seeds)),
         ("date", environment.date),
     ]
@@ -148,6 +152,22 @@ def _notes(items: Sequence[Item]) -> Iterator[str]:
         yield "\n".join(f"- {note} ({', '.join(names)})" for note, names in by_note.items())
 
 
+def _determinism(results: Sequence[Result]) -> Iterator[str]:
+    """How many candidates gave the same bytes twice, and what the others did."""
+    by_summary: dict[str, dict[str, None]] = {}
+    for result in results:
+        if result.determinism is not None:
+            by_summary.setdefault(result.determinism.summary, {})[f"`{result.item}`"] = None
+    if by_summary:
+        same = Determinism().summary
+        yield "## Determinism"
+        yield "Each candidate ran again on the same inputs and from the same random state."
+        yield "\n".join(
+            f"- {summary}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
+            for summary, names in by_summary.items()
+        )
+
+
 def _cases(items: Sequence[Item]) -> Iterator[str]:
     for case in dict.fromkeys(item.case for item in items):
         of_case = [item for item in items if item.case == case and item.worst.tensors]
@@ -157,6 +177,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         yield "<details>"
         yield f"<summary><code>{case}</code>: worst {matrix.verdict_of(worst)} at {worst.precision}</summary>"
         yield from _expected_fp32(of_case)
+        yield from _attention(of_case)
         many_seeds = any(len(item.results) > 1 for item in of_case)
         rows = [row for item in of_case for row in _rows(item, many_seeds)]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
@@ -183,6 +204,16 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
     )
 
 
+def _attention(items: Sequence[Item]) -> Iterator[str]:
+    """Which of its attention kernels TE ran, at which precision and size."""
+    ran: dict[str, dict[str, None]] = {}
+    for item in items:
+        for backend in {result.attention: None for result in item.results if result.attention}:
+            ran.setdefault(backend, {})[item.name.removeprefix(item.case).strip("[]")] = None
+    if ran:
+        yield "Attention: " + "; ".join(f"{backend} in {', '.join(where)}" for backend, where in ran.items()) + "."
+
+
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
     """A row a tensor, each at the seed where its own margin is worst."""
     compared = [result for result in item.results if result.tensors]
@@ -201,7 +232,7 @@ def _row(result: Result, tensor: TensorResult) -> list[str]:
     errors, expected = tensor.errors, tensor.expected
     return [
         result.precision,
-        result.size_label,
+        "-".join(filter(None, (result.size_label, result.forced_attention))),
         f"`{tensor.label}`",
         short(errors.relative_l2),
         short(expected.relative_l2),

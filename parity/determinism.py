@@ -1,0 +1,80 @@
+"""Whether a candidate gives the same bytes twice, and if not, where it first did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parity.kernel_trace import Trace, as_bytes, first_difference
+from parity.passes import Tensors
+from parity.result import Determinism, label_of
+
+Run = Callable[[Callable[[nn.Module], None]], Tensors]
+# A kernel that adds in the order in which its blocks finish does not differ each time.
+_ATTEMPTS = 3
+_OTHER_SEED = 407
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of PyTorch's generators, from which a pass draws its random numbers.
+
+    Attributes:
+        cpu: as ``torch.get_rng_state``.
+        gpu: as ``torch.cuda.get_rng_state``; None without a GPU.
+    """
+
+    cpu: Tensor
+    gpu: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """That of this moment, of the CPU and the kernels' device."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, device)
+
+
+def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) -> Determinism:
+    """Run the candidate again from the same random state, and if nothing differs, from another.
+
+    Args:
+        run: the candidate's pass, calls its argument with the newly built module.
+        first: what it returned before.
+        before: the random state that it started from.
+        device: the kernels'.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        before.restore(device)
+        differing = _differing(first, run(lambda module: None))
+        if differing:
+            return Determinism(differing, first=_located(run, before, device))
+        torch.manual_seed(_OTHER_SEED)
+        return Determinism(drawn=_differing(first, run(lambda module: None)))
+
+
+def _differing(one: Tensors, other: Tensors) -> tuple[str, ...]:
+    return tuple(
+        label_of(kind, name)
+        for (kind, name), tensor in one.items()
+        if not torch.equal(as_bytes(tensor), as_bytes(other[kind, name]))
+    )
+
+
+def _located(run: Run, before: RandomState, device: torch.device) -> str:
+    for _ in range(_ATTEMPTS):
+        traces = Trace(), Trace()
+        for trace in traces:
+            before.restore(device)
+            with trace.of_kernels():
+                run(trace.watch)
+        place = first_difference(*traces)
+        if place:
+            return place
+    return ""
