@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parity.device_errors import DeviceError
 from parity.errors import Errors
 
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
@@ -119,6 +120,7 @@ class Result:
         notes: what the comparison leaves unproven, even if it passed; a sentence each.
         seconds: wall time of the whole comparison.
         path: the file that declares the case.
+        device_error: what befell the device meanwhile, see ``parity.device_errors``; empty where nothing did.
     """
 
     case: str
@@ -134,6 +136,7 @@ class Result:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     path: str = ""
+    device_error: DeviceError = ""
 
     @property
     def passed(self) -> bool:
