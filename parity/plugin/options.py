@@ -25,6 +25,7 @@ class Options:
         folder: where the record and the report go.
         name: of both files, without their endings.
         calibration: the table of limits; None for the packaged one.
+        timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
     """
 
     precisions: tuple[str, ...] | None
@@ -33,6 +34,7 @@ class Options:
     folder: Path
     name: str
     calibration: Path | None = None
+    timeout: float = 600.0
 
     @property
     def record(self) -> Path:
@@ -53,6 +55,7 @@ def declare(parser: pytest.Parser) -> None:
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
+        ("timeout", "600", "SECONDS", "end an item that takes longer at one seed, 0 for no limit (default: 600)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -83,6 +86,7 @@ def read(config: pytest.Config) -> Options:
         folder=start / value("report"),
         name=name,
         calibration=start / value("calibration") if value("calibration") else None,
+        timeout=parse_timeout(value("timeout")),
     )
 
 
@@ -132,3 +136,14 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         f"--parity-seeds is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19), a range "
         "(100-149), or a list with a comma (0,3,7; or 3, for seed 3 alone)"
     )
+
+
+def parse_timeout(text: str) -> float:
+    """Seconds; 0 for no limit.
+
+    Raises:
+        UserError: if the text is no number of seconds.
+    """
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise UserError(f"--parity-timeout is {text!r}, but must be a number of seconds, or 0 for no limit")
+    return float(text)
