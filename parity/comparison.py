@@ -15,6 +15,7 @@ from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
 from parity.conditioning import ill_conditioned
 from parity.determinism import RandomState, repeat
+from parity.device_errors import classify
 from parity.diagnosis import UNEXPLAINED, Failure, findings
 from parity.directions import Direction, directions
 from parity.directions import findings as mistakes
@@ -134,7 +135,8 @@ def compare_at(
         return result(status="error", reason=str(error))
     except Exception as error:
         prepare.cache_clear()
-        return result(status="error", reason=f"{step} raised {type(error).__name__}: {error}")
+        reason = f"{step} raised {type(error).__name__}: {error}"
+        return result(status="error", reason=reason, device_error=classify(error))
     golden, known = answerable(golden_tensors(prepared), models), directions(prepared)
 
     def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
@@ -169,7 +171,8 @@ def compare_at(
     try:
         explained = _explained(failure, missed, known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation
-        explained, notes = (), (*notes, f"the search for the cause raised {type(error).__name__}: {error}")
+        notes = (*notes, f"the search for the cause raised {type(error).__name__}: {error}")
+        return result(status="failed", tensors=tensors, notes=notes, device_error=classify(error))
     return result(status="failed", tensors=tensors, findings=explained, notes=notes)
 
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parity.device_errors import DeviceError
 from parity.errors import Errors
 
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
@@ -152,6 +153,7 @@ class Result:
         attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
         forced_attention: the attention backend that TE had to take; empty where it chose.
         determinism: whether the candidate gives the same bytes twice; None where it ran once.
+        device_error: what befell the device meanwhile, see ``parity.device_errors``; empty where nothing did.
     """
 
     case: str
@@ -170,6 +172,7 @@ class Result:
     attention: str = ""
     forced_attention: str = ""
     determinism: Determinism | None = None
+    device_error: DeviceError = ""
 
     @property
     def passed(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 _IMPORTS = ("import parity", "from parity ", "from parity.")
@@ -11,3 +14,24 @@ def imports_parity(file: Path) -> bool:
     """Whether a line of the file imports parity."""
     text = file.read_text(encoding="utf-8", errors="replace")
     return any(line.strip().startswith(_IMPORTS) for line in text.splitlines())
+
+
+def any_imports_parity(paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]) -> bool:
+    """Whether one of these files does, or one below these folders; looks no further than the first.
+
+    Args:
+        paths: files and folders.
+        patterns: of the files that count in a folder, as in pytest's ``python_files``.
+        ignored_folders: patterns of names, as in pytest's ``norecursedirs``.
+    """
+    for path in paths:
+        if path.is_file():
+            if imports_parity(path):
+                return True
+            continue
+        for folder, subfolders, files in os.walk(path):
+            subfolders[:] = [name for name in subfolders if not any(fnmatch(name, p) for p in ignored_folders)]
+            candidates = (Path(folder, name) for name in files)
+            if any(any(file.match(p) for p in patterns) and imports_parity(file) for file in candidates):
+                return True
+    return False

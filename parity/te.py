@@ -8,13 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata, util
-from pathlib import Path
+from importlib import metadata
 from types import ModuleType
 from typing import Literal
 
 import torch
 
+from parity import extension
 from parity.cpu import versions
 from parity.cpu.loading import loader
 
@@ -45,16 +45,9 @@ def why_no_gpu() -> str | None:
     """The reason why TE's real kernels cannot run here, or None if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
-    if util.find_spec("transformer_engine_torch") is None and not _ships_extension():
+    if not extension.is_installed():
         return "TransformerEngine's compiled extension is not installed (pip install 'transformer-engine[pytorch]')"
     return None
-
-
-def _ships_extension() -> bool:
-    """Whether the extension lies inside the package ``transformer_engine``, as in a build from source."""
-    spec = util.find_spec("transformer_engine")
-    roots = spec.submodule_search_locations if spec else None
-    return any(any(Path(root).glob("**/transformer_engine_torch*.so")) for root in roots or ())
 
 
 def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:

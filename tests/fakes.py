@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import signal
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from parity import comparison, te, validate
 from parity.attention_backend import AttentionBackend
 from parity.calibration.table import Table
 from parity.case import Case
+from parity.devices import Device
 from parity.errors import Errors
 from parity.precision import Precision
 from parity.report.environment import Environment
@@ -86,6 +93,53 @@ def result(case: str = "mlp", precision: str = "bf16", seed: int = 0, margin: fl
     return replace(complete, **fields)
 
 
+def _lack_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def _break_the_device() -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def _use_the_device(seconds: float = 0.3, alone: bool = False) -> None:
+    """Be seen on the device by other processes for a while; one that needs it alone runs out of memory beside them.
+
+    It waits until there is another, in its first run, so that it does run out.
+    """
+    began = time.monotonic()
+    used = Path("used-" + os.environ.get("CUDA_VISIBLE_DEVICES", "cpu"))
+    used.mkdir(exist_ok=True)
+    waited = Path("waited")
+    while alone and not waited.exists() and not list(used.iterdir()) and time.monotonic() < began + 20:
+        time.sleep(0.01)
+    if alone and list(used.iterdir()):
+        waited.touch()
+        _lack_memory()
+    mark = used / str(os.getpid())
+    mark.touch()
+    time.sleep(seconds)
+    beside = len(list(used.iterdir())) - 1
+    mark.unlink()
+    if alone and beside:
+        _lack_memory()
+
+
+def _hold_the_interpreter() -> None:
+    """Hang as C code does that does not let Python's other threads run."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+MISHAPS: dict[str, Callable[[], None]] = {
+    "kills_its_worker": lambda: os._exit(3),
+    "hangs": lambda: time.sleep(1000),
+    "hangs_for_good": _hold_the_interpreter,
+    "breaks_the_device": _break_the_device,
+    "never_fits": _lack_memory,
+    "fits_alone": lambda: _use_the_device(alone=True),
+    **{f"fits_beside_{i}": _use_the_device for i in range(10)},
+}
+
+
 def compare_at(
     case: Case,
     checked: CheckedSize,
@@ -97,14 +151,18 @@ def compare_at(
     determinism: bool = False,
 ) -> Result:
     """The case's name says what comes out; FP8 is not available here."""
-    chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path))
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
+    notes = (f"computed on {device}",) if device.startswith("GPU") else ()
+    chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path), notes=notes)
     chosen = replace(chosen, forced_attention=attention or "")
     if precision.recipe is not None:
         return replace(chosen, status="skipped", reason="no FP8 on this machine", tensors=())
+    if case.name == "segfaults_at_seed_1" and seed == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
     if case.name == "raises":
         return replace(chosen, status="error", reason="the candidate raised ValueError: no", tensors=())
-    if case.name == "kills_its_worker":
-        os._exit(3)
+    if case.name in MISHAPS:
+        MISHAPS[case.name]()
     if case.name.startswith("fails") and seed != 1:
         return replace(chosen, status="failed", tensors=(tensor(margin=100.0 + seed),), findings=(GATE_UP_SWAPPED,))
     return chosen
@@ -123,8 +181,24 @@ def kernels(backend: str = "auto") -> Kernels:
     return Kernels("cpu", torch.device("cpu"), ModuleType("transformer_engine.pytorch"))
 
 
+GPUS = [
+    Device("GPU-one", "NVIDIA H100", "GPU-one", free=40 * 2**30),
+    Device("GPU-two", "NVIDIA H100", "GPU-two", free=40 * 2**30),
+]
+
+
+def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS) -> None:
+    """A machine with these GPUs, and TE's kernels installed, in the eyes of what distributes the work."""
+    monkeypatch.setattr("parity.devices.list_devices", lambda: list(gpus))
+    monkeypatch.setattr("parity.extension.is_installed", lambda: True)
+    monkeypatch.setattr("parity.host.cores", lambda: 64)
+    monkeypatch.setattr("parity.host.free_memory", lambda: 2**40)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in the place of what they stand for."""
-    monkeypatch.setattr("parity.comparison.compare_at", compare_at)
-    monkeypatch.setattr("parity.validate.check_case", check_case)
-    monkeypatch.setattr("parity.te.kernels", kernels)
+    monkeypatch.setattr("parity.plugin.watchdog.GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(comparison, "compare_at", compare_at)
+    monkeypatch.setattr(validate, "check_case", check_case)
+    monkeypatch.setattr(te, "kernels", kernels)

@@ -212,6 +212,22 @@ def test_a_candidate_that_raises_is_an_error_with_its_reason():
     assert "the candidate raised RuntimeError: kernel not to be had" in result.reason
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory"),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), "broken"),
+        (RuntimeError("kernel not to be had"), ""),
+    ],
+)
+def test_an_error_says_whether_it_is_the_devices(error, kind):
+    def explode(module, x):
+        raise error
+
+    (result,) = parity.compare(linear_case(call_candidate=explode), ["fp32"])
+    assert (result.status, result.device_error) == ("error", kind)
+
+
 def test_outputs_of_other_shapes_are_an_error_that_names_both():
     (result,) = parity.compare(linear_case(call_candidate=lambda module, x: module(x).flatten()), ["fp32"])
     assert result.status == "error"

@@ -179,6 +179,7 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
         ("--parity-determinism=maybe", "*'maybe', but must be yes or no*"),
         ("--parity-attention=cudnn", "*'cudnn', but must be one of auto, flash, fused, unfused, all*"),
         ("--parity-name=a/b", "*'a/b', but must be a file name*"),
+        ("--parity-timeout=soon", "*'soon', but must be a number of seconds*"),
     ],
 )
 def test_a_bad_option_is_a_usage_error_that_lists_what_is_valid(
@@ -311,13 +312,26 @@ def test_one_worker_runs_all_precisions_of_a_case_and_size(pytester: pytest.Pyte
     assert len(set(ran)) == 2
 
 
-def test_a_worker_that_crashes_loses_only_its_own_item(pytester: pytest.Pytester) -> None:
+def test_a_worker_that_crashes_fails_only_its_own_item(pytester: pytest.Pytester) -> None:
     crash = "\n    @parity.pair('kills_its_worker', sizes=[dict(n=8)], precisions=['fp32'])\n    def k(te, n): ...\n"
-    write(pytester, PAIRS + crash)
-    result = run_with_workers(pytester, 1, "my_pairs.py", "--parity-precisions=fp32,bf16", "-k", "not fails")
-    assert {result.case for result in recorded(pytester).results} == {"mlp"}
-    assert len(recorded(pytester).results) == 4
-    result.stdout.fnmatch_lines(["*crashed while running*kills_its_worker*", "*1 item without a result*"])
+    write(pytester, "\n    import parity" + crash + PAIRS)
+    result = run_with_workers(pytester, 1, "my_pairs.py", "--parity-precisions=fp32", "-k", "not fails")
+    results = recorded(pytester).results
+    assert sorted((result.case, result.status) for result in results) == [
+        ("kills_its_worker", "error"), *[("mlp", "passed")] * 2
+    ]  # fmt: skip
+    result.stdout.fnmatch_lines(["its worker ended with exit code 3 *", "*1 of 3 items failed*"])
+
+
+def test_without_workers_a_broken_device_is_not_blamed_on_the_ports_that_follow(pytester: pytest.Pytester) -> None:
+    breaks = "\n    @parity.pair('breaks_the_device', sizes=[dict(n=8)], precisions=['fp32'])\n    def k(te, n): ...\n"
+    write(pytester, "\n    import parity" + breaks + PAIRS)
+    run(pytester, "my_pairs.py", "-k", "breaks or mlp and fp32 and 2x64").assert_outcomes(failed=2)
+    broken, after = recorded(pytester).results
+    assert broken.device_error == "broken"
+    assert (after.status, after.device_error) == ("error", "")
+    assert after.reason.startswith("not compared, since my_pairs.py::breaks_the_device[fp32-8] broke CUDA's context")
+    assert "with -n 1 or more" in after.reason
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -34,7 +34,7 @@ def run(
     seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
-    workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for one a core.")] = "auto",
+    workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto: what the machine holds.")] = "auto",
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,

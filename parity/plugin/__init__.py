@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.plugin import options
+from parity import host
+from parity.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
+from parity.plugin import ending, lines, options, staffing
 from parity.plugin.item import BrokenCase, ParityItem
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
+from parity.plugin.workers import Workers
 from parity.source import imports_parity
 from parity.user_error import UserError
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = pytest.StashKey[Options]()
 _KERNELS = pytest.StashKey["Kernels"]()
-_SENT_ENVIRONMENT = pytest.StashKey[bool]()
+_GPUS = pytest.StashKey[list[Device]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,12 +43,44 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_OPTIONS] = options.read(config)
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
+    ending.keep_stderr(config)
+    _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
 
         reason = te.why_no_gpu()
         if reason is not None:
             raise pytest.UsageError(f"--parity-backend=gpu: no real TransformerEngine kernels here: {reason}")
+
+
+def _place(config: pytest.Config) -> None:
+    """Give each worker a GPU, or without workers take the first that ``PARITY_DEVICES`` names, before CUDA starts."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
+        return
+    if not staffing.has_cases(config):
+        return
+    if config.getoption("dist", "no") != "no":
+        config.pluginmanager.register(Workers(config, _gpus(config)), "parity-workers")
+    elif os.environ.get(PARITY_DEVICES) and _gpus(config):
+        os.environ[CUDA_VISIBLE_DEVICES] = _gpus(config)[0].identifier
+
+
+def _gpus(config: pytest.Config) -> list[Device]:
+    if _GPUS not in config.stash:
+        try:
+            config.stash[_GPUS] = staffing.gpus_of(options.read(config))
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
+    return config.stash[_GPUS]
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """For runs with cases; a number that the user's environment sets stays."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not staffing.has_cases(config):
+        return None
+    return staffing.how_many(_gpus(config))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -150,8 +185,7 @@ def _share_cores() -> None:
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // workers))
+        torch.set_num_threads(max(1, host.cores() // workers))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -164,27 +198,25 @@ def pytest_runtest_makereport(
         if report.skipped:
             path, line, _ = item.reportinfo()
             report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
-        report.parity_lines = _lines(item)  # type: ignore[attr-defined]
+        report.parity_lines = lines.of_item(item)  # type: ignore[attr-defined]
+        if ending.BROKEN_BY in item.config.stash:
+            ending.announce(report)
     return report
-
-
-def _lines(item: ParityItem) -> dict[str, Any]:
-    """An item's lines of the record; a process's first item brings the environment too."""
-    from parity.report import environment, record
-
-    lines: dict[str, Any] = {"results": [record.result_line(result) for result in item.results]}
-    if not item.session.stash.get(_SENT_ENVIRONMENT, False):
-        item.session.stash[_SENT_ENVIRONMENT] = True
-        planned = sum(isinstance(other, ParityItem) for other in item.session.items)
-        measured = environment.measure(item.kernels.backend, item.options.seeds, planned)
-        lines["environment"] = record.environment_line(measured)
-    return lines
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Workers send their results; the one process that they send them to writes them."""
     if not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), "parity-recorder")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker that is done lives on until all are; what it keeps on the GPU is for those that are not."""
+    kernels = session.config.stash.get(_KERNELS, None)
+    if kernels is not None and kernels.backend == "gpu":
+        from parity import memory
+
+        memory.release()
 
 
 @pytest.hookimpl(optionalhook=True)

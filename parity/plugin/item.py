@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from parity.plugin import ending, lines, workplace
+from parity.plugin.attempt import attempt
+from parity.plugin.diary import Entry
 from parity.plugin.options import Options
+from parity.plugin.watchdog import time_limit
+from parity.plugin.workplace import Workplace
 
 if TYPE_CHECKING:
     from parity.attention_backend import AttentionBackend
+    from parity.calibration.table import Table
     from parity.case import Case
+    from parity.device_errors import DeviceError
     from parity.precision import Precision
     from parity.result import Result
     from parity.te import Kernels
@@ -29,6 +39,7 @@ class ParityItem(pytest.Item):
 
     Attributes:
         results: one for each seed that was compared so far; a single one if the precision is not available.
+        workplace: where this process runs it.
     """
 
     def __init__(
@@ -50,15 +61,49 @@ class ParityItem(pytest.Item):
             self.config.addinivalue_line("markers", f"{mark}: items of parity")
             self.add_marker(mark)
 
+    @property
+    def workplace(self) -> Workplace:
+        return workplace.of(self.config)
+
     def runtest(self) -> None:
         from parity.calibration import table
-        from parity.comparison import compare_at
         from parity.report import failure
         from parity.report.items import Item
 
         self.results.clear()
         calibration = table.load(self.options.calibration) if self.options.calibration else table.packaged()
         for seed in self.options.seeds:
+            self.results.append(self._result(seed, calibration))
+            if self.results[0].status == "skipped":
+                pytest.skip(self.results[0].reason)
+        item = Item(tuple(self.results))
+        if item.bad:
+            raise ParityError(failure.message(item))
+
+    def _result(self, seed: int, calibration: Table) -> Result:
+        from parity import memory
+
+        stash = self.config.stash
+        if ending.BROKEN_BY in stash:
+            broken = f"{stash[ending.BROKEN_BY]} broke CUDA's context in this process"
+            return self.without_comparison(f"not compared, since {broken}; {ending.USE_WORKERS}")
+        self._write_diary()
+        result = attempt(
+            lambda: self._compare(seed, calibration),
+            self._time_limit,
+            lambda: memory.estimate(self.case, self.checked, self.kernels.te),
+            self.workplace,
+        )
+        if result.device_error == "broken":
+            stash[ending.BROKEN_BY] = self.nodeid
+        return dataclasses.replace(result, path=self._path_to_show())
+
+    def _compare(self, seed: int, calibration: Table) -> Result:
+        """The comparison; what the device does wrong outside of the modules' passes is its result, too."""
+        from parity.comparison import compare_at
+        from parity.device_errors import classify
+
+        try:
             result = compare_at(
                 self.case,
                 self.checked,
@@ -69,12 +114,51 @@ class ParityItem(pytest.Item):
                 self.attention,
                 self.options.determinism,
             )
-            self.results.append(dataclasses.replace(result, path=self._path_to_show()))
-            if result.status == "skipped":
-                pytest.skip(result.reason)
-        item = Item(tuple(self.results))
-        if item.bad:
-            raise ParityError(failure.message(item))
+            if self.kernels.device.type == "cuda":
+                import torch
+
+                torch.cuda.synchronize()  # a kernel's error shows no later than here, in the item that it belongs to
+            return result
+        except Exception as error:
+            device_error = classify(error)
+            if not device_error:
+                raise
+            return self.without_comparison(f"raised {type(error).__name__}: {error}", device_error)
+
+    def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
+        """The result, an error, of the seed that is next."""
+        from parity.result import Result
+
+        return Result(
+            case=self.case.name,
+            precision=self.precision.name,
+            size=dict(self.checked.size),
+            size_label=self.checked.label,
+            seed=self.options.seeds[len(self.results)],
+            backend=self.kernels.backend,
+            status="error",
+            reason=reason,
+            path=self._path_to_show(),
+            forced_attention=self.attention or "",
+            device_error=device_error,
+        )
+
+    def _time_limit(self) -> AbstractContextManager[None]:
+        diary = self.workplace.diary
+        expired = partial(ending.out_of_time, self, threading.get_ident())
+        stacks = diary.stacks if diary else self.config.stash[ending.STDERR]
+        seconds = 0.0 if self.config.getoption("usepdb") else self.options.timeout
+        return time_limit(seconds, expired, stacks)
+
+    def _write_diary(self) -> None:
+        from parity.report import record
+
+        diary = self.workplace.diary
+        if diary is None:
+            return
+        running = record.result_line(self.without_comparison(""))
+        entry = Entry(self.nodeid, running, lines.environment_line(self), self.options.timeout)
+        diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The message alone for a failed comparison; a traceback only for what parity itself did not expect."""

@@ -28,6 +28,7 @@ class Options:
         attention: the attention backend that TransformerEngine has to take, ``all`` for each in turn; ``auto`` lets it
             choose, but for a case that demands some.
         determinism: whether each candidate runs again, to see whether it gives the same bytes.
+        timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
     """
 
     precisions: tuple[str, ...] | None
@@ -38,6 +39,7 @@ class Options:
     calibration: Path | None = None
     attention: str = "auto"
     determinism: bool = False
+    timeout: float = 600.0
 
     @property
     def record(self) -> Path:
@@ -60,6 +62,7 @@ def declare(parser: pytest.Parser) -> None:
         ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
         ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
+        ("timeout", "600", "SECONDS", "end an item that takes longer at one seed, 0 for no limit (default: 600)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -92,6 +95,7 @@ def read(config: pytest.Config) -> Options:
         calibration=start / value("calibration") if value("calibration") else None,
         attention=parse_attention(value("attention")),
         determinism=_parse_yes("determinism", value("determinism")),
+        timeout=parse_timeout(value("timeout")),
     )
 
 
@@ -160,3 +164,14 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         f"--parity-seeds is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19), a range "
         "(100-149), or a list with a comma (0,3,7; or 3, for seed 3 alone)"
     )
+
+
+def parse_timeout(text: str) -> float:
+    """Seconds; 0 for no limit.
+
+    Raises:
+        UserError: if the text is no number of seconds.
+    """
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise UserError(f"--parity-timeout is {text!r}, but must be a number of seconds, or 0 for no limit")
+    return float(text)

@@ -29,6 +29,16 @@ class GroupScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a worker at least two items, a replacement too, since it runs none before it knows the next."""
+        if node not in self.registered_collections:  # it is asked again when it has collected
+            return
+        super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
+        if not self.workqueue:
+            node.shutdown()
+
     def remove_node(self, node: WorkerController) -> str | None:
         """Give a lost worker's items to the others, all but the one that it died of: that would kill them too.
 

@@ -1,0 +1,56 @@
+"""Which errors are the device's and not the port's: memory ran out, or a kernel broke the process's CUDA context."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+DeviceError = Literal["", "out of memory", "broken"]
+
+# PyTorch's CPU allocator, cuBLAS, and the texts of cudaErrorMemoryAllocation and CUDNN_STATUS_ALLOC_FAILED.
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_ALLOC_FAILED", re.IGNORECASE)
+
+# The texts of those CUDA errors after which "the process must be terminated and relaunched" (CUDA runtime API,
+# cudaError_t): numbers 214, 220, 700, 702, and 710 to 719.
+_BROKEN = re.compile(
+    "uncorrectable ECC error|uncorrectable NVLink error|illegal memory access|launch timed out and was terminated|"
+    "device-side assert triggered|hardware stack error|illegal instruction|misaligned address|"
+    "operation not supported on global/shared address space|invalid program counter|unspecified launch failure",
+    re.IGNORECASE,
+)
+
+
+def classify(error: BaseException, context_works: Callable[[], bool] | None = None) -> DeviceError:
+    """What an exception says about the device.
+
+    Args:
+        error: as it was caught.
+        context_works: asked whether CUDA still works, where the text alone does not tell; asks CUDA by default.
+
+    Returns:
+        ``out of memory``: the same may succeed when others hold less. ``broken``: every later CUDA call of this process
+        fails. Empty: the error is none of the device's.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out of memory"
+    if not isinstance(error, RuntimeError):
+        return ""
+    if _BROKEN.search(str(error)):
+        return "broken"
+    if _OUT_OF_MEMORY.search(str(error)):
+        return "out of memory"
+    return "" if (context_works or _cuda_works)() else "broken"
+
+
+def _cuda_works() -> bool:
+    """Whether CUDA answers; a context that an error has broken repeats it at every call."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,158 @@
+"""The GPUs that a run may use, and how its processes share them.
+
+NVIDIA's management library (NVML) lists them: it creates no CUDA context, needs no torch, and knows every MIG slice,
+where CUDA shows a process one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parity.user_error import UserError
+
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+PARITY_DEVICES = "PARITY_DEVICES"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or a MIG slice of one.
+
+    Attributes:
+        identifier: what ``CUDA_VISIBLE_DEVICES`` calls it: an index, or the UUID of a GPU or of a slice.
+        name: the GPU's product name.
+        uuid: of the GPU or slice; empty where NVML could not be asked.
+        free: bytes that no process held when it was listed; None where NVML could not be asked.
+        slices: of a GPU in MIG mode, where a process uses a slice in place of the whole.
+    """
+
+    identifier: str
+    name: str = "GPU"
+    uuid: str = ""
+    free: int | None = None
+    slices: tuple[Device, ...] = ()
+
+
+def chosen(environment: Mapping[str, str]) -> list[Device]:
+    """The devices for a run: those of ``CUDA_VISIBLE_DEVICES`` that ``PARITY_DEVICES`` names, or all of them.
+
+    ``PARITY_DEVICES`` counts the visible devices from 0, as PyTorch does, or names them by UUID or its beginning.
+
+    Raises:
+        UserError: if ``PARITY_DEVICES`` names none, or the same one twice; lists what there is.
+    """
+    devices = visible(environment)
+    asked = environment.get(PARITY_DEVICES, "").strip()
+    if not asked:
+        return devices
+    found = [_named(token.strip(), devices, asked) for token in asked.split(",")]
+    if len(set(found)) < len(found):
+        raise UserError(f"{PARITY_DEVICES} is {asked!r}, which names a device twice")
+    return found
+
+
+def _named(token: str, devices: Sequence[Device], asked: str) -> Device:
+    if re.fullmatch(r"\d+", token):
+        matches = list(devices[int(token) : int(token) + 1])
+    else:
+        matches = [device for device in devices if token and device.uuid.startswith(token)]
+    if len(matches) == 1:
+        return matches[0]
+    there_are = "; ".join(f"{i}: {device.name} {device.uuid}".rstrip() for i, device in enumerate(devices))
+    raise UserError(
+        f"{PARITY_DEVICES} is {asked!r}, but {token!r} names {'several' if matches else 'none'} of the visible "
+        f"devices, which are {there_are or 'none at all'}; list some of these numbers, or UUIDs, separated by commas"
+    )
+
+
+def visible(environment: Mapping[str, str]) -> list[Device]:
+    """The devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order.
+
+    As in CUDA, an empty value leaves none, the first entry that names no device ends the list, and one that is named
+    twice leaves none. Unset, it leaves every GPU, and where a GPU is in MIG mode, each of its slices.
+    """
+    value = environment.get(CUDA_VISIBLE_DEVICES)
+    listed = list_devices()
+    if listed is None:
+        return _counted_by_torch(value)
+    if value is None:
+        return [usable for device in listed for usable in device.slices or (device,)]
+    found: list[Device] = []
+    for token in (part.strip() for part in value.split(",")):
+        device = _known_to_cuda(token, listed)
+        if device is None:
+            break
+        found.append(device)
+    return found if len({device.uuid for device in found}) == len(found) else []
+
+
+def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
+    """The device that CUDA understands by an entry of ``CUDA_VISIBLE_DEVICES``; of a GPU in MIG mode, the first slice.
+
+    An index stays the identifier: CUDA may count GPUs of different models in another order than NVML, and only CUDA's
+    own reading of it is what the user chose.
+    """
+    if re.fullmatch(r"\d+", token):
+        if int(token) >= len(listed):
+            return None
+        device = listed[int(token)]
+        first = device.slices[0] if device.slices else device
+        return Device(token, first.name, first.uuid, first.free)
+    everything = [usable for device in listed for usable in (device, *device.slices)]
+    matches = [device for device in everything if token and device.uuid.startswith(token)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def list_devices() -> list[Device] | None:
+    """Every GPU of the machine, from NVML; empty without NVIDIA's driver, None without the package nvidia-ml-py."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [_measured(pynvml, handle, _slices(pynvml, handle)) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
+    slices = []
+    try:
+        for i in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            slices.append(_measured(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)))
+    except pynvml.NVMLError:  # the GPU has no MIG mode, or no slice at this index and after it
+        pass
+    return tuple(slices)
+
+
+def _measured(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, pynvml.nvmlDeviceGetMemoryInfo(handle).free, slices)
+
+
+def _counted_by_torch(value: str | None) -> list[Device]:
+    """Without NVML, as many as PyTorch counts; how much memory they have stays unknown."""
+    import torch
+
+    count = torch.cuda.device_count()
+    names = [str(i) for i in range(count)] if value is None else [token.strip() for token in value.split(",")]
+    return [Device(name) for name in names[:count]]
+
+
+def spread(devices: Sequence[Device], processes: int) -> list[Device]:
+    """A device for each process: always one of those where the free memory for each process would be largest."""
+    taken = dict.fromkeys(range(len(devices)), 0)
+    places = []
+    for _ in range(processes):
+        best = max(taken, key=lambda i: (devices[i].free or 1) / (taken[i] + 1))
+        taken[best] += 1
+        places.append(devices[best])
+    return places

@@ -1,0 +1,79 @@
+"""What a worker notes on disk while it compares, so that its sudden death loses no result.
+
+A worker's results travel with the report of a finished item; of one that it dies of there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a worker compares now.
+
+    Attributes:
+        node_id: of the item.
+        running: the record's line for it should it not end: an error with an empty reason.
+        environment: the record's first line.
+        limit: how many seconds the comparison may take.
+    """
+
+    node_id: str
+    running: str
+    environment: str
+    limit: float
+
+
+@dataclass(frozen=True)
+class Diary:
+    """One worker's files.
+
+    Attributes:
+        folder: of all workers of the run.
+        worker: its name.
+    """
+
+    folder: Path
+    worker: str
+
+    @property
+    def stacks(self) -> Path:
+        """Where the threads' stacks go if the worker runs too long and cannot even say so."""
+        return self.folder / f"{self.worker}.stacks"
+
+    def write(self, entry: Entry, finished: str | None) -> None:
+        """Replace the entry.
+
+        Args:
+            entry: the next comparison.
+            finished: the record's line of the comparison before it; None if this is the item's first.
+        """
+        if finished is None:
+            self._finished.unlink(missing_ok=True)
+        else:
+            with self._finished.open("a", encoding="utf-8") as file:
+                file.write(finished)
+        draft = self.folder / f"{self.worker}.draft"
+        draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
+        draft.replace(self._entry)
+
+    def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
+        """The entry and the item's finished lines, if the worker's last entry is about this item."""
+        if not self._entry.exists():
+            return None
+        entry = Entry(**json.loads(self._entry.read_text(encoding="utf-8")))
+        if entry.node_id != node_id:
+            return None
+        lines = self._finished.read_text(encoding="utf-8").splitlines(keepends=True) if self._finished.exists() else []
+        return entry, lines
+
+    @property
+    def _entry(self) -> Path:
+        return self.folder / f"{self.worker}.entry"
+
+    @property
+    def _finished(self) -> Path:
+        return self.folder / f"{self.worker}.finished"

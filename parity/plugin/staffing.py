@@ -1,0 +1,51 @@
+"""How many workers a run has by ``-n auto``, and which GPUs they share; known before anything is collected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from parity import devices, extension, host
+from parity.devices import Device
+from parity.plugin.options import Options
+from parity.source import any_imports_parity
+
+# What a worker should find at least. On the GPU: its CUDA context, cuBLAS's workspaces and a case of some GiB. On the
+# host: Python with PyTorch and TE, which is 0.45 GiB without CUDA, and a case. A larger case runs alone.
+GPU_BYTES = 8 * 2**30
+HOST_BYTES = 2 * 2**30
+HOST_BYTES_WITH_CUDA = 4 * 2**30
+
+
+def has_cases(config: pytest.Config) -> bool:
+    """Whether a file that pytest was asked for imports parity; how other runs use workers is their own business."""
+    start = config.invocation_params.dir
+    paths = (start / argument.split("::")[0] for argument in config.args)
+    return any_imports_parity(paths, config.getini("python_files"), config.getini("norecursedirs"))
+
+
+def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> list[Device]:
+    """The GPUs that the run's processes share; none where the CPU kernels run.
+
+    Raises:
+        UserError: if ``PARITY_DEVICES`` names none of them.
+    """
+    if options.backend == "cpu" or not extension.is_installed():
+        return []
+    return devices.chosen(environment)
+
+
+def how_many(gpus: Sequence[Device]) -> int:
+    """The workers of ``-n auto``: as many as find a core, memory of the host, and memory of a GPU.
+
+    A GPU whose memory is unknown gets one.
+    """
+    limits = [host.cores()]
+    free = host.free_memory()
+    if free is not None:
+        limits.append(free // (HOST_BYTES_WITH_CUDA if gpus else HOST_BYTES))
+    if gpus:
+        limits.append(sum(1 if gpu.free is None else gpu.free // GPU_BYTES for gpu in gpus))
+    return max(1, min(limits))

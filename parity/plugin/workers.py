@@ -1,0 +1,110 @@
+"""What xdist's controller does for parity: gives each worker a device, and records what a dead one leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity import devices, host
+from parity.devices import CUDA_VISIBLE_DEVICES, Device
+from parity.plugin import ending
+from parity.plugin.diary import Diary
+from parity.plugin.workplace import KEY
+
+_CPU = "cpu"
+
+
+class Workers:
+    """A pytest plugin for xdist's controller; it knows of tests only what workers report and leave in their diaries."""
+
+    def __init__(self, config: pytest.Config, gpus: Sequence[Device]) -> None:
+        self._config, self._gpus = config, gpus
+        self._folder = Path(tempfile.mkdtemp(prefix="parity-"))
+        self._shares: dict[str, int | None] = {}
+        self._announced: set[str] = set()
+        self._died_of: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
+        """Each worker sees its own GPU alone, before it imports anything; so does the worker that replaces it."""
+        if not self._gpus:
+            free = host.free_memory()
+            self._shares[_CPU] = None if free is None else free // len(specs)
+            return
+        places = devices.spread(self._gpus, len(specs))
+        workers = Counter(gpu.identifier for gpu in places)
+        for spec, gpu in zip(specs, places, strict=True):
+            spec.env[CUDA_VISIBLE_DEVICES] = gpu.identifier
+            self._shares[gpu.identifier] = None if gpu.free is None else gpu.free // workers[gpu.identifier]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        device = node.gateway.spec.env[CUDA_VISIBLE_DEVICES] if self._gpus else _CPU
+        node.workerinput[KEY] = {"folder": str(self._folder), "device": device, "share": self._shares[device]}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if ending.is_last(report):
+            self._announced.add(report.nodeid)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
+        """Change xdist's report of a crash: to the teardown that a worker which announced its end left out, else to a
+        failure with a recorded result."""
+        if crashitem in self._announced:
+            report.when, report.outcome, report.longrepr = "teardown", "passed", None
+        else:
+            _record(crashitem, Diary(self._folder, report.node.gateway.id), report)
+        if crashitem not in self._died_of:
+            self._died_of.add(crashitem)
+            self._allow_one_more_worker()
+
+    def _allow_one_more_worker(self) -> None:
+        """xdist limits how many it replaces, lest collection kills them for ever; an item kills one only once."""
+        session: Any = self._config.pluginmanager.getplugin("dsession")
+        limit = getattr(session, "_max_worker_restart", None)
+        if limit is not None and self._config.option.maxworkerrestart is None:
+            session._max_worker_restart = limit + 1
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _record(node_id: str, diary: Diary, report: Any) -> None:
+    """Attach to the report of a crash what the worker had compared, and the comparison that it died of."""
+    left = diary.read(node_id)
+    if left is None:
+        return
+    entry, finished = left
+    stacks = diary.stacks.read_text(encoding="utf-8", errors="replace") if diary.stacks.exists() else ""
+    cause = _cause_of_death(report.node)
+    if stacks:
+        limit = f"ran longer than {entry.limit:g} s (--parity-timeout)"
+        cause = f"{limit}, and let no thread of Python run; its worker was ended and replaced"
+        report.sections.append(("where it was", stacks))
+    running = json.loads(entry.running)
+    running["result"]["reason"] = cause
+    line = json.dumps(running, ensure_ascii=False) + "\n"
+    report.parity_lines = {"environment": entry.environment, "results": [*finished, line]}
+    report.when, report.longrepr = "call", f"{cause} ({report.longrepr})"
+    path, name = node_id.split("::", 1)
+    report.location = (path, None, name)
+
+
+def _cause_of_death(worker: Any) -> str:
+    process = getattr(getattr(worker.gateway, "_io", None), "popen", None)
+    try:
+        code = process.wait(timeout=10) if process else None
+    except subprocess.TimeoutExpired:
+        code = None
+    if code is None:
+        return "its worker died"
+    return f"its worker died: {signal.Signals(-code).name}" if code < 0 else f"its worker ended with exit code {code}"
