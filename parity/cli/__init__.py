@@ -188,6 +188,28 @@ def kernels(
 
 
 @app.command()
+def throughput(
+    paths: Paths = None,
+    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, all.")] = "",
+    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    sizes: Annotated[
+        str, typer.Option(help="Of the built-in cases: large, declared, or auto for large on a GPU.")
+    ] = "auto",
+    keyword: Annotated[
+        str, typer.Option("-k", help="Only workloads whose name contains one of these: mlp,linear")
+    ] = "",
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed passes [30 on a GPU, 5 on a CPU].")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also under torch.compile.")] = True,
+    minutes: Annotated[float | None, typer.Option(min=0, help="After which nothing more is begun.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--out", help="Folder of the report.")] = Path("reports/throughput"),
+) -> None:
+    """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
+    from parity.cli import speed
+
+    print(f"report: {speed.run(paths, precisions, backend, sizes, keyword, repeats, compiled, minutes, output)}")
+
+
+@app.command()
 def study(
     names: Annotated[list[str] | None, typer.Argument(help="Which studies; without any, shows what there is.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
