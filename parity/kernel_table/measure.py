@@ -5,6 +5,8 @@ Each result is a file of its own, written at once: a kernel that ends the proces
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import sys
 import zlib
 from collections.abc import Iterable
@@ -15,9 +17,12 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.kernel_table.bench import bench
+from parity.kernel_table.bench import Bench, bench
 from parity.kernel_table.buffers import unpack
 from parity.kernel_table.call import KernelCall
+
+_TIMED = 5
+_SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,12 @@ class Outcome:
     Attributes:
         buffers: its results' plain tensors, on the CPU, by name.
         error: why there are none, in one line, or None.
+        seconds: of the GPU for the call on its inputs; None on the CPU.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     error: str | None = None
+    seconds: float | None = None
 
 
 def make(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
@@ -40,16 +47,37 @@ def make(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
     if reason is not None:
         return Outcome(error=reason)
     try:
-        return Outcome(unpack(call.run(where)))
+        outcome = Outcome(unpack(call.run(where)))
+        return dataclasses.replace(outcome, seconds=gpu_seconds(call, where))
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
+    """The median time of the GPU for the call on the inputs that it had; None on the CPU.
+
+    The GPU sleeps until the host has launched the call, so that small kernels follow each other without gaps.
+    """
+    if where.device.type != "cuda":
+        return None
+    seconds = []
+    for _ in range(_TIMED):
+        where.tape.rewind()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        start.record()
+        call.run(where)
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
 
 
 def make_all(calls: Iterable[KernelCall], kernels: te.Kernels, seed: int, folder: Path) -> None:
     """Make the calls one after the other, and write each outcome into the folder."""
     for index, call in enumerate(calls):
         outcome = make(call, kernels, seed)
-        torch.save({"buffers": outcome.buffers, "error": outcome.error}, folder / f"{index}.pt")
+        torch.save(vars(outcome), folder / f"{index}.pt")
 
 
 def read(index: int, folder: Path) -> Outcome:

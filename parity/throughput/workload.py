@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import parity
 from parity import registry
+from parity.built_in import folder as built_in_folder
 from parity.case import Case
 from parity.user_error import UserError
 
@@ -60,7 +59,8 @@ class Workload:
 
 def built_in(large: bool) -> list[Workload]:
     """The default workloads: at large sizes, or at those that the cases are compared at."""
-    cases = {case.name: case for file in sorted(_folder().glob("[!_]*.py")) for case in registry.load_file(file)}
+    files = sorted(built_in_folder().glob("[!_]*.py"))
+    cases = {case.name: case for file in files for case in registry.load_file(file)}
     return [
         Workload(cases[name].path, name, size)
         for name, sizes in _LARGE.items()
@@ -85,11 +85,3 @@ def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
     if not chosen:
         raise UserError(f"no workload contains {keyword!r} in its name, such as {found[0].name!r}")
     return chosen
-
-
-def _folder() -> Path:
-    """The folder of the built-in cases: that of the checkout which runs, or of the installed package."""
-    checkout = Path(parity.__file__).resolve().parents[1]
-    if (checkout / "pyproject.toml").is_file():
-        return checkout / "cases"
-    return Path(str(importlib.import_module("parity.cases").__file__)).parent

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from parity import te
-from parity.cpu import cuda
+from parity.cpu import cuda, extension
 from parity.kernel_table import measure
 from parity.kernel_table.bench import Bench, bench
 from parity.kernel_table.buffers import unpack
 from parity.kernel_table.call import KernelCall
 from parity.kernel_table.catalogue import CALLS, select
+from parity.kernel_table.distance import Distance
+from parity.kernel_table.left_out import NOT_CALLED
 from parity.kernel_table.measure import Outcome
 from parity.kernel_table.table import compare
 from parity.user_error import UserError
@@ -53,6 +57,53 @@ def test_every_call_computes_the_same_twice_and_something_finite(blackwell: te.K
         for name, buffer in first.buffers.items():
             assert buffer.float().isfinite().all(), f"{call.name}: {name}"
             assert buffer.float().abs().max() > 0, f"{call.name}: {name}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_is_made_again_on_its_tape_computes_the_same(blackwell: te.Kernels, family: str) -> None:
+    """As when it is timed: also the calls that write to their inputs."""
+    for call in of_family(family):
+        where = bench(blackwell, seed=1)
+        first = Outcome(unpack(call.run(where)))
+        where.tape.rewind()
+        compared = compare(call, first, Outcome(unpack(call.run(where))))
+        assert all(isinstance(each, Distance) and each.different == 0 for each in compared.distances.values()), (
+            call.name
+        )
+
+
+def test_every_kernel_of_the_cpu_s_is_called_or_left_out_for_a_reason(
+    blackwell: te.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tex = importlib.import_module("transformer_engine_torch")
+    kernels = {name for family in extension.KERNEL_FAMILIES for name in family.__all__}
+    called: set[str] = set()
+    for name in kernels:
+        monkeypatch.setattr(tex, name, noted(name, getattr(tex, name), called))
+    for call in CALLS:
+        call.run(bench(blackwell, seed=0))
+    assert kernels - called == NOT_CALLED.keys()
+
+
+def noted(name: str, kernel: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        called.add(name)
+        return kernel(*arguments, **options)
+
+    return call
+
+
+def test_a_kernel_that_is_off_by_an_ulp_is_seen_to_be(blackwell: te.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernels, one of them made wrong, stand in for the real ones."""
+    tex = importlib.import_module("transformer_engine_torch")
+    right = tex.swap_first_dims
+    call = select("swap_first_dims: BF16")[0]
+    emulated_outcome = measure.make(call, blackwell, seed=0)
+    monkeypatch.setattr(tex, "swap_first_dims", lambda x: (right(x).view(torch.int16) + 1).view(torch.bfloat16))
+    (distance,) = compare(call, measure.make(call, blackwell, seed=0), emulated_outcome).distances.values()
+    assert isinstance(distance, Distance)
+    assert (distance.different, distance.max_ulps) == (distance.elements, 1.0)
+    assert 2**-10 < distance.relative < 2**-7
 
 
 def test_another_seed_makes_other_results(blackwell: te.Kernels) -> None:
