@@ -202,7 +202,9 @@ def throughput(
         str, typer.Option("-k", help="Only workloads whose name contains one of these: mlp,linear")
     ] = "",
     repeats: Annotated[int | None, typer.Option(min=1, help="Timed passes [30 on a GPU, 5 on a CPU].")] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also under torch.compile.")] = True,
+    compiled: Annotated[
+        str, typer.Option(help="Precisions in which the plain module is also compiled; all, or none.")
+    ] = "all",
     minutes: Annotated[float | None, typer.Option(min=0, help="After which nothing more is begun.")] = None,
     output: Annotated[Path, typer.Option("-o", "--out", help="Folder of the report.")] = Path("reports/throughput"),
 ) -> None:

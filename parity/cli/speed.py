@@ -22,7 +22,7 @@ def run(
     sizes: str,
     keyword: str,
     repeats: int | None,
-    compiled: bool,
+    compiled: str,
     minutes: float | None,
     folder: Path,
 ) -> Path:
@@ -34,7 +34,8 @@ def run(
         backend: ``auto``, ``gpu`` or ``cpu``.
         sizes: a name in ``SIZES``; ``auto`` is ``large`` on a GPU and ``declared`` on a CPU.
         keyword: words separated by commas, of which a workload's name has to contain one.
-        repeats, compiled, minutes: see ``command.Settings``.
+        compiled: ``all``, ``none``, or names of precisions in which the plain module is also compiled.
+        repeats, minutes: see ``command.Settings``.
         folder: of the report.
 
     Raises:
@@ -50,5 +51,7 @@ def run(
         workloads = workload.declared(suite.cases(paths))
     else:
         workloads = workload.built_in(large=on_gpu if sizes == "auto" else sizes == "large")
-    settings = command.Settings(workload.select(workloads, keyword), chosen, asked, repeats, compiled, minutes)
+    named = () if compiled in ("all", "none") else parse_precisions(compiled) or ()
+    to_compile = chosen if compiled == "all" else named
+    settings = command.Settings(workload.select(workloads, keyword), chosen, asked, repeats, to_compile, minutes)
     return command.run(settings, folder)

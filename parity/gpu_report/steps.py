@@ -85,8 +85,8 @@ def _kernels(on_gpu: bool, small: bool) -> tuple[str, ...]:
 
 def _throughput(small: bool, minutes: float) -> tuple[str, ...]:
     if small:
-        return ("-k", "rmsnorm", "--precisions", "bf16", "--sizes", "declared", "--no-compile", "--repeats", "2")
-    return ("--minutes", f"{minutes / 4:.2f}", "--repeats", "20")
+        return ("-k", "rmsnorm", "--precisions", "bf16", "--sizes", "declared", "--compiled", "none", "--repeats", "2")
+    return ("--minutes", f"{minutes / 5:.2f}", "--repeats", "20", "--compiled", "bf16")
 
 
 def _calibration(folder: Path, small: bool) -> tuple[str, ...]:

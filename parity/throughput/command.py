@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parity.throughput import record, report, worker
-from parity.throughput.implementation import Implementation, implementations
+from parity.throughput.implementation import COMPILED, Implementation, implementations
 from parity.throughput.measure import Plan, row_without
 from parity.throughput.workload import Workload
 from parity.user_error import UserError
@@ -33,7 +33,7 @@ class Settings:
         precisions: names of ``parity.precision``.
         backend: whose kernels.
         repeats: timed passes; None for 30 on a GPU and 5 on a CPU.
-        compiled: whether the plain module is also measured under ``torch.compile``.
+        compiled: precisions in which the plain module is also measured under ``torch.compile``.
         minutes: after which nothing more is begun; None for no limit.
     """
 
@@ -41,7 +41,7 @@ class Settings:
     precisions: tuple[str, ...]
     backend: worker.Asked
     repeats: int | None = None
-    compiled: bool = True
+    compiled: tuple[str, ...] = ()
     minutes: float | None = None
 
 
@@ -71,13 +71,20 @@ def run(settings: Settings, folder: Path) -> Path:
             raise UserError(str(why or "the process that measures the device's peak was ended"))
         plan = Plan(settings.repeats or _REPEATS[environment.backend], ends)
         chosen = list(implementations(settings.precisions, settings.compiled, environment.backend == "gpu"))
-        for workload in settings.workloads:
+        for workload, some in _rounds(settings.workloads, chosen):
             Console(stderr=True).print(f"measuring {workload.name}", highlight=False)
-            _measure(
-                workload, chosen, lambda *work: call(worker.measure_one, *work, plan, settings.backend, file), file
-            )
+            _measure(workload, some, lambda *work: call(worker.measure_one, *work, plan, settings.backend, file), file)
             report.write(record.read(file), folder / f"{NAME}.md")
     return folder / f"{NAME}.md"
+
+
+def _rounds(
+    workloads: Sequence[Workload], chosen: Sequence[Implementation]
+) -> Iterator[tuple[Workload, list[Implementation]]]:
+    """What is compiled comes after everything else: compilation takes longest, and time may end."""
+    for is_compiled in (False, True):
+        some = [each for each in chosen if (each.kind == COMPILED) == is_compiled]
+        yield from ((workload, some) for workload in workloads if some)
 
 
 def _formats(settings: Settings) -> list[str]:

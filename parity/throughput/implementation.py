@@ -61,11 +61,16 @@ class Implementation:
         return 3 + (PRECISIONS[self.precision].warmup_passes if self.kind == TE else 0)
 
 
-def implementations(precisions: Sequence[str], compiled: bool, on_gpu: bool) -> Iterator[Implementation]:
-    """Those of the precisions, by dtype; within one the compiled last, since compilation takes longest.
+def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: bool) -> Iterator[Implementation]:
+    """Those of the precisions, by dtype.
 
     The plain FP32 module is measured in PyTorch's default, where products are in FP32, and on a GPU also in TF32, which
     is what TE computes.
+
+    Args:
+        precisions: names of ``parity.precision``.
+        compiled: those of them in which the plain module is also compiled; ``fp32`` stands for ``tf32`` too.
+        on_gpu: whether they run on a GPU.
     """
     for dtype in DTYPES:
         of_dtype = [name for name in precisions if PRECISIONS[name].dtype is dtype]
@@ -74,8 +79,7 @@ def implementations(precisions: Sequence[str], compiled: bool, on_gpu: bool) -> 
             plain.append("tf32")
         yield from (Implementation(EAGER, name) for name in plain)
         yield from (Implementation(TE, name) for name in of_dtype)
-        if compiled:
-            yield from (Implementation(COMPILED, name) for name in plain)
+        yield from (Implementation(COMPILED, name) for name in plain if name.replace("tf32", "fp32") in compiled)
 
 
 def compile_afresh(module: nn.Module) -> nn.Module:

@@ -199,7 +199,8 @@ def _memory_above(begin: int, repeated: Passes, device: torch.device) -> int:
 def _state(device: torch.device) -> GpuState | None:
     if device.type != "cuda":
         return None
-    return gpu_state.query(str(torch.cuda.get_device_properties(device).uuid))
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else gpu_state.query(str(uuid))
 
 
 def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuState | None:

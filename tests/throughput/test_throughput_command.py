@@ -11,7 +11,7 @@ import pytest
 
 from parity.cli import speed
 from parity.throughput import command, record
-from parity.throughput.implementation import EAGER, TE, Implementation
+from parity.throughput.implementation import COMPILED, EAGER, TE, Implementation
 from parity.throughput.measure import row_without
 from parity.throughput.workload import Workload
 from parity.user_error import UserError
@@ -58,6 +58,13 @@ def test_processes_that_are_ended_again_and_again_leave_a_row_each(tmp_path: Pat
     assert reasons(tmp_path / "lines") == ["the process ended in this measurement"] * 3
 
 
+def test_compiled_modules_come_after_all_else() -> None:
+    other = Workload(TINY, "unknown_flops", dict(batch=16, hidden=16))
+    rounds = command._rounds([WORK, other], [Implementation(EAGER, "bf16"), Implementation(COMPILED, "bf16")])
+    found = [(workload.case, each.kind) for workload, some in rounds for each in some]
+    assert found == [(case, kind) for kind in (EAGER, COMPILED) for case in ("tiny_linear", "unknown_flops")]
+
+
 def test_the_function_of_a_process_that_ended_returns_none_and_the_next_is_called() -> None:
     with command._replaced_processes() as call:
         assert call(os._exit, 3) is None
@@ -76,7 +83,7 @@ def test_the_function_of_a_process_that_ended_returns_none_and_the_next_is_calle
 def test_wrong_options_are_told(tmp_path: Path, option: dict[str, str], told: str) -> None:
     options = dict(precisions="", backend="cpu", sizes="auto", keyword="") | option
     with pytest.raises(UserError, match=told):
-        speed.run(None, **options, repeats=1, compiled=False, minutes=None, folder=tmp_path)
+        speed.run(None, **options, repeats=1, compiled="none", minutes=None, folder=tmp_path)
 
 
 def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:
@@ -85,7 +92,7 @@ def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:
         "-k",
         "tiny_linear",
         "--precisions=bf16",
-        "--no-compile",
+        "--compiled=none",
         "--repeats=1",
         f"--out={tmp_path}",
     ]
