@@ -217,7 +217,7 @@ def throughput(
 @app.command(name="gpu-report")
 def gpu_report(
     folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
-    minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 8.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
     quick: Annotated[bool, typer.Option("--quick", help="A small part of each step.")] = False,
     backend: Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = "auto",
     only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",

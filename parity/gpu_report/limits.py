@@ -26,9 +26,9 @@ from parity.user_error import UserError
 
 _INTRODUCTION = """\
 Each statistic of a run that passed or failed, in standard deviations of the packaged law (`reports/calibration.md`),
-above its center. Of faithful ports whose law it is, half lie below 0 (half below 0.67 for `gain` and `mistake`, whose
-magnitude counts), 16 % above 1 (32 %), 2 % above 2 (5 %). A median far above says that the rounding model is too strict
-for these kernels; *beyond* are the values that a verdict fails."""
+above its center. A law bounds the upper tail of right ports: about 16 % of them at most lie above 1, and 2 % above 2
+(32 % and 5 % for `gain` and `mistake`, whose magnitude counts). A median far above 0 says that the rounding model is
+too strict for these kernels; *beyond* are the values that a verdict fails."""
 _HEADERS = ("precision", "kind", "statistic", "values", "median", "84 %", "largest", "largest / limit", "beyond")
 
 

@@ -26,7 +26,7 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
     caveat = NO_GPU if not on_gpu else _SMALL if quick else ""
     backend = ("--backend", "gpu" if on_gpu else "cpu")
     return [
-        Step("doctor", "What can this machine run?", _parity("doctor"), 0.4, (), verdicts.doctor),
+        Step("doctor", "What can this machine run?", _parity("doctor"), 0.7, (), verdicts.doctor),
         Step(
             "suite",
             "Is TE right, on its real kernels, at every precision of this GPU?",

@@ -155,8 +155,12 @@ def notes(row: Row) -> Iterator[str]:
 
 def _milliseconds(spread: Spread) -> str:
     """``1.23 (1.20 to 1.31)``."""
-    median, lower, upper = (f"{1e3 * seconds:.3g}" for seconds in (spread.median, spread.lower, spread.upper))
+    median, lower, upper = (_three_digits(1e3 * seconds) for seconds in (spread.median, spread.lower, spread.upper))
     return f"{median} ({lower} to {upper})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _rate(flops: int, spread: Spread) -> str:
@@ -164,7 +168,7 @@ def _rate(flops: int, spread: Spread) -> str:
 
 
 def _tera(flops: float) -> str:
-    return f"{flops / 1e12:.3g}"
+    return _three_digits(flops / 1e12)
 
 
 def _error(row: Row) -> str:
