@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from parity import te
 from parity.cpu import cuda
-from parity.kernel_table import catalogue, measure, record
+from parity.kernel_table import catalogue, measure, processes, record
 from parity.kernel_table.table import Comparison, compare, draw
 from parity.report import environment
 from parity.te import Backend
@@ -72,18 +73,21 @@ def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: 
     calls = catalogue.select(keyword)
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / name for name in ("reference", "candidate")]
-        processes = [
-            _start(backend, emulated_gpu, keyword, seed, place)
-            for backend, place in zip((reference, "cpu"), places, strict=True)
-        ]
-        for process in processes:
-            process.wait()  # a kernel may end the process, by a segmentation fault say: calls without an outcome tell
-        outcomes = [[measure.read(index, place) for index in range(len(calls))] for place in places]
+        for place in places:
+            place.mkdir()
+        with ThreadPoolExecutor() as threads:  # both kinds of kernels run side by side
+            made = threads.map(
+                lambda backend, place: processes.outcomes(
+                    lambda first: _run(backend, emulated_gpu, keyword, seed, place, first), len(calls), place
+                ),
+                (reference, "cpu"),
+                places,
+            )
+            outcomes = list(made)
     return [compare(call, *pair) for call, pair in zip(calls, zip(*outcomes, strict=True), strict=True)]
 
 
-def _start(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path) -> subprocess.Popen[bytes]:
-    """A process that makes the calls on one kind of kernels; both kinds run side by side."""
-    place.mkdir()
-    command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place)]
-    return subprocess.Popen(command, env={**os.environ, cuda.GPU_VARIABLE: emulated_gpu})
+def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int) -> int:
+    """Run a process that makes the calls from the first on; its exit code."""
+    command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place), str(first)]
+    return subprocess.run(command, env={**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, check=False).returncode

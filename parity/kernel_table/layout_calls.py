@@ -31,11 +31,11 @@ def calls() -> Iterator[KernelCall]:
 
 def _fp8_transpose(bench: Bench) -> Mapping[str, Any]:
     codes = bench.integers(256, 384, high=0x7F, dtype=torch.uint8)
-    return {"transpose": bench.tex.fp8_transpose(codes, getattr(bench.tex.DType, E4M3))}
+    return {"transpose": bench.tex.fp8_transpose(codes, getattr(bench.tex.DType, E4M3), out=None)}
 
 
 def _swap(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    return {"swapped": bench.tex.swap_first_dims(bench.normal(64, 3, 128, dtype=dtype))}
+    return {"swapped": bench.tex.swap_first_dims(bench.normal(64, 3, 128, dtype=dtype), out=None)}
 
 
 def _cumulative(bench: Bench, lengths: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ NOT_CALLED: dict[str, str] = {
             "get_cublasLt_version",
             "get_cudnn_version",
             "get_grouped_gemm_setup_workspace_size",
+            "get_num_cublas_streams",
             "get_stream_priority_range",
             "nvte_built_with_cublasmp",
             "ubuf_built_with_mpi",

@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from parity.kernel_table.bench import Bench, bench
 from parity.kernel_table.buffers import unpack
 from parity.kernel_table.call import KernelCall
 
+GPU_LOST = 3  # exit code
 _TIMED = 5
 _SLEEP_CYCLES = 4_000_000  # about 2 ms
 
@@ -73,26 +74,50 @@ def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
     return statistics.median(seconds)
 
 
-def make_all(calls: Iterable[KernelCall], kernels: te.Kernels, seed: int, folder: Path) -> None:
-    """Make the calls one after the other, and write each outcome into the folder."""
-    for index, call in enumerate(calls):
-        outcome = make(call, kernels, seed)
-        torch.save(vars(outcome), folder / f"{index}.pt")
+def make_all(calls: Sequence[KernelCall], first: int, kernels: te.Kernels, seed: int, folder: Path) -> bool:
+    """Make the calls from an index on, and write each outcome into the folder; stops where the GPU is lost.
+
+    Returns:
+        Whether it came to the end: after an illegal access the GPU fails every call of the process.
+    """
+    for index in range(first, len(calls)):
+        outcome = make(calls[index], kernels, seed)
+        write(outcome, index, folder)
+        if outcome.error is not None and kernels.backend == "gpu" and _gpu_is_lost():
+            return False
+    return True
+
+
+def _gpu_is_lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def file(index: int, folder: Path) -> Path:
+    """Where the outcome of the call with this index is."""
+    return folder / f"{index}.pt"
+
+
+def write(outcome: Outcome, index: int, folder: Path) -> None:
+    torch.save(vars(outcome), file(index, folder))
 
 
 def read(index: int, folder: Path) -> Outcome:
     """The outcome of the call with this index, or the error that there is none."""
-    file = folder / f"{index}.pt"
-    if not file.exists():
-        return Outcome(error="the process ended before or in this call")
-    return Outcome(**torch.load(file, weights_only=True))
+    if not file(index, folder).exists():
+        return Outcome(error="no process came to this call")
+    return Outcome(**torch.load(file(index, folder), weights_only=True))
 
 
-def _main(backend: str, keyword: str, seed: str, folder: str) -> None:
+def _main(backend: str, keyword: str, seed: str, folder: str, first: str) -> int:
     from parity.kernel_table import catalogue
 
-    make_all(catalogue.select(keyword), te.kernels("gpu" if backend == "gpu" else "cpu"), int(seed), Path(folder))
+    kernels = te.kernels("gpu" if backend == "gpu" else "cpu")
+    return 0 if make_all(catalogue.select(keyword), int(first), kernels, int(seed), Path(folder)) else GPU_LOST
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    sys.exit(_main(*sys.argv[1:]))

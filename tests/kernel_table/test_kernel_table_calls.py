@@ -82,6 +82,7 @@ def test_every_kernel_of_the_cpu_s_is_called_or_left_out_for_a_reason(
         monkeypatch.setattr(tex, name, noted(name, getattr(tex, name), called))
     for call in CALLS:
         call.run(bench(blackwell, seed=0))
+    called.discard("get_num_cublas_streams")  # which TE asks once in a process
     assert kernels - called == NOT_CALLED.keys()
 
 
@@ -99,7 +100,7 @@ def test_a_kernel_that_is_off_by_an_ulp_is_seen_to_be(blackwell: te.Kernels, mon
     right = tex.swap_first_dims
     call = select("swap_first_dims: BF16")[0]
     emulated_outcome = measure.make(call, blackwell, seed=0)
-    monkeypatch.setattr(tex, "swap_first_dims", lambda x: (right(x).view(torch.int16) + 1).view(torch.bfloat16))
+    monkeypatch.setattr(tex, "swap_first_dims", lambda x, out: (right(x).view(torch.int16) + 1).view(torch.bfloat16))
     (distance,) = compare(call, measure.make(call, blackwell, seed=0), emulated_outcome).distances.values()
     assert isinstance(distance, Distance)
     assert (distance.different, distance.max_ulps) == (distance.elements, 1.0)
@@ -158,11 +159,11 @@ def test_unpacked_fp4_codes_are_the_quantized_values_in_their_order(blackwell: t
     torch.testing.assert_close(values * scales * global_scale, quantized.dequantize(dtype=torch.float32))
 
 
-def test_outcomes_outlive_a_process_that_a_kernel_ends(blackwell: te.Kernels, tmp_path: Path) -> None:
+def test_outcomes_outlive_the_process_that_made_them(blackwell: te.Kernels, tmp_path: Path) -> None:
     calls = select("compute_amax")
-    measure.make_all(calls[:2], blackwell, 0, tmp_path)
-    assert all(measure.read(index, tmp_path).buffers for index in range(2))
-    assert measure.read(2, tmp_path).error == "the process ended before or in this call"
+    assert measure.make_all(calls[:2], 1, blackwell, 0, tmp_path)
+    assert measure.read(1, tmp_path).buffers
+    assert [measure.read(index, tmp_path).error for index in (0, 2)] == ["no process came to this call"] * 2
 
 
 def test_a_keyword_in_no_call_is_refused() -> None:
