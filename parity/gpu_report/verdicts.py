@@ -6,6 +6,7 @@ from pathlib import Path
 
 from parity.gpu_report import limits
 from parity.kernel_table import record as kernel_record
+from parity.precision import PRECISIONS
 from parity.report import markdown, record
 from parity.report.numbers import short
 from parity.throughput import record as throughput_record
@@ -14,7 +15,11 @@ from parity.throughput import record as throughput_record
 def doctor(folder: Path) -> str:
     """Which precisions run on real kernels, from the table that ``parity doctor`` prints."""
     lines = (folder / "logs" / "doctor.txt").read_text(encoding="utf-8").splitlines()
-    return f"{sum(line.split()[1:2] == ['yes'] for line in lines)} precisions run on real kernels"
+    answers = [words for words in map(str.split, lines) if len(words) > 1 and words[0] in PRECISIONS]
+    if not answers:
+        return "see its log"
+    real = [name for name, answer, *_ in answers if answer.startswith("yes")]
+    return f"on real kernels: {', '.join(real) or 'nothing'}"
 
 
 def suite(folder: Path) -> str:

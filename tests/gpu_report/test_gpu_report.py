@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -175,11 +174,20 @@ def test_files_of_an_earlier_report_do_not_pass_for_this_one_s(tmp_path: Path, m
     assert not (tmp_path / "old.md").exists()
 
 
-def test_the_doctor_s_verdict_counts_precisions_on_real_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        (["precision  real", "fp32   yes    yes", "mxfp8   no: needs 10.0    yes"], "on real kernels: fp32"),
+        (["fp32    no: no GPU    yes"], "on real kernels: nothing"),
+        (["Traceback"], "see its log"),
+    ],
+)
+def test_the_doctor_s_verdict_names_the_precisions_on_real_kernels(
+    tmp_path: Path, lines: list[str], verdict: str
+) -> None:
     (tmp_path / "logs").mkdir()
-    table = ["precision    on real kernels", "fp32         yes    yes", "mxfp8        no: needs 10.0    yes"]
-    (tmp_path / "logs" / "doctor.txt").write_text(os.linesep.join(table))
-    assert verdicts.doctor(tmp_path) == "1 precisions run on real kernels"
+    (tmp_path / "logs" / "doctor.txt").write_text("\n".join(lines))
+    assert verdicts.doctor(tmp_path) == verdict
 
 
 def test_the_summary_tells_how_each_step_ended() -> None:
