@@ -81,8 +81,8 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     pair.reference.double()
     if case.vary_constants:
         vary_constants(pair.reference, Rng(seed, "weights"))
-    candidate_weights = _share_rounded_weights(pair, dtype)
-    inputs = _rounded_inputs(pair, checked, dtype, seed, kernels.device)
+    candidate_weights = share_rounded_weights(pair, dtype)
+    inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
     cotangents: dict[str, Tensor] = {}
 
     def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +134,12 @@ def vary_constants(reference: nn.Module, rng: Rng) -> None:
                 parameter.add_(rng.normal(*parameter.shape, std=CONSTANT_NOISE).to(parameter.device))
 
 
-def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
+def share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Round the weights in the candidate's layout, and give the reference, in FP64, what they stand for there.
+
+    Returns:
+        The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
+    """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in pair.candidate.named_parameters()}
     mapped = weights.to_candidate(pair.weights, reference, shapes)
@@ -151,7 +156,8 @@ def _share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
     return candidate
 
 
-def _rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
+def rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
+    """The pair's inputs of this seed, in the dtype, on the device."""
     drawn = draw_inputs(pair, checked.size, Rng(seed))
     check_inputs_fit(drawn, dtype)
     return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)

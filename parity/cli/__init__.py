@@ -183,12 +183,54 @@ def kernels(
     keyword: Annotated[str, typer.Option("-k", help="Only kernels whose name and variant contain this text.")] = "",
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     report: Annotated[Path, typer.Option(help="The table.")] = Path("reports/kernel-table.md"),
+    reference: Annotated[str, typer.Option(help="gpu, or cpu to try the command without one.")] = "gpu",
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
     from parity.kernel_table import command
 
-    command.make_table(keyword, seed, report)
+    if reference not in ("gpu", "cpu"):
+        raise UserError(f"--reference is {reference!r}, but must be gpu or cpu")
+    command.make_table(keyword, seed, report, "gpu" if reference == "gpu" else "cpu")
     print(f"report: {report}")
+
+
+@app.command()
+def throughput(
+    paths: Paths = None,
+    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, all.")] = "",
+    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    sizes: Annotated[
+        str, typer.Option(help="Of the built-in cases: large, declared, or auto for large on a GPU.")
+    ] = "auto",
+    keyword: Annotated[
+        str, typer.Option("-k", help="Only workloads whose name contains one of these: mlp,linear")
+    ] = "",
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed passes [30 on a GPU, 5 on a CPU].")] = None,
+    compiled: Annotated[
+        str, typer.Option(help="Precisions in which the plain module is also compiled; all, or none.")
+    ] = "all",
+    minutes: Annotated[float | None, typer.Option(min=0, help="After which nothing more is begun.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--out", help="Folder of the report.")] = Path("reports/throughput"),
+) -> None:
+    """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
+    from parity.cli import speed
+
+    print(f"report: {speed.run(paths, precisions, backend, sizes, keyword, repeats, compiled, minutes, output)}")
+
+
+@app.command(name="gpu-report")
+def gpu_report(
+    folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
+    minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
+    quick: Annotated[bool, typer.Option("--quick", help="A small part of each step.")] = False,
+    backend: Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = "auto",
+    only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",
+) -> None:
+    """Run every check that a GPU machine allows, and leave one folder with an index; exit code 1 if one fails."""
+    from parity.gpu_report import command
+    from parity.plugin.options import parse_backend
+
+    raise typer.Exit(0 if command.run(folder, minutes, quick, parse_backend(backend), _listed(only)) else 1)
 
 
 @app.command()

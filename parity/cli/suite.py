@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from parity import built_in
 from parity.user_error import UserError
 
 if TYPE_CHECKING:  # which files to compare is known without torch, in the process that only starts workers
@@ -79,10 +80,16 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _default_files() -> Iterator[str]:
-    found = [file for entry_point in metadata.entry_points(group=GROUP) for file in _module_files(entry_point)]
-    checkout = Path(__file__).resolve().parents[2]
-    if (checkout / "pyproject.toml").is_file():
-        found += [file for file in sorted((checkout / "cases").rglob("*.py")) if imports_parity(file)]
+    """In a checkout its own cases, whether another copy is installed or not."""
+    cases = built_in.checkout()
+    entry_points = [
+        entry_point
+        for entry_point in metadata.entry_points(group=GROUP)
+        if cases is None or entry_point.module.rpartition(".")[0] != built_in.MODULE
+    ]
+    found = [file for entry_point in entry_points for file in _module_files(entry_point)]
+    if cases is not None:
+        found += [file for file in sorted(cases.rglob("*.py")) if imports_parity(file)]
     yield from dict.fromkeys(_from_here(file.resolve()) for file in found)
 
 

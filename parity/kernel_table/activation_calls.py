@@ -14,7 +14,8 @@ from parity.kernel_table.call import KernelCall
 _ROWS, _COLUMNS = 256, 512
 _DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
-_GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
+_GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
+_SCALED = {"srelu": 1, "swiglu": 2, "situglu": 2, "clamped_swiglu": 2}  # by name, how wide the input is
 _TO_FP8 = ("gelu", "swiglu")
 _WITH_BIAS = ("gelu", "silu", "relu", "qgelu", "srelu")
 
@@ -24,6 +25,8 @@ def calls() -> Iterator[KernelCall]:
         for name in (*_PLAIN, *_GATED):
             yield _call(name, text, partial(_forward, name=name, dtype=dtype))
             yield _call(_gradient_of(name), text, partial(_backward, name=name, dtype=dtype))
+        for name in _SCALED:
+            yield _call(f"scaled_{name}", text, partial(_scaled, name=name, dtype=dtype))
     for quantizer in ("fp8_delayed", "fp8_current", "mxfp8"):
         for name in _TO_FP8:
             for kernel, run in ((name, _forward), (_gradient_of(name), _backward)):
@@ -55,6 +58,15 @@ def _backward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None
     x, grad = _input(bench, name, dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
     caster = bench.quantizer(quantizer, E5M2) if quantizer else None
     return {"gradient": getattr(bench.tex, _gradient_of(name))(grad, x, caster)}
+
+
+def _scaled(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    """Each row's result times a number of its own, such as its router's probability; forward and backward."""
+    x, grad = bench.normal(_ROWS, _SCALED[name] * _COLUMNS, dtype=dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
+    scales = bench.normal(_ROWS).abs()
+    result = getattr(bench.tex, f"scaled_{name}")(x, scales, None)
+    gradient, scale_gradient = getattr(bench.tex, f"scaled_{_gradient_of(name)}")(grad, x, scales, None)
+    return {"result": result, "gradient": gradient, "scale gradient": scale_gradient}
 
 
 def _with_bias(bench: Bench, name: str, quantizer: str) -> Mapping[str, Any]:

@@ -32,6 +32,10 @@ def calls() -> Iterator[KernelCall]:
                     variant = f"{text}, {layout}, {'interleaved' if interleaved else 'halves'}"
                     run = partial(_rope, direction=direction, dtype=dtype, layout=layout, interleaved=interleaved)
                     yield KernelCall("RoPE", f"fused_rope_{direction}", variant, str(list(shape)), run)
+        for text, dtype in {"FP32": torch.float32, **_HALF}.items():
+            for layout, shape in _SHAPES_OF_TOKENS.items():
+                run = partial(_joint_rope, direction=direction, dtype=dtype, layout=layout)
+                yield KernelCall("RoPE", f"fused_qkv_rope_{direction}", f"{text}, {layout}", str(list(shape)), run)
 
 
 def _scores(softmax: str) -> tuple[int, ...]:
@@ -56,3 +60,19 @@ def _rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str, interle
     kernel = getattr(bench.tex, f"fused_rope_{direction}")
     angles = bench.angles(_SEQUENCE, _FEATURES)
     return {"result": kernel(tokens, angles, None, tex_layout, interleaved, None, 1, 0)}
+
+
+def _joint_rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str) -> Mapping[str, Any]:
+    """Two query heads, a key and a value in each group of the joint tensor."""
+    *tokens, groups, _ = _SHAPES_OF_TOKENS[layout]
+    split = [2 * _FEATURES, _FEATURES, _FEATURES]
+    angles = bench.angles(_SEQUENCE, _FEATURES)
+    tex_layout = getattr(bench.tex.NVTE_QKV_Format, f"NVTE_{layout}")
+    layout_arguments = (split, tex_layout, False, 1, 0)
+    if direction == "forward":
+        joint = bench.normal(*tokens, groups, sum(split), dtype=dtype)
+        return dict(
+            zip("qkv", bench.tex.fused_qkv_rope_forward(joint, angles, angles, None, *layout_arguments), strict=True)
+        )
+    gradients = [bench.normal(*tokens, groups * (size // _FEATURES), _FEATURES, dtype=dtype) for size in split]
+    return {"gradient": bench.tex.fused_qkv_rope_backward(*gradients, angles, angles, *layout_arguments)}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parity.kernel_table.tape import Tape
 from parity.te import Kernels
 
 E4M3, E5M2 = "kFloat8E4M3", "kFloat8E5M2"
@@ -27,31 +28,56 @@ class Bench:
         tex: ``transformer_engine_torch``, the kernels.
         device: where they run.
         generator: on the CPU, whatever the device is, so that inputs are the same on all.
+        tape: of what was drawn.
     """
 
     te: ModuleType
     tex: ModuleType
     device: torch.device
     generator: torch.Generator
+    tape: Tape = field(default_factory=Tape)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
         """Normal values with mean 0 and standard deviation ``scale``, on the device."""
-        return (torch.randn(*shape, generator=self.generator) * scale).to(dtype).to(self.device)
+        return self._drawn(lambda: (torch.randn(*shape, generator=self.generator) * scale).to(dtype))
 
     def wide(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normal values times powers of two from 2**-6 to 2**5, another each: blocks get scales of their own."""
-        exponents = torch.randint(-6, 6, shape, generator=self.generator)
-        return torch.ldexp(torch.randn(*shape, generator=self.generator), exponents).to(dtype).to(self.device)
+
+        def draw() -> Tensor:
+            exponents = torch.randint(-6, 6, shape, generator=self.generator)
+            return torch.ldexp(torch.randn(*shape, generator=self.generator), exponents).to(dtype)
+
+        return self._drawn(draw)
 
     def coin(self, *shape: int) -> Tensor:
         """True with probability 1/4, on the device."""
-        return (torch.rand(*shape, generator=self.generator) < 0.25).to(self.device)
+        return self._drawn(lambda: torch.rand(*shape, generator=self.generator) < 0.25)
+
+    def integers(self, *shape: int, high: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """From 0 to ``high`` - 1, on the device."""
+        return self._drawn(lambda: torch.randint(high, shape, generator=self.generator).to(dtype))
+
+    def orders(self, rows: int, count: int) -> Tensor:
+        """INT64 ``[rows, count]``: the numbers from 0 to ``count`` - 1, in another order in each row, on the device."""
+        return self._drawn(lambda: torch.rand(rows, count, generator=self.generator).argsort(1))
+
+    def fixed(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """These values, on the device."""
+        return self._drawn(lambda: torch.tensor(values, dtype=dtype))
+
+    def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+        return self.tape.next(lambda: draw().to(self.device))
 
     def angles(self, positions: int, features: int) -> Tensor:
         """RoPE's angles in radians, ``[positions, 1, 1, features]``, made on the CPU: no two devices need agree."""
-        half = torch.arange(0, features, 2).double()
-        angle = torch.outer(torch.arange(positions).double(), torch.exp(-math.log(10000.0) * half / features))
-        return torch.cat([angle, angle], dim=-1)[:, None, None].float().to(self.device)
+
+        def draw() -> Tensor:
+            half = torch.arange(0, features, 2).double()
+            angle = torch.outer(torch.arange(positions).double(), torch.exp(-math.log(10000.0) * half / features))
+            return torch.cat([angle, angle], dim=-1)[:, None, None].float()
+
+        return self._drawn(draw)
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """TE's name of a torch dtype."""

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from parity.kernel_table import activation_calls, attention_calls, cast_calls, gemm_calls, norm_calls
+from parity.kernel_table import (
+    activation_calls,
+    attention_calls,
+    cast_calls,
+    core_attention_calls,
+    gemm_calls,
+    grouped_calls,
+    layout_calls,
+    loss_calls,
+    mixture_calls,
+    norm_calls,
+    optimizer_calls,
+    shard_calls,
+)
 from parity.kernel_table.call import KernelCall
 from parity.user_error import UserError
 
@@ -11,7 +24,14 @@ CALLS: tuple[KernelCall, ...] = (
     *norm_calls.calls(),
     *activation_calls.calls(),
     *attention_calls.calls(),
+    *core_attention_calls.calls(),
     *cast_calls.calls(),
+    *shard_calls.calls(),
+    *grouped_calls.calls(),
+    *mixture_calls.calls(),
+    *layout_calls.calls(),
+    *optimizer_calls.calls(),
+    *loss_calls.calls(),
 )
 
 

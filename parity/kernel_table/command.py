@@ -6,37 +6,46 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from parity import te
 from parity.cpu import cuda
-from parity.kernel_table import catalogue, measure
+from parity.kernel_table import catalogue, measure, processes, record
 from parity.kernel_table.table import Comparison, compare, draw
 from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError
 
 
-def make_table(keyword: str, seed: int, report: Path) -> None:
-    """Compare the kernels whose calls contain the keyword with their compiled counterparts, and write the report.
+def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu") -> None:
+    """Compare the kernels whose calls contain the keyword with the reference's, and write the report and its record.
+
+    Args:
+        keyword: of the calls.
+        seed: of the inputs.
+        report: markdown; the record has its name with ``.jsonl``.
+        reference: ``gpu``; ``cpu`` tries the table without a GPU: both sides are the CPU kernels.
 
     Raises:
         UserError: if there are no compiled kernels or no GPU here, no such calls, or the report cannot be written.
     """
-    reason = te.why_no_gpu()
+    reason = te.why_no_gpu() if reference == "gpu" else None
     if reason is not None:
         raise UserError(
             f"the table of CPU kernels against real ones is missing, and cannot be made here: {reason}; run "
-            "`parity kernels` on a machine with an NVIDIA GPU and TransformerEngine's compiled kernels"
+            "`parity kernels` on a machine with an NVIDIA GPU and TransformerEngine's compiled kernels, or try it "
+            "with --reference cpu"
         )
-    gpu = nearest_gpu(*torch.cuda.get_device_capability())
-    comparisons = compare_backends("gpu", gpu, keyword, seed)
-    measured = environment.measure("gpu", [seed], len(comparisons))
+    gpu = nearest_gpu(*torch.cuda.get_device_capability()) if reference == "gpu" else "hopper"
+    comparisons = compare_backends(reference, gpu, keyword, seed)
+    measured = environment.measure(reference, [seed], len(comparisons))
     try:
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(draw(comparisons, measured, cuda.GPUS[gpu].name), encoding="utf-8")
+        record.write(comparisons, measured, cuda.GPUS[gpu].name, report.with_suffix(".jsonl"))
     except OSError as error:
         raise UserError(f"cannot write {report}: {error.strerror}") from None
 
@@ -63,12 +72,22 @@ def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: 
     """
     calls = catalogue.select(keyword)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = []
-        for name, backend in (("reference", reference), ("candidate", "cpu")):
-            place = Path(folder) / name
+        places = [Path(folder) / name for name in ("reference", "candidate")]
+        for place in places:
             place.mkdir()
-            command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place)]
-            # A kernel may end the process, by a segmentation fault say: calls without an outcome tell so.
-            subprocess.run(command, env={**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, check=False)
-            outcomes.append([measure.read(index, place) for index in range(len(calls))])
+        with ThreadPoolExecutor() as threads:  # both kinds of kernels run side by side
+            made = threads.map(
+                lambda backend, place: processes.outcomes(
+                    lambda first: _run(backend, emulated_gpu, keyword, seed, place, first), len(calls), place
+                ),
+                (reference, "cpu"),
+                places,
+            )
+            outcomes = list(made)
     return [compare(call, *pair) for call, pair in zip(calls, zip(*outcomes, strict=True), strict=True)]
+
+
+def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int) -> int:
+    """Run a process that makes the calls from the first on; its exit code."""
+    command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place), str(first)]
+    return subprocess.run(command, env={**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, check=False).returncode

@@ -5,9 +5,11 @@ Each result is a file of its own, written at once: a kernel that ends the proces
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +17,13 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.kernel_table.bench import bench
+from parity.kernel_table.bench import Bench, bench
 from parity.kernel_table.buffers import unpack
 from parity.kernel_table.call import KernelCall
+
+GPU_LOST = 3  # exit code
+_TIMED = 5
+_SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,12 @@ class Outcome:
     Attributes:
         buffers: its results' plain tensors, on the CPU, by name.
         error: why there are none, in one line, or None.
+        seconds: of the GPU for the call on its inputs; None on the CPU.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     error: str | None = None
+    seconds: float | None = None
 
 
 def make(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
@@ -40,31 +48,76 @@ def make(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
     if reason is not None:
         return Outcome(error=reason)
     try:
-        return Outcome(unpack(call.run(where)))
+        outcome = Outcome(unpack(call.run(where)))
+        return dataclasses.replace(outcome, seconds=gpu_seconds(call, where))
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
-def make_all(calls: Iterable[KernelCall], kernels: te.Kernels, seed: int, folder: Path) -> None:
-    """Make the calls one after the other, and write each outcome into the folder."""
-    for index, call in enumerate(calls):
-        outcome = make(call, kernels, seed)
-        torch.save({"buffers": outcome.buffers, "error": outcome.error}, folder / f"{index}.pt")
+def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
+    """The median time of the GPU for the call on the inputs that it had; None on the CPU.
+
+    The GPU sleeps until the host has launched the call, so that small kernels follow each other without gaps.
+    """
+    if where.device.type != "cuda":
+        return None
+    seconds = []
+    for _ in range(_TIMED):
+        where.tape.rewind()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        start.record()
+        call.run(where)
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
+
+
+def make_all(calls: Sequence[KernelCall], first: int, kernels: te.Kernels, seed: int, folder: Path) -> bool:
+    """Make the calls from an index on, and write each outcome into the folder; stops where the GPU is lost.
+
+    Returns:
+        Whether it came to the end: after an illegal access the GPU fails every call of the process.
+    """
+    for index in range(first, len(calls)):
+        outcome = make(calls[index], kernels, seed)
+        write(outcome, index, folder)
+        if outcome.error is not None and kernels.backend == "gpu" and _gpu_is_lost():
+            return False
+    return True
+
+
+def _gpu_is_lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def file(index: int, folder: Path) -> Path:
+    """Where the outcome of the call with this index is."""
+    return folder / f"{index}.pt"
+
+
+def write(outcome: Outcome, index: int, folder: Path) -> None:
+    torch.save(vars(outcome), file(index, folder))
 
 
 def read(index: int, folder: Path) -> Outcome:
     """The outcome of the call with this index, or the error that there is none."""
-    file = folder / f"{index}.pt"
-    if not file.exists():
-        return Outcome(error="the process ended before or in this call")
-    return Outcome(**torch.load(file, weights_only=True))
+    if not file(index, folder).exists():
+        return Outcome(error="no process came to this call")
+    return Outcome(**torch.load(file(index, folder), weights_only=True))
 
 
-def _main(backend: str, keyword: str, seed: str, folder: str) -> None:
+def _main(backend: str, keyword: str, seed: str, folder: str, first: str) -> int:
     from parity.kernel_table import catalogue
 
-    make_all(catalogue.select(keyword), te.kernels("gpu" if backend == "gpu" else "cpu"), int(seed), Path(folder))
+    kernels = te.kernels("gpu" if backend == "gpu" else "cpu")
+    return 0 if make_all(catalogue.select(keyword), int(first), kernels, int(seed), Path(folder)) else GPU_LOST
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    sys.exit(_main(*sys.argv[1:]))

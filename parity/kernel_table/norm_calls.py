@@ -25,6 +25,9 @@ def calls() -> Iterator[KernelCall]:
                 backward = partial(_backward, norm=norm, dtype=dtype, centered=centered)
                 yield KernelCall("Norms", f"{norm}_fwd", variant, _SHAPES, forward)
                 yield KernelCall("Norms", f"{norm}_bwd", variant, _SHAPES, backward)
+        if norm == "rmsnorm":
+            for text, dtype in _DTYPES.items():
+                yield KernelCall("Norms", "rmsnorm_bwd_add", text, _SHAPES, partial(_backward_and_add, dtype=dtype))
         for quantizer in ("fp8_delayed", "fp8_current", "mxfp8"):
             run = partial(_forward, norm=norm, dtype=torch.bfloat16, centered=False, quantizer=quantizer)
             yield KernelCall("Norms", f"{norm}_fwd", f"BF16 to {quantizer}", _SHAPES, run, quantizer)
@@ -43,6 +46,14 @@ def _backward(bench: Bench, norm: str, dtype: torch.dtype, centered: bool) -> Ma
     statistics = (mu, rsigma) if norm == "layernorm" else (rsigma,)
     results = getattr(bench.tex, f"{norm}_bwd")(dz, x, *statistics, gamma, 0, centered)
     return dict(zip(("dx", "dgamma", "dbeta"), results, strict=False))
+
+
+def _backward_and_add(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    x, gamma, beta, dz = _inputs(bench, dtype)
+    _, _, rsigma = _normalize(bench, "rmsnorm", (x, gamma, beta), None, dtype, False)
+    residual = bench.normal(_ROWS, _COLUMNS, dtype=dtype)
+    results = bench.tex.rmsnorm_bwd_add(dz, x, residual, rsigma, gamma, 0, False)
+    return dict(zip(("dx", "dgamma"), results, strict=True))
 
 
 def _inputs(bench: Bench, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

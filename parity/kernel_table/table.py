@@ -11,10 +11,13 @@ from tabulate import tabulate
 
 from parity.kernel_table.call import KernelCall
 from parity.kernel_table.distance import Distance, measure
+from parity.kernel_table.left_out import NOT_CALLED
 from parity.kernel_table.measure import Outcome
 from parity.report.environment import Environment
+from parity.report.numbers import short
 
-_HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps")
+_HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps", "relative", "GPU µs")
+_TRIAL = "**A trial without a GPU: both sides are the CPU kernels, in two processes. It says nothing about real ones.**"
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Comparison:
     Attributes:
         distances: by the name of a buffer, how far the two are apart, or why that cannot be said.
         why_none: why there are no distances at all, or None.
+        seconds: of the GPU for the call, or None.
     """
 
     call: KernelCall
     distances: dict[str, Distance | str]
     why_none: str | None = None
+    seconds: float | None = None
 
 
 def compare(call: KernelCall, real: Outcome, emulated: Outcome) -> Comparison:
@@ -37,7 +42,7 @@ def compare(call: KernelCall, real: Outcome, emulated: Outcome) -> Comparison:
         if outcome.error is not None:
             return Comparison(call, {}, f"{side}: {outcome.error}")
     names = list(dict.fromkeys([*real.buffers, *emulated.buffers]))
-    return Comparison(call, {name: _distance(name, real, emulated) for name in names})
+    return Comparison(call, {name: _distance(name, real, emulated) for name in names}, seconds=real.seconds)
 
 
 def _distance(name: str, real: Outcome, emulated: Outcome) -> Distance | str:
@@ -71,9 +76,12 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
     }
     parts = [
         "# CPU kernels against TransformerEngine's",
+        *(() if environment.backend == "gpu" else (_TRIAL,)),
         "Made by `parity kernels`: the same inputs for the compiled kernels on the GPU and for the CPU kernels. "
         "*Equal to the bit* is the fraction of elements; *max ulps* counts the numbers of the result's own format from "
-        "one result to the other. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
+        "one result to the other; *relative* is the difference in the Euclidean norm. The time is the GPU's for the "
+        "whole call as the table makes it, a forward pass before its backward one and the casts of quantized operands "
+        "included. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
         "be equal; casts, scales and amaxes of equal inputs are.",
         _markdown([(name, value or "-") for name, value in facts.items()], ("", "")),
     ]
@@ -81,14 +89,19 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
         parts += [f"## {family}", _markdown([row for comparison in group for row in _rows(comparison)], _HEADERS)]
     missing = [(c.call.kernel, c.call.variant, c.why_none) for c in made if c.why_none is not None]
     parts += ["## Not compared", _markdown(missing, ("kernel", "variant", "why")) if missing else "None."]
+    parts += ["## CPU kernels that the table leaves out", _markdown(NOT_CALLED.items(), ("kernel", "why"))]
     return "\n\n".join(parts) + "\n"
 
 
 def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     call = comparison.call
     for name, distance in comparison.distances.items():
-        figures = (distance, "-") if isinstance(distance, str) else (fraction(distance), ulps(distance))
-        yield call.kernel, call.variant, call.shapes, name, *figures
+        if isinstance(distance, str):
+            yield call.kernel, call.variant, call.shapes, name, distance, "-", "-", "-"
+            continue
+        figures = fraction(distance), ulps(distance), short(distance.relative)
+        time = "-" if comparison.seconds is None else f"{1e6 * comparison.seconds:.1f}"
+        yield call.kernel, call.variant, call.shapes, name, *figures, time
 
 
 def fraction(distance: Distance) -> str:

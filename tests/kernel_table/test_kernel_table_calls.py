@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from parity import te
-from parity.cpu import cuda
+from parity.cpu import cuda, extension
 from parity.kernel_table import measure
 from parity.kernel_table.bench import Bench, bench
 from parity.kernel_table.buffers import unpack
 from parity.kernel_table.call import KernelCall
 from parity.kernel_table.catalogue import CALLS, select
+from parity.kernel_table.distance import Distance
+from parity.kernel_table.left_out import NOT_CALLED
 from parity.kernel_table.measure import Outcome
 from parity.kernel_table.table import compare
 from parity.user_error import UserError
@@ -53,6 +57,54 @@ def test_every_call_computes_the_same_twice_and_something_finite(blackwell: te.K
         for name, buffer in first.buffers.items():
             assert buffer.float().isfinite().all(), f"{call.name}: {name}"
             assert buffer.float().abs().max() > 0, f"{call.name}: {name}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_is_made_again_on_its_tape_computes_the_same(blackwell: te.Kernels, family: str) -> None:
+    """As when it is timed: also the calls that write to their inputs."""
+    for call in of_family(family):
+        where = bench(blackwell, seed=1)
+        first = Outcome(unpack(call.run(where)))
+        where.tape.rewind()
+        compared = compare(call, first, Outcome(unpack(call.run(where))))
+        assert all(isinstance(each, Distance) and each.different == 0 for each in compared.distances.values()), (
+            call.name
+        )
+
+
+def test_every_kernel_of_the_cpu_s_is_called_or_left_out_for_a_reason(
+    blackwell: te.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tex = importlib.import_module("transformer_engine_torch")
+    kernels = {name for family in extension.KERNEL_FAMILIES for name in family.__all__}
+    called: set[str] = set()
+    for name in kernels:
+        monkeypatch.setattr(tex, name, noted(name, getattr(tex, name), called))
+    for call in CALLS:
+        call.run(bench(blackwell, seed=0))
+    called.discard("get_num_cublas_streams")  # which TE asks once in a process
+    assert kernels - called == NOT_CALLED.keys()
+
+
+def noted(name: str, kernel: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        called.add(name)
+        return kernel(*arguments, **options)
+
+    return call
+
+
+def test_a_kernel_that_is_off_by_an_ulp_is_seen_to_be(blackwell: te.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernels, one of them made wrong, stand in for the real ones."""
+    tex = importlib.import_module("transformer_engine_torch")
+    right = tex.swap_first_dims
+    call = select("swap_first_dims: BF16")[0]
+    emulated_outcome = measure.make(call, blackwell, seed=0)
+    monkeypatch.setattr(tex, "swap_first_dims", lambda x, out: (right(x).view(torch.int16) + 1).view(torch.bfloat16))
+    (distance,) = compare(call, measure.make(call, blackwell, seed=0), emulated_outcome).distances.values()
+    assert isinstance(distance, Distance)
+    assert (distance.different, distance.max_ulps) == (distance.elements, 1.0)
+    assert 2**-10 < distance.relative < 2**-7
 
 
 def test_another_seed_makes_other_results(blackwell: te.Kernels) -> None:
@@ -107,11 +159,11 @@ def test_unpacked_fp4_codes_are_the_quantized_values_in_their_order(blackwell: t
     torch.testing.assert_close(values * scales * global_scale, quantized.dequantize(dtype=torch.float32))
 
 
-def test_outcomes_outlive_a_process_that_a_kernel_ends(blackwell: te.Kernels, tmp_path: Path) -> None:
+def test_outcomes_outlive_the_process_that_made_them(blackwell: te.Kernels, tmp_path: Path) -> None:
     calls = select("compute_amax")
-    measure.make_all(calls[:2], blackwell, 0, tmp_path)
-    assert all(measure.read(index, tmp_path).buffers for index in range(2))
-    assert measure.read(2, tmp_path).error == "the process ended before or in this call"
+    assert measure.make_all(calls[:2], 1, blackwell, 0, tmp_path)
+    assert measure.read(1, tmp_path).buffers
+    assert [measure.read(index, tmp_path).error for index in (0, 2)] == ["no process came to this call"] * 2
 
 
 def test_a_keyword_in_no_call_is_refused() -> None:

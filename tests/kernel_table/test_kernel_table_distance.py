@@ -84,3 +84,17 @@ def test_empty_tensors_are_equal() -> None:
 def test_tensors_of_other_shape_or_dtype_are_not_compared(other: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="cannot be compared"):
         measure(torch.zeros(2), other)
+
+
+def test_the_relative_distance_is_the_difference_s_norm_over_the_first_tensor_s() -> None:
+    x, y = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
+    assert measure(x, y).relative == pytest.approx(0.1)
+
+
+def test_elements_that_are_not_finite_have_no_part_in_the_relative_distance() -> None:
+    x, y = torch.tensor([3.0, 4.0, math.inf]), torch.tensor([3.0, 4.5, math.nan])
+    assert measure(x, y).relative == pytest.approx(0.1)
+
+
+def test_integers_may_be_names_and_have_no_relative_distance() -> None:
+    assert math.isnan(measure(torch.tensor([1, 2]), torch.tensor([1, 3])).relative)

@@ -1,0 +1,66 @@
+"""Runs a command with a limit of time; it and all that it started are ended at the limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_GRACE = 8.0  # seconds in which a process that was interrupted may write what it has
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        exit_code: None where the limit ended it.
+        seconds: that it ran.
+    """
+
+    exit_code: int | None
+    seconds: float
+
+
+def run(arguments: Sequence[str], limit: float, log: Path, grace: float = _GRACE) -> Ended:
+    """Run Python with these arguments, its output in the log.
+
+    Args:
+        arguments: of Python.
+        limit: seconds after which it is interrupted, as by Ctrl-C.
+        log: a file, written anew.
+        grace: seconds from there until it is killed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            code = None
+            _signal(process, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace)
+        finally:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+    return Ended(code, time.monotonic() - began)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To the process and its children, which are a group since it leads a session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,51 @@
+"""Measures in a process of its own, which a kernel may end; each result is in the record as soon as it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from parity import te
+from parity.report import environment
+from parity.te import Backend, BackendUnavailable
+from parity.throughput import peak, record
+from parity.throughput.clock import clock_of
+from parity.throughput.implementation import Implementation
+from parity.throughput.measure import Plan, measure
+from parity.throughput.workload import Workload
+
+Asked = Backend | Literal["auto"]
+
+
+def begin(backend: Asked, formats: Sequence[str], workloads: int, file: Path) -> str | None:
+    """Write the environment and the device's peaks in these formats; why the backend cannot be had, or None."""
+    try:
+        kernels = te.kernels(backend)
+    except BackendUnavailable as error:
+        return str(error)
+    record.append(file, environment.measure(kernels.backend, [0], workloads))
+    for format in formats:
+        record.append(file, peak.measure(format, kernels.device, clock_of(kernels.device)))
+    return None
+
+
+def measure_one(workload: Workload, chosen: Sequence[Implementation], plan: Plan, backend: Asked, file: Path) -> bool:
+    """Write the workload's rows; whether this process can go on, which it cannot after an error of the GPU."""
+    kernels = te.kernels(backend)
+    for row in measure(workload, chosen, plan, kernels):
+        record.append(file, row)
+        if kernels.backend == "gpu" and not _gpu_works():
+            return False
+    return True
+
+
+def _gpu_works() -> bool:
+    """An illegal access or a failed assertion on the GPU makes every later call of the process fail."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

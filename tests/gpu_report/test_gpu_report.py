@@ -1,0 +1,196 @@
+"""``parity gpu-report``: steps that fail or hang stop no other, and the index says what became of each."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import typer.main
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.cli import app
+from parity.gpu_report import command, index, process, verdicts
+from parity.gpu_report.step import Outcome, Step
+from parity.gpu_report.steps import steps
+from parity.report import environment
+from parity.user_error import UserError
+
+
+def step(name: str, program: str, share: float = 1.0, files: tuple[str, ...] = ()) -> Step:
+    """A step whose verdict is what it wrote into ``NAME.txt``."""
+    return Step(
+        name, "Does it work?", ("-c", program), share, files, lambda folder: (folder / f"{name}.txt").read_text()
+    )
+
+
+def report(folder: Path, *chosen: Step, limit: float = 60.0) -> str:
+    outcomes = [command.make(each, limit, folder) for each in chosen]
+    index.write(folder, chosen, outcomes, environment.measure("cpu", [0], 0), "no GPU")
+    return (folder / "index.md").read_text()
+
+
+def row(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if f"**{name}**" in line)
+
+
+WORKS = "open('{}/good.txt', 'w').write('12 of 12')"
+
+
+def test_a_step_s_verdict_files_and_duration_are_in_the_index(tmp_path: Path) -> None:
+    text = report(tmp_path, step("good", WORKS.format(tmp_path), files=("good.txt", "absent.png")))
+    line = row(text, "good")
+    assert "✅" in line
+    assert "12 of 12" in line
+    assert "[good.txt](good.txt), [logs/good.txt](logs/good.txt)" in line
+    assert "absent" not in line
+    assert json.loads((tmp_path / "steps.jsonl").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "verdict"),
+    [
+        ("print('half'); raise SystemExit(1)", "failed", "half"),
+        ("import os; print('gone', flush=True); os._exit(3)", "broken", "gone"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "broken", "left nothing"),
+        ("pass", "done", "left nothing"),
+    ],
+)
+def test_a_step_that_fails_tells_its_last_words(tmp_path: Path, program: str, status: str, verdict: str) -> None:
+    outcome = command.make(step("bad", program), 60.0, tmp_path)
+    assert outcome.status == status
+    assert verdict in outcome.verdict
+
+
+def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path) -> None:
+    hangs = step("hangs", "import time; print('waiting', flush=True); time.sleep(600)")
+    outcome = command.make(hangs, 1.5, tmp_path)
+    text = report(tmp_path, step("bad", "raise SystemExit(2)"), step("good", WORKS.format(tmp_path)))
+    assert (outcome.status, outcome.exit_code) == ("out of time", None)
+    assert "💥" in row(text, "bad")
+    assert "✅" in row(text, "good")
+    assert "1 of 2 steps done; 1 broken: bad" in text
+
+
+def test_what_a_hanging_process_started_is_ended_with_it(tmp_path: Path) -> None:
+    child = f"import os, time; open('{tmp_path}/child', 'w').write(str(os.getpid())); time.sleep(600)"
+    parent = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    )
+    ended = process.run(("-c", parent), 3.0, tmp_path / "log.txt", grace=0.2)
+    assert ended.exit_code is None
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and is_running(pid):
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended and waits to be collected does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupted_process_may_write_what_it_has(tmp_path: Path) -> None:
+    program = (
+        "import time\ntry:\n    print('begun', flush=True); time.sleep(600)\n"
+        f"except KeyboardInterrupt:\n    open('{tmp_path}/saved', 'w').write('half')"
+    )
+    process.run(("-c", program), 2.0, tmp_path / "log.txt")
+    assert (tmp_path / "saved").read_text() == "half"
+
+
+@given(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=8), st.floats(60.0, 3600.0))
+def test_steps_that_use_all_their_time_together_use_what_there_is(shares: list[float], seconds: float) -> None:
+    chosen = [step(str(i), "", share) for i, share in enumerate(shares)]
+    left = seconds
+    for position in range(len(chosen)):
+        left -= min(left, command.share_of(left, chosen[position:]))
+    assert left < 1e-6 * seconds
+
+
+def test_time_that_a_step_leaves_goes_to_the_next() -> None:
+    chosen = [step("a", "", 1.0), step("b", "", 1.0)]
+    assert command.share_of(100.0, chosen) == 50.0
+    assert command.share_of(90.0, chosen[1:]) == 90.0
+
+
+def test_even_without_time_a_step_is_tried() -> None:
+    assert command.share_of(-3.0, [step("a", "")]) == command.LEAST_SECONDS
+
+
+def test_a_report_without_a_gpu_says_that_nothing_in_it_is_a_gpu_s(tmp_path: Path) -> None:
+    text = report(tmp_path, step("good", WORKS.format(tmp_path)))
+    assert text.startswith("# A trial without a GPU")
+    assert "No real kernels ran: no GPU. Nothing here is a GPU's figure." in text
+
+
+def test_steps_that_are_yet_to_run_are_in_the_index(tmp_path: Path) -> None:
+    machine = environment.measure("cpu", [0], 0)
+    text = index.draw(tmp_path, [step("later", "")], [], machine, "")
+    assert "not run yet" in row(text, "later")
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_step_is_a_command_that_parity_takes(tmp_path: Path, on_gpu: bool, quick: bool) -> None:
+    cli = typer.main.get_command(app)
+    for each in steps(tmp_path, on_gpu, quick, 8.0):
+        if each.command[:2] != ("-m", "parity"):
+            continue
+        name, *arguments = each.command[2:]
+        taken = cli.commands[name]  # type: ignore[attr-defined]
+        taken.make_context(name, list(arguments))
+
+
+def test_on_a_gpu_steps_ask_for_real_kernels_at_every_precision(tmp_path: Path) -> None:
+    by_name = {each.name: each for each in steps(tmp_path, True, False, 8.0)}
+    assert all("cpu" not in each.command for each in by_name.values())
+    assert "-p" not in by_name["suite"].command
+    assert not by_name["suite"].caveat
+
+
+def test_without_a_gpu_steps_say_what_they_lack(tmp_path: Path) -> None:
+    found = steps(tmp_path, False, False, 8.0)
+    assert all("no GPU here" in each.caveat for each in found if each.name != "doctor")
+
+
+def test_an_unknown_step_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no step 'zoo'.*suite"):
+        command.run(tmp_path, 1.0, True, "cpu", ["zoo"])
+
+
+def test_files_of_an_earlier_report_do_not_pass_for_this_one_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old.md").write_text("from an earlier run")
+    monkeypatch.setattr(command, "steps", lambda *_: [step("bad", "raise SystemExit(2)", files=("old.md",))])
+    assert not command.run(tmp_path, 1.0, True, "cpu", [])
+    assert "old.md" not in (tmp_path / "index.md").read_text()
+    assert not (tmp_path / "old.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        (["precision  real", "fp32   yes    yes", "mxfp8   no: needs 10.0    yes"], "on real kernels: fp32"),
+        (["fp32    no: no GPU    yes"], "on real kernels: nothing"),
+        (["Traceback"], "see its log"),
+    ],
+)
+def test_the_doctor_s_verdict_names_the_precisions_on_real_kernels(
+    tmp_path: Path, lines: list[str], verdict: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "doctor.txt").write_text("\n".join(lines))
+    assert verdicts.doctor(tmp_path) == verdict
+
+
+def test_the_summary_tells_how_each_step_ended() -> None:
+    chosen = [step(name, "") for name in ("a", "b", "c")]
+    outcomes = [Outcome(name, status, 10.0, 20.0, 0, "") for name, status in (("a", "done"), ("b", "failed"))]  # type: ignore[arg-type]
+    assert index.summary(chosen, outcomes) == "1 of 3 steps done; 1 failed: b; 20 s in all"
