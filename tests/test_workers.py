@@ -37,10 +37,11 @@ def run(folder: Path, names: list[str], *arguments: str, **environment: str) -> 
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "my_pairs.py").write_text("import parity\n" + "".join(PAIR.format(name=name) for name in names))
     path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "parity.plugin", "my_pairs.py", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest", **environment},
+        env={**outside, "PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest", **environment},
         capture_output=True,
         text=True,
         timeout=240,
