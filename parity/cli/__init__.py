@@ -253,14 +253,22 @@ def zoo(
     bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
     precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, each that this machine runs.")] = "",
     sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="3 for the seeds 0 to 2.")] = 1,
+    seeds: Annotated[
+        str, typer.Option(help="3 for the seeds 0 to 2; 3,1 for 3 of the first size and 1 of the next.")
+    ] = "1",
     workers: Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")] = 1,
     out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/zoo.md"),
 ) -> None:
     """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
     from parity.cli import bug_zoo
 
-    print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), seeds, workers, out)}")
+    print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), _counts(seeds), workers, out)}")
+
+
+def _counts(text: str) -> list[int]:
+    if not all(count.isdecimal() for count in _listed(text)):
+        raise UserError(f"--seeds is {text!r}, but must be one or more counts, separated by commas")
+    return [int(count) for count in _listed(text)]
 
 
 def _listed(text: str) -> list[str]:

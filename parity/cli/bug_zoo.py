@@ -12,14 +12,16 @@ from parity.zoo import catalogue, runner
 from parity.zoo.hosts.case import SIZES
 
 
-def run(pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: int, workers: int, out: Path) -> Path:
+def run(
+    pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: Sequence[int], workers: int, out: Path
+) -> Path:
     """Judge every chosen bug and the right ports of its hosts; what the record beside the report has is kept.
 
     Args:
         pattern: of bugs' names, as a shell's.
         precisions: names; none for each that this machine runs.
         sizes: of ``SIZES``; none for both.
-        seeds: how many, from 0.
+        seeds: how many of each size, from 0, or how many of all.
         workers: processes.
         out: the report, whose record has its name with ``.jsonl``.
 
@@ -27,8 +29,8 @@ def run(pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: in
         The report's path.
 
     Raises:
-        UserError: for an unknown bug, precision or size, if this machine runs none of the precisions, and without
-            matplotlib.
+        UserError: for an unknown bug, precision or size, if seeds and sizes do not match, if this machine runs none of
+            the precisions, and without matplotlib.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("the zoo's plot needs matplotlib: pip install 'te-parity[studies]'")
@@ -40,7 +42,11 @@ def run(pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: in
     if not available:
         raise UserError(f"this machine runs none of {', '.join(asked)}: {left_out[asked[0]]}")
     bugs = catalogue.chosen(pattern)
-    plan = runner.Plan(bugs, runner.hosts_of(bugs), available, tuple(sizes) or SIZES, tuple(range(seeds)))
+    chosen = tuple(sizes) or SIZES
+    if len(seeds) not in (1, len(chosen)) or min(seeds) < 1:
+        raise UserError(f"--seeds must be a count for all sizes or one for each of {', '.join(chosen)}, at least 1")
+    counts = dict(zip(chosen, [*seeds] * len(chosen) if len(seeds) == 1 else seeds, strict=True))
+    plan = runner.Plan(bugs, runner.hosts_of(bugs), available, counts)
     verdicts = runner.run(plan, out.with_suffix(".jsonl"), workers)
     from parity.zoo import report  # draws with matplotlib
 

@@ -84,9 +84,10 @@ def _sections(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], pictu
 def _setting(verdicts: Verdicts, plan: Plan) -> str:
     backend = next((verdict.backend for verdict in verdicts.values() if verdict.status != "error"), "cpu")
     device = gpu_name() if backend == "gpu" else cpu_model()
+    sizes = ", ".join(f"{size} size with {plural(count, 'seed')}" for size, count in plan.seeds.items())
     return (
-        f"{plural(len(plan.bugs), 'bug')} in {plural(len(plan.hosts), 'right port')}, at {', '.join(plan.sizes)} size, "
-        f"{plural(len(plan.seeds), 'seed')}: {len(verdicts)} trials. Kernels: {KERNELS[backend]}; {device}; "
+        f"{plural(len(plan.bugs), 'bug')} in {plural(len(plan.hosts), 'right port')}, at {sizes}: "
+        f"{len(verdicts):,} trials. Kernels: {KERNELS[backend]}; {device}; "
         f"TransformerEngine {te.version()}, torch {torch.__version__}."
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,20 +31,21 @@ class Plan:
         bugs: to plant, each in all of its hosts.
         hosts: right ports to judge as well.
         precisions: of all, where a bug can occur.
-        sizes: ``small``, ``large`` or both.
-        seeds: of weights and inputs.
+        seeds: by size, ``small`` or ``large``, how many seeds of weights and inputs, from 0.
     """
 
     bugs: tuple[Bug, ...]
     hosts: tuple[str, ...]
     precisions: tuple[str, ...]
-    sizes: tuple[str, ...]
-    seeds: tuple[int, ...]
+    seeds: Mapping[str, int]
 
     def trials(self) -> list[Trial]:
         """Right ports first."""
         places = [
-            (size, precision, seed) for seed in self.seeds for size in self.sizes for precision in self.precisions
+            (size, precision, seed)
+            for size, count in self.seeds.items()
+            for seed in range(count)
+            for precision in self.precisions
         ]
         clean = [Trial(CLEAN, host, *place) for place in places for host in self.hosts]
         mistaken = [Trial(bug.name, host, *place) for place in places for bug in self.bugs for host in bug.hosts]

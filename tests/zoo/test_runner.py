@@ -13,7 +13,7 @@ from parity.zoo.trial import CLEAN, Trial, from_json, judge, to_json
 
 def plan(*bugs, precisions=("fp32",)):
     planted = tuple(BUGS[name] for name in bugs)
-    return runner.Plan(planted, runner.hosts_of(planted), precisions, ("small",), (0,))
+    return runner.Plan(planted, runner.hosts_of(planted), precisions, {"small": 1})
 
 
 def verdict(bug, host, precision="fp32"):

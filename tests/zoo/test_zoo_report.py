@@ -44,7 +44,7 @@ VERDICTS = {
     Trial(BUG, HOST, "small", "fp32", 2): verdict(signal=Signal(100.0, 0.1)),
     Trial(BUG, HOST, "small", "bf16", 0): Verdict("error", math.nan, "", (), 0, 0, {}, reason="it raised"),
 }
-PLAN = Plan((BUGS[BUG],), (HOST,), ("fp32", "bf16"), ("small",), (0, 1, 2))
+PLAN = Plan((BUGS[BUG],), (HOST,), ("fp32", "bf16"), {"small": 3})
 
 
 def test_detections_and_false_alarms_are_counted_apart():
@@ -104,6 +104,7 @@ def test_the_command_plants_bugs_and_names_its_report(tmp_path: Path):
     ("options", "message"),
     [
         (["--precisions", "fp9"], "there is no precision 'fp9'; there are fp32"),
+        (["--seeds", "3,1,1"], "--seeds must be a count for all sizes or one for each of small, large, at least 1"),
         (["--sizes", "huge"], "there is no size 'huge'; there are small, large"),
     ],
 )
