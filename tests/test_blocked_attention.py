@@ -62,7 +62,7 @@ def masked(kind: str, heads: int, queries: int, keys: int) -> tuple[list[Tensor]
     return [drawn if kind.startswith("additive") else drawn > 0], {}, {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(MASKS),
     st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),

@@ -126,7 +126,6 @@ _numbers = count()
 # Laws
 
 
-@settings(deadline=None)
 @given(maps(frozenset({"shift", "constant"})), st.integers(0, 99))
 def test_mapping_to_the_candidate_and_back_changes_no_bit(drawn, seed):
     entries, reference, candidate = drawn
@@ -137,7 +136,6 @@ def test_mapping_to_the_candidate_and_back_changes_no_bit(drawn, seed):
     assert_same(weights.to_reference(entries, there, reference), tensors)
 
 
-@settings(deadline=None)
 @given(maps(frozenset({"shift"})), st.integers(0, 99))
 def test_mapping_to_the_reference_and_back_changes_no_bit(drawn, seed):
     entries, reference, candidate = drawn
@@ -147,7 +145,7 @@ def test_mapping_to_the_reference_and_back_changes_no_bit(drawn, seed):
     assert_same(weights.to_candidate(entries, there, candidate), tensors)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(maps(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64]))
 def test_terms_that_only_move_elements_keep_every_dtype(drawn, dtype):
     entries, reference, candidate = drawn
@@ -158,7 +156,6 @@ def test_terms_that_only_move_elements_keep_every_dtype(drawn, dtype):
     assert_same(weights.to_reference(entries, there, reference), tensors)
 
 
-@settings(deadline=None)
 @given(maps(frozenset({"shift", "constant"})), st.integers(0, 99))
 def test_gradients_move_as_autograd_moves_them(drawn, seed):
     entries, reference, candidate = drawn
@@ -172,7 +169,6 @@ def test_gradients_move_as_autograd_moves_them(drawn, seed):
     assert_same(moved, {name: tensor.grad for name, tensor in tensors.items()})
 
 
-@settings(deadline=None)
 @given(maps(frozenset({"shift"})), st.integers(0, 99))
 def test_inner_products_of_weights_and_gradients_are_kept(drawn, seed):
     entries, reference, candidate = drawn
@@ -182,7 +178,6 @@ def test_inner_products_of_weights_and_gradients_are_kept(drawn, seed):
     assert inner(tensors, moved_gradients) == inner(moved_weights, gradients)
 
 
-@settings(deadline=None)
 @given(st.floats(2.0**-29, 2.0**52, width=32), st.sampled_from([-1.0, 1.0]))
 def test_a_shift_in_fp64_is_exact_for_fp32_values_down_to_its_stated_limit(magnitude, sign):
     value = torch.tensor([sign * magnitude], dtype=torch.float64)

@@ -88,7 +88,7 @@ def fp32_scale(name: str, x: Tensor, gradient: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problem=problems)
 def test_activation_is_its_definition_rounded_once(name: str, problem: tuple) -> None:
     x, _ = draw(problem, name)
@@ -99,7 +99,7 @@ def test_activation_is_its_definition_rounded_once(name: str, problem: tuple) ->
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problem=problems)
 def test_gradient_is_that_of_the_definition_rounded_once(name: str, problem: tuple) -> None:
     x, gradient = draw(problem, name)

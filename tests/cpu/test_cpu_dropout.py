@@ -22,7 +22,7 @@ def bits(mask: Tensor) -> list[bool]:
     return [bool(byte >> place & 1) for byte in mask.tolist() for place in range(8)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([BF16, FP16]), probabilities, st.integers(1, 8), st.integers(0, 2**31))
 def test_kept_entries_are_scaled_and_the_others_zero_as_the_mask_says(
     dtype: torch.dtype, probability: float, chunks: int, seed: int

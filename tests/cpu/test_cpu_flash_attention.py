@@ -38,7 +38,7 @@ def in_band(band: Band, queries: int, keys: int) -> Tensor:
     return oracle.visible(queries, keys, band.left, band.right, offset)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bands, st.integers(1, 30), st.integers(1, 30), st.data())
 def test_a_block_sees_exactly_the_keys_of_the_band(band: Band, queries: int, keys: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, queries - 1))
@@ -52,7 +52,7 @@ def test_a_block_sees_exactly_the_keys_of_the_band(band: Band, queries: int, key
     assert torch.equal(seen, in_band(band, queries, keys)[0, 0, rows.start : rows.stop])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([BF16, FP16]),
     bands,

@@ -39,7 +39,7 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
     assert ((actual.double() - exact).abs() <= bound * (1 + 2.0**-10) + FP32_SUM * (1 + exact.abs().amax())).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.builds(Band, sides, sides, st.booleans()),
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,6 @@ def test_a_nan_has_no_sign() -> None:
     assert float4.encode(torch.tensor([-math.nan]).copysign(torch.tensor(-1.0))).item() == 7
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
 def test_encode_rounds_as_ml_dtypes_does(numbers: list[float]) -> None:
     values = torch.tensor(numbers)

@@ -140,7 +140,7 @@ def test_grouped_gemm_applies_gelu_and_hands_back_its_input() -> None:
 rows = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows, st.sampled_from([FP32, BF16, torch.uint8]))
 def test_padding_puts_zeros_after_each_part_and_unpadding_takes_them_away(
     parts: list[tuple[int, int]], dtype: torch.dtype

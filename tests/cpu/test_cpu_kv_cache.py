@@ -26,7 +26,7 @@ def cumulative(values: list[int], extra: int = 0) -> Tensor:
     return torch.cat([total, total[-1:].expand(extra)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.integers(0, 2))
 def test_packed_sequences_survive_padding_and_packing_again(sizes: list[int], extra: int) -> None:
     packed = torch.randn(sum(sizes) + extra, HEADS, FEATURES)
@@ -43,7 +43,7 @@ def test_packed_sequences_survive_padding_and_packing_again(sizes: list[int], ex
 steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=3)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(steps, st.sampled_from(["bshd", "sbhd", "thd"]), st.booleans(), st.integers(0, 2**31))
 def test_new_tokens_follow_the_cached_ones(
     sizes: list[tuple[int, int]], qkv_format: str, is_paged: bool, seed: int

@@ -155,7 +155,7 @@ def test_an_index_map_sorts_by_expert_and_drops_the_last_rows(
     torch.testing.assert_close(grad_of(probs).double(), probs64.grad, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31))
 def test_unpermuting_without_probabilities_multiplies_by_the_number_of_choices(
     tokens: int, top_k: int, seed: int
@@ -171,7 +171,7 @@ def test_unpermuting_without_probabilities_multiplies_by_the_number_of_choices(
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, st.randoms())
 def test_chunks_change_places_and_gradients_change_back(split_sizes: list[int], random: object) -> None:
     if not sum(split_sizes):

@@ -49,7 +49,7 @@ def terms(x: Tensor, gamma: Tensor, zero_centered: bool) -> Tensor:
     return depth * (1 + x.double().abs().amax(-1, keepdim=True) / spread) * (1 + (gamma.double() + zero_centered).abs())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_layernorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
     x, gamma, beta, _, zero_centered = draw(problem)
@@ -61,7 +61,7 @@ def test_layernorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
     assert mu.shape == rsigma.shape == x.shape[:1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_rmsnorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
     x, gamma, _, _, zero_centered = draw(problem)
@@ -73,7 +73,7 @@ def test_rmsnorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
     assert_rounded_once(z, exact, terms(x, gamma, zero_centered))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems, st.booleans())
 def test_gradients_are_those_of_fp64_autograd_rounded_once(problem: tuple, center: bool) -> None:
     x, gamma, beta, dz, zero_centered = draw(problem)

@@ -85,7 +85,7 @@ def test_columns_are_quantized_after_a_hadamard_transform(te_module: ModuleType,
     assert_equal_to_reference(tensor, nvfp4_reference.quantizer(**options).quantize(values))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=16, max_size=64), st.integers(-150, 60))
 def test_any_values_equal_the_reference(numbers: list[float], exponent: int) -> None:
     values = torch.tensor(numbers).resize_(len(numbers) // 16, 16).repeat_interleave(16, 0) * 2.0**exponent

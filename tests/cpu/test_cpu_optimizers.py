@@ -193,7 +193,7 @@ def test_fp8_parameters_are_casts_of_their_master_weights() -> None:
 lists_of_tensors = st.lists(st.lists(st.integers(0, 6), max_size=2), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lists_of_tensors, st.sampled_from([FP32, BF16, FP16]))
 def test_norm_of_a_list_is_that_of_its_tensors_laid_end_to_end(shapes: list[list[int]], dtype: torch.dtype) -> None:
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]

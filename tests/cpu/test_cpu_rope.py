@@ -54,7 +54,7 @@ def draw(problem: tuple, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     return x.to(dtype), angles(length, rotary, interleaved), interleaved
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems, st.sampled_from(DTYPES))
 def test_rope_multiplies_pairs_by_a_unit_complex_number_and_rounds_once(problem: tuple, dtype: torch.dtype) -> None:
     x, freqs, interleaved = draw(problem, dtype)
@@ -66,14 +66,14 @@ def test_rope_multiplies_pairs_by_a_unit_complex_number_and_rounds_once(problem:
     assert ((actual.double() - exact).abs() <= bound).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_rope_backward_is_the_inverse_rotation(problem: tuple) -> None:
     x, freqs, interleaved = draw(problem)
     torch.testing.assert_close(rotate_back(rotate(x, freqs, interleaved), freqs, interleaved), x, rtol=0, atol=2e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_rope_backward_is_the_transpose_even_if_the_angles_of_a_pair_differ(problem: tuple) -> None:
     x, freqs, interleaved = draw(problem)
@@ -84,7 +84,7 @@ def test_rope_backward_is_the_transpose_even_if_the_angles_of_a_pair_differ(prob
     torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.booleans())
 def test_attention_scores_depend_on_the_distance_of_two_tokens_only(
     query: int, key: int, shift: int, interleaved: bool

@@ -204,7 +204,7 @@ def warp_choice(row: list[float], taken: set[int]) -> int:
     return lanes[0][1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 90), st.integers(1, 15), st.integers(0, 2**31))
 def test_of_equal_scores_the_one_that_the_warp_meets_first_is_chosen(columns: int, k: int, seed: int) -> None:
     k = min(k, columns)
@@ -215,7 +215,7 @@ def test_of_equal_scores_the_one_that_the_warp_meets_first_is_chosen(columns: in
     assert selection.largest(scores, k, radix=False)[0].tolist() == taken
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 2**31))
 def test_radix_selection_chooses_the_lowest_of_equal_columns_and_puts_the_smallest_last(
     columns: int, k: int, seed: int

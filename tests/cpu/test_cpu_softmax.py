@@ -57,7 +57,7 @@ def causal(queries: int, keys: int, offset: int) -> Tensor:
     return torch.arange(keys) > torch.arange(queries)[:, None] + offset
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_softmax_is_the_fp64_softmax_rounded_once(problem: tuple) -> None:
     scores, scale, _ = draw(problem)
@@ -66,7 +66,7 @@ def test_softmax_is_the_fp64_softmax_rounded_once(problem: tuple) -> None:
     assert_rounded_once(actual, fp64_softmax(scores, scale), 8 * EPS32 * largest(scores, scale))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems, st.booleans(), st.booleans())
 def test_masked_scores_get_exactly_zero_and_the_others_share_one(
     problem: tuple, one_mask: bool, as_bytes: bool
@@ -83,7 +83,7 @@ def test_masked_scores_get_exactly_zero_and_the_others_share_one(
     torch.testing.assert_close(sums, attends.double(), rtol=0, atol=torch.finfo(scores.dtype).eps)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_upper_triangular_softmax_sees_no_future_key(problem: tuple) -> None:
     scores, scale, _ = draw(problem)
@@ -95,7 +95,7 @@ def test_upper_triangular_softmax_sees_no_future_key(problem: tuple) -> None:
     assert_rounded_once(actual, fp64_softmax(scores, scale, future), 8 * EPS32 * largest(scores, scale))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_aligned_causal_softmax_lets_the_last_query_see_all_keys(problem: tuple) -> None:
     scores, scale, _ = draw(problem)
@@ -144,7 +144,7 @@ BACKWARDS = {
 
 
 @pytest.mark.parametrize(("name", "dimensions"), BACKWARDS.items())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problem=problems)
 def test_backward_is_fp64_autograd_rounded_once_and_leaves_its_arguments(
     name: str, dimensions: int, problem: tuple

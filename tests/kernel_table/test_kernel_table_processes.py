@@ -38,7 +38,7 @@ def processes(folder: Path, fatal: set[int], poisonous: set[int], begun: list[in
 calls = st.sets(st.integers(0, COUNT - 1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(calls, calls)
 def test_a_kernel_that_ends_its_process_loses_no_outcome_but_its_own(
     tmp_path_factory: pytest.TempPathFactory, fatal: set[int], poisonous: set[int]

@@ -46,7 +46,7 @@ def random(queries: int, keys: int, features: int = 8, seed: int = 0) -> tuple[T
     return query, key, value
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     queries=st.integers(1, 40),
     more_keys=st.integers(0, 20),
