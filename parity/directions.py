@@ -16,6 +16,7 @@ from torch import Tensor
 from parity.diagnosis import Hypothesis, subtle_hypotheses
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import outputs_under
+from parity.errors import max_abs
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.statistics import Statistic, component, has_component
@@ -32,7 +33,7 @@ class Direction:
 
     Attributes:
         mistake: the hypothesis.
-        changes: by output, golden under the hypothesis minus golden, FP64.
+        changes: golden under the hypothesis minus golden, FP64; by output, those that it changes.
     """
 
     mistake: Hypothesis
@@ -48,7 +49,8 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
         if outputs is None:
             continue
         changes = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
-        if any(change.any() for change in changes.values()):
+        changes = {name: change for name, change in changes.items() if max_abs(change)}
+        if changes:
             found.append(Direction(mistake, changes))
     return tuple(found)
 
@@ -69,7 +71,7 @@ def resemblance(
         expected_norm: of the error.
         known: all directions.
     """
-    along = [direction for direction in known if has_component(direction.changes[output])]
+    along = [d for d in known if output in d.changes and has_component(d.changes[output])]
     if not along:
         return None
     components = [component(error, model_errors, d.changes[output], golden, expected_norm) for d in along]
