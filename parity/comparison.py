@@ -135,6 +135,7 @@ def compare_at(
         return result(status="error", reason=str(error))
     except Exception as error:
         prepare.cache_clear()
+        run_model.cache_clear()
         reason = f"{step} raised {type(error).__name__}: {error}"
         return result(status="error", reason=reason, device_error=classify(error))
     golden, known = answerable(golden_tensors(prepared), models), directions(prepared)

@@ -13,8 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from parity.diagnosis import Hypothesis, subtle_hypotheses
+from parity.diagnosis import Hypothesis, subtle_hypotheses, trace_of
 from parity.diagnosis.codes import CODES
+from parity.diagnosis.products import Products
 from parity.diagnosis.trial import outputs_under
 from parity.errors import max_abs
 from parity.prepare import Prepared
@@ -44,8 +45,12 @@ class Direction:
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
     found = []
-    for mistake in subtle_hypotheses(prepared):
-        outputs = outputs_under(prepared, (mistake,), torch.float64)
+    products = Products()
+    with products.recorded():
+        trace = trace_of(prepared)
+    for mistake in subtle_hypotheses(prepared, trace):
+        with products.reused():
+            outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
         changes = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
