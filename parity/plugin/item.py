@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from parity.validate import CheckedSize
 
 
+_MARKS = pytest.StashKey[set[str]]()
+
+
 class ParityError(Exception):
     """An item has a result that did not pass; the text says all that there is to say."""
 
@@ -58,7 +61,7 @@ class ParityItem(pytest.Item):
         self.kernels, self.options = kernels, options
         self.results: list[Result] = []
         for mark in ("parity", precision.name, *case.marks):
-            self.config.addinivalue_line("markers", f"{mark}: items of parity")
+            _register(self.config, mark)
             self.add_marker(mark)
 
     @property
@@ -175,6 +178,14 @@ class ParityItem(pytest.Item):
             return self.path.relative_to(self.config.invocation_params.dir).as_posix()
         except ValueError:
             return self.nodeid.split("::")[0]
+
+
+def _register(config: pytest.Config, mark: str) -> None:
+    """Tells pytest of a mark, once: it keeps every line that it is told."""
+    known = config.stash.setdefault(_MARKS, set())
+    if mark not in known:
+        known.add(mark)
+        config.addinivalue_line("markers", f"{mark}: items of parity")
 
 
 class BrokenCase(pytest.Collector):
