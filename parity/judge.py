@@ -10,10 +10,10 @@ from torch import Tensor
 
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
-from parity.errors import Errors, difference, in_fp64, measure
+from parity.errors import difference, in_fp64, measure
 from parity.passes import Tensors
 from parity.precision import Precision
-from parity.result import Check, Kind, TensorResult
+from parity.result import Check, Errors, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
 
 
