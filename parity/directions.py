@@ -6,6 +6,7 @@ direction averages the noise of all elements out, so a mistake shows that is far
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +45,7 @@ class Direction:
 @lru_cache(maxsize=2)
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
-    found = []
+    began, found = time.process_time(), []
     products = Products()
     with products.recorded():
         trace = trace_of(prepared)
@@ -57,6 +58,7 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
         changes = {name: change for name, change in changes.items() if max_abs(change)}
         if changes:
             found.append(Direction(mistake, changes))
+    prepared.spent["directions"] = time.process_time() - began
     return tuple(found)
 
 

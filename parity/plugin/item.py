@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from parity.attention_backend import AttentionBackend
     from parity.calibration.table import Table
     from parity.case import Case
-    from parity.device_errors import DeviceError
+    from parity.result import DeviceError
     from parity.precision import Precision
     from parity.result import Result
     from parity.te import Kernels

@@ -16,7 +16,9 @@ from parity.report.items import WORST_FIRST, Item, in_order
 from parity.report.record import Record
 from parity.result import Result, Status
 
-MOST_RESULTS = 2_000
+MOST_RESULTS = 1_000
+# Beyond these, so that not every new item leads to a cut.
+_SLACK = MOST_RESULTS // 8
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Digest:
         cell.items[first.item] = item = Item(tuple(sorted(together, key=lambda result: result.seed)))
         self.counts[item.status] += 1
         self._results += len(results)
-        if self._results > 2 * MOST_RESULTS:
+        if self._results > MOST_RESULTS + _SLACK:
             self._cut()
 
     @property
