@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from parity.attention_backend import AttentionBackend
     from parity.calibration.table import Table
     from parity.case import Case
-    from parity.result import DeviceError
     from parity.precision import Precision
-    from parity.result import Result
+    from parity.result import DeviceError, Result
     from parity.te import Kernels
     from parity.validate import CheckedSize
 
