@@ -1,89 +1,102 @@
 """What a calibrated check costs next to one with a fixed tolerance.
 
-    python benchmarks/calibrated_checks.py [FILE...] [--repeats 3]
+    python benchmarks/calibrated_checks.py [CASE...] [--out benchmarks/results/calibrated_checks.json]
 
-The plain check takes the passes that any check against an expected error needs, golden, the rounding model once, the
-candidate, and measures every tensor's error. The calibrated one is parity's own: two rounding models, seven statistics
-with limits from the packaged table, probing inputs, matched filters. All precisions that run here, golden shared by
-those of one dtype in both; all cases by default.
+The fixed tolerance takes the passes that any check against an expected error needs, golden, the rounding model once,
+the candidate, on the drawn and on the probing inputs, and measures every tensor's error. What comes on top is shown
+step by step: calibration adds the second rounding model and seven statistics with limits from the packaged table; the
+matched filters add a pass for each subtle mistake. Golden is shared by the precisions of one dtype in all of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import platform
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from tabulate import tabulate
+from measuring import Measure, machine, parser, processor_seconds, report
+from suite_cases import cases, forget, precisions
 
-from parity import registry, te
+from parity import te
 from parity.calibration.table import packaged
 from parity.case import Case
-from parity.cli import suite
 from parity.comparison import compare_at
-from parity.directions import directions
 from parity.errors import measure
+from parity.judge import judge
+from parity.judgeable import answerable
 from parity.passes import golden_tensors, run_candidate, run_model
-from parity.precision import PRECISIONS, Precision, why_unavailable
+from parity.precision import Precision
 from parity.prepare import prepare
-from parity.rounding import FUSED
+from parity.rounding import FUSED, UNFUSED
 from parity.te import Kernels
-from parity.validate import CheckedSize, check_case
+from parity.validate import CheckedSize
+
+Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
 
 
-def plain_check(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """Golden, expected and actual errors of every tensor."""
+def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
+    """Expected and actual errors of every tensor."""
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     model = run_model(prepared, precision.rounding, FUSED)
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
-    for key, truth in golden_tensors(prepared).items():
+    for key, truth in answerable(golden_tensors(prepared), [model]).items():
         measure(candidate[key], truth, precision.dtype)
         measure(model[key], truth, precision.dtype)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Of one call, from cold caches."""
-    prepare.cache_clear()
-    directions.cache_clear()
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
+    """All that is judged by limits, but the components along known mistakes."""
+    prepared = prepare(case, checked, precision.dtype, 0, kernels)
+    models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+    candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
+    judge(answerable(golden_tensors(prepared), models), models, candidate, precision, packaged(), ())
+
+
+def whole(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
+    """A comparison as a run makes it."""
+    compare_at(case, checked, precision, 0, kernels, packaged())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="files of pairs; the built-in ones by default")
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("cases", nargs="*")
+    made.add_argument("--repeats", type=int, default=3)
+    arguments = made.parse_args()
+    torch.set_num_threads(1)
     kernels = te.kernels()
-    precisions = [precision for precision in PRECISIONS.values() if why_unavailable(precision, kernels) is None]
-    rows, totals = [], [0.0, 0.0]
-    for file in suite.files(arguments.files):
-        for case in registry.load_file(Path(file)):
-            plain_case = dataclasses.replace(case, probe=False)
-            for checked in check_case(case, kernels.te):
+    checks: tuple[Check, ...] = (fixed, calibrated, whole)
+    rows, totals = [], [0.0] * len(checks)
+    for case, checked in cases(arguments.cases, kernels):
 
-                def calibrated(case=case, checked=checked) -> None:
-                    for precision in precisions:
-                        compare_at(case, checked, precision, 0, kernels, packaged())
+        def all_precisions(check: Check, case=case, checked=checked) -> None:
+            for precision in precisions(case, kernels):
+                check(case, checked, precision, kernels)
 
-                def plain(case=plain_case, checked=checked) -> None:
-                    for precision in precisions:
-                        plain_check(case, checked, precision, kernels)
-
-                best = [min(seconds(work) for _ in range(arguments.repeats)) for work in (calibrated, plain)]
-                rows.append((case.name, checked.label, *(f"{time:.3f}" for time in best), f"{best[0] / best[1]:.2f}"))
-                totals = [total + time for total, time in zip(totals, best, strict=True)]
-    rows.append(("all", "", *(f"{time:.3f}" for time in totals), f"{totals[0] / totals[1]:.2f}"))
-    print(tabulate(rows, ["case", "size", "calibrated (s)", "plain (s)", "ratio"], disable_numparse=True))
-    print(
-        f"\n{kernels.backend} kernels, TransformerEngine {te.version()}, torch {torch.__version__}, "
-        f"{platform.machine()}, {torch.get_num_threads()} threads"
+        times: list[list[float]] = [[] for _ in checks]
+        for _ in range(arguments.repeats):
+            for check, seconds in zip(checks, times, strict=True):
+                forget()
+                seconds.append(processor_seconds(lambda check=check: all_precisions(check)))
+        best = [min(seconds) for seconds in times]
+        totals = [total + seconds for total, seconds in zip(totals, best, strict=True)]
+        rows.append(_row(case.name, checked.label, best))
+    rows.append(_row("all", "", totals))
+    report(
+        __doc__,
+        [
+            Measure("calibrated over fixed tolerance", totals[1] / totals[0], 1.5),
+            Measure("calibrated, with matched filters, over fixed tolerance", totals[2] / totals[0]),
+        ],
+        ("case", "size", "fixed (s)", "calibrated (s)", "ratio", "with matched filters (s)", "ratio"),
+        rows,
+        arguments.out,
+        machine(torch.get_num_threads(), kernels.backend),
     )
+
+
+def _row(name: str, size: str, seconds: list[float]) -> tuple[str, ...]:
+    plain, judged, filtered = seconds
+    ratios = (f"{judged / plain:.2f}", f"{filtered / plain:.2f}")
+    return name, size, f"{plain:.2f}", f"{judged:.2f}", ratios[0], f"{filtered:.2f}", ratios[1]
 
 
 if __name__ == "__main__":

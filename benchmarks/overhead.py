@@ -1,100 +1,149 @@
 """How much longer a run takes than the bare forward and backward passes that it needs.
 
-    python benchmarks/overhead.py [FILE...]
+    python benchmarks/overhead.py [CASE...] [--out benchmarks/results/overhead.json]
 
-A comparison needs, for each dtype, the reference in FP64, and for each precision the reference in FP32 (for the
-expected error) and the TE module as often as its recipe asks. This prints the time of whole comparisons over the time
-of those passes alone, on built modules and ready inputs, both measured in this process. One seed, all precisions that
-run here, all cases by default.
+The passes of a comparison, each of which is run here on built modules and ready inputs, with nothing around it: no
+rounding, no judging:
+
+* golden, once a dtype: forward and backward in FP64, and forward on the probing inputs;
+* what each subtle mistake would change, once a dtype: forward in FP64, as often as there are mistakes;
+* the rounding model, twice a way of rounding: forward and backward in FP32, and forward on the probing inputs;
+* the candidate, as often as the recipe asks: forward and backward, and forward on the probing inputs.
+
+Besides, the ratio to the three without which there is no check at all is shown: golden, one model, the candidate. One
+seed, all precisions that run here, all built-in cases whose names contain one of those given.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections import Counter
 
 import torch
-from tabulate import tabulate
+from measuring import Measure, machine, parser, processor_seconds, report
+from suite_cases import cases, forget, precisions
 
-from parity import registry, te
+from parity import te
 from parity.calibration.table import packaged
-from parity.cli import suite
+from parity.case import Case
 from parity.comparison import compare_at
-from parity.execute import run
-from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import build, cast, prepare
-from parity.validate import check_case
+from parity.directions import directions
+from parity.execute import outputs_of, run
+from parity.precision import Precision
+from parity.prepare import Prepared, build, cast, prepare
+from parity.te import Kernels
+from parity.validate import CheckedSize
+
+NECESSARY = ("golden", "model", "candidate")
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def bare_passes(case, checked, kernels, precisions: list[Precision]) -> float:
-    """Time of the passes alone; building, copying, rounding and judging are left out."""
-    total = 0.0
-    dtypes_seen = set()
-    for precision in precisions:
+def bare_passes(case: Case, checked: CheckedSize, kernels: Kernels) -> Counter[str]:
+    """Seconds of the passes by kind; those of ``NECESSARY`` first."""
+    seconds: Counter[str] = Counter()
+    dtypes, roundings = set(), set()
+    for precision in precisions(case, kernels):
         prepared = prepare(case, checked, precision.dtype, 0, kernels)
+        if precision.dtype not in dtypes:
+            dtypes.add(precision.dtype)
+            mistakes = len(directions(prepared))
+            prepared.reference.double()
+            both, forward, probing = _reference_passes(prepared, torch.float64)
+            seconds += Counter({"golden": both, "golden, probing": probing, "mistakes": mistakes * forward})
+        if precision.rounding not in roundings:
+            roundings.add(precision.rounding)
+            prepared.reference.float()
+            both, _, probing = _reference_passes(prepared, torch.float32)
+            seconds += Counter({"model": both, "second model": both, "models, probing": 2 * probing})
+        both, probing = _candidate_passes(case, checked, prepared, precision, kernels)
+        seconds += Counter({"candidate": both, "candidate, probing": probing})
+    return seconds
 
-        def cotangents(outputs, prepared=prepared):
-            return {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()}
 
-        if precision.dtype not in dtypes_seen:
-            dtypes_seen.add(precision.dtype)
-            module = prepared.reference.double()
-            inputs = cast(prepared.inputs, torch.float64)
-            total += seconds(lambda m=module, x=inputs, p=prepared, c=cotangents: run(m, p.call, x, p.input_names, c))
-        module = prepared.reference.float()
-        inputs = cast(prepared.inputs, torch.float32)
-        total += seconds(lambda m=module, x=inputs, p=prepared, c=cotangents: run(m, p.call, x, p.input_names, c))
-        pair = build(case, checked, 0, kernels)
-        candidate = pair.candidate.to(precision.dtype)
+def _reference_passes(prepared: Prepared, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Seconds of forward and backward, of forward alone, and of forward on the probing inputs."""
+    inputs, module = cast(prepared.inputs, dtype), prepared.reference
+
+    def cotangents(outputs):
+        return {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()}
+
+    def forward(of):
+        with torch.no_grad():
+            outputs_of(module, prepared.call, of)
+
+    both = processor_seconds(lambda: run(module, prepared.call, inputs, prepared.input_names, cotangents))
+    alone = processor_seconds(lambda: forward(inputs))
+    if not prepared.probed:
+        return both, alone, 0.0
+    probe = cast(prepared.probe, dtype)
+    return both, alone, processor_seconds(lambda: forward(probe))
+
+
+def _candidate_passes(
+    case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, kernels: Kernels
+) -> tuple[float, float]:
+    """Seconds of forward and backward, and of forward on the probing inputs, as often as the recipe asks."""
+    pair = build(case, checked, 0, kernels)
+    candidate = pair.candidate.to(precision.dtype)
+
+    def cotangents(outputs):
+        return {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()}
+
+    def both():
         for _ in range(1 + precision.warmup_passes):
-            total += seconds(
-                lambda p=prepared, c=cotangents, pair=pair, m=candidate, precision=precision: run(
-                    m, pair.call_candidate, p.inputs, p.input_names, c, precision.autocast(kernels)
-                )
-            )
-    return total
+            context = precision.autocast(kernels)
+            run(candidate, pair.call_candidate, prepared.inputs, prepared.input_names, cotangents, context)
+
+    def forward():
+        for _ in range(1 + precision.warmup_passes):
+            with precision.autocast(kernels):
+                outputs_of(candidate, pair.call_candidate, prepared.probe)
+
+    return processor_seconds(both), processor_seconds(forward) if prepared.probed else 0.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="files of pairs; the built-in ones by default")
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("cases", nargs="*")
+    made.add_argument("--repeats", type=int, default=3)
+    arguments = made.parse_args()
+    torch.set_num_threads(1)
     kernels = te.kernels()
-    precisions = [precision for precision in PRECISIONS.values() if why_unavailable(precision, kernels) is None]
-    rows, total, total_bare = [], 0.0, 0.0
-    for file in suite.files(arguments.files):
-        for case in registry.load_file(Path(file)):
-            for checked in check_case(case, kernels.te):
-                whole = bare = float("inf")
-                for _ in range(arguments.repeats):
-                    bare = min(bare, bare_passes(case, checked, kernels, precisions))
-                    prepare.cache_clear()
-                    whole = min(
-                        whole,
-                        seconds(
-                            lambda case=case, checked=checked: [
-                                compare_at(case, checked, precision, 0, kernels, packaged()) for precision in precisions
-                            ]
-                        ),
-                    )
-                rows.append((case.name, checked.label, f"{whole:.3f}", f"{bare:.3f}", f"{whole / bare:.2f}"))
-                total, total_bare = total + whole, total_bare + bare
-    rows.append(("all", "", f"{total:.3f}", f"{total_bare:.3f}", f"{total / total_bare:.2f}"))
-    print(tabulate(rows, ["case", "size", "run (s)", "bare passes (s)", "ratio"], disable_numparse=True))
-    print(
-        f"\n{kernels.backend} kernels, TransformerEngine {te.version()}, torch {torch.__version__}, "
-        f"{platform.machine()}, {torch.get_num_threads()} threads"
+    rows, totals = [], [0.0, 0.0, 0.0]
+    kinds: Counter[str] = Counter()
+    for case, checked in cases(arguments.cases, kernels):
+
+        def whole(case=case, checked=checked) -> None:
+            for precision in precisions(case, kernels):
+                compare_at(case, checked, precision, 0, kernels, packaged())
+
+        times, passes = [], []
+        for _ in range(arguments.repeats):
+            forget()
+            times.append(processor_seconds(whole))
+            passes.append(bare_passes(case, checked, kernels))
+        best = Counter({kind: min(one[kind] for one in passes) for kind in passes[0]})
+        bare, necessary = best.total(), sum(best[kind] for kind in NECESSARY)
+        kinds += best
+        figures = (min(times), bare, necessary)
+        totals = [total + figure for total, figure in zip(totals, figures, strict=True)]
+        rows.append(_row(case.name, checked.label, *figures))
+    rows.append(_row("all", "", *totals))
+    rows += [(f"of these passes: {kind}", "", "", f"{seconds:.2f}", "", "", "") for kind, seconds in kinds.items()]
+    run_seconds, bare, necessary = totals
+    report(
+        __doc__,
+        [
+            Measure("whole run over the bare passes that it takes", run_seconds / bare, 1.25),
+            Measure("whole run over golden, one model and the candidate alone", run_seconds / necessary),
+        ],
+        ("case", "size", "run (s)", "passes (s)", "ratio", "golden, model, candidate (s)", "ratio"),
+        rows,
+        arguments.out,
+        machine(torch.get_num_threads(), kernels.backend),
     )
+
+
+def _row(name: str, size: str, run: float, bare: float, necessary: float) -> tuple[str, ...]:
+    return name, size, f"{run:.2f}", f"{bare:.2f}", f"{run / bare:.2f}", f"{necessary:.2f}", f"{run / necessary:.2f}"
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
-DeviceError = Literal["", "out of memory", "broken"]
+from parity.result import DeviceError
 
 # PyTorch's CPU allocator, cuBLAS, and the texts of cudaErrorMemoryAllocation and CUDNN_STATUS_ALLOC_FAILED.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_ALLOC_FAILED", re.IGNORECASE)

@@ -6,6 +6,7 @@ direction averages the noise of all elements out, so a mistake shows that is far
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,9 +14,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from parity.diagnosis import Hypothesis, subtle_hypotheses
+from parity.diagnosis import Hypothesis, subtle_hypotheses, trace_of
 from parity.diagnosis.codes import CODES
+from parity.diagnosis.products import Products
 from parity.diagnosis.trial import outputs_under
+from parity.errors import max_abs
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.statistics import Statistic, component, has_component
@@ -32,7 +35,7 @@ class Direction:
 
     Attributes:
         mistake: the hypothesis.
-        changes: by output, golden under the hypothesis minus golden, FP64.
+        changes: golden under the hypothesis minus golden, FP64; by output, those that it changes.
     """
 
     mistake: Hypothesis
@@ -42,14 +45,20 @@ class Direction:
 @lru_cache(maxsize=2)
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
-    found = []
-    for mistake in subtle_hypotheses(prepared):
-        outputs = outputs_under(prepared, (mistake,), torch.float64)
+    began, found = time.process_time(), []
+    products = Products()
+    with products.recorded():
+        trace = trace_of(prepared)
+    for mistake in subtle_hypotheses(prepared, trace):
+        with products.reused():
+            outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
         changes = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
-        if any(change.any() for change in changes.values()):
+        changes = {name: change for name, change in changes.items() if max_abs(change)}
+        if changes:
             found.append(Direction(mistake, changes))
+    prepared.spent["directions"] = time.process_time() - began
     return tuple(found)
 
 
@@ -69,7 +78,7 @@ def resemblance(
         expected_norm: of the error.
         known: all directions.
     """
-    along = [direction for direction in known if has_component(direction.changes[output])]
+    along = [d for d in known if output in d.changes and has_component(d.changes[output])]
     if not along:
         return None
     components = [component(error, model_errors, d.changes[output], golden, expected_norm) for d in along]

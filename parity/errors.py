@@ -8,44 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Errors:
-    """How far a tensor is from its golden value.
-
-    Attributes:
-        relative_l2: ``|x - golden| / |golden|`` in the Euclidean norm; infinite if only the golden value is all zero.
-        max_abs: the largest ``|x - golden|``, in the tensor's own units.
-        max_ulps: the largest distance in units in the last place of the compared dtype, at golden's magnitude.
-        cosine: the cosine of the angle between the two, as flat vectors; 1 if both are all zero.
-        sqnr_db: signal to quantization noise ratio, ``-20 log10(relative_l2)``; infinite if there is no error.
-        golden_rms: root mean square of the measured golden elements, which gives ``max_abs`` a scale.
-        nans: NaNs in the computed tensor where the golden value is finite.
-        infs: infinities in the computed tensor where the golden value is finite.
-        golden_non_finite: elements whose golden value is NaN or infinite.
-        first_non_finite: index of the first NaN or infinity that is counted above, in ``x`` or else in golden.
-    """
-
-    relative_l2: float
-    max_abs: float
-    max_ulps: float
-    cosine: float
-    sqnr_db: float
-    golden_rms: float
-    nans: int = 0
-    infs: int = 0
-    golden_non_finite: int = 0
-    first_non_finite: tuple[int, ...] | None = None
-
-    @property
-    def finite(self) -> bool:
-        """Whether every element of both tensors is finite."""
-        return self.nans == self.infs == self.golden_non_finite == 0
+from parity.result import Errors
 
 
 def relative_l2(error_norm: float, golden_norm: float) -> float:
@@ -55,9 +22,33 @@ def relative_l2(error_norm: float, golden_norm: float) -> float:
     return error_norm / golden_norm if golden_norm > 0.0 else math.inf
 
 
+def in_fp64(x: Tensor) -> Tensor:
+    """The tensor in FP64, detached; by way of FP32, which is exact, since PyTorch widens half precision slowly."""
+    x = x.detach()
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).double()
+
+
+def difference(x: Tensor, golden: Tensor) -> Tensor:
+    """``x - golden`` in FP64.
+
+    Args:
+        x: the computed tensor, any floating-point dtype.
+        golden: its golden value, same shape.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if x.shape != golden.shape:
+        raise ValueError(f"shapes differ: computed {tuple(x.shape)}, golden {tuple(golden.shape)}")
+    return in_fp64(x) - in_fp64(golden)
+
+
 def max_abs(error: Tensor) -> float:
-    """The largest ``|error|``; 0 for empty tensors."""
-    return torch.linalg.vector_norm(error, math.inf).item() if error.numel() else 0.0
+    """The largest ``|error|``, NaN if one is; 0 for empty tensors."""
+    if not error.numel():
+        return 0.0
+    low, high = torch.aminmax(error)
+    return max(abs(low.item()), abs(high.item()))
 
 
 def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,7 +69,8 @@ def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
 
 def max_ulps(error: Tensor, golden: Tensor, dtype: torch.dtype) -> float:
     """The largest ``|error|`` in ulps of ``dtype`` at golden's magnitude; 0 for empty tensors."""
-    return max_abs(error / ulp(golden, dtype))
+    spacing = ulp(golden, dtype)
+    return max_abs(torch.div(error, spacing, out=spacing))
 
 
 def cosine(error_norm: float, golden_norm: float, product: float) -> float:
@@ -100,21 +92,20 @@ def sqnr_db(relative_l2: float) -> float:
     return math.inf if relative_l2 == 0.0 else -20.0 * math.log10(relative_l2) if relative_l2 < math.inf else -math.inf
 
 
-def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
+def measure(x: Tensor, golden: Tensor, dtype: torch.dtype, error: Tensor | None = None) -> Errors:
     """Every measure at once.
 
     Args:
         x: the computed tensor, any floating-point dtype.
         golden: its golden value, FP64, same shape.
         dtype: the dtype whose ulps count.
+        error: the ``difference`` of the two, where it is at hand.
 
     Raises:
         ValueError: if the shapes differ.
     """
-    if x.shape != golden.shape:
-        raise ValueError(f"shapes differ: computed {tuple(x.shape)}, golden {tuple(golden.shape)}")
-    x, golden = x.detach().double(), golden.detach().double()
-    error = x - golden
+    error = difference(x, golden) if error is None else error
+    golden = in_fp64(golden)
     error_norm = _norm(error)
     if math.isfinite(error_norm):
         return _measure_finite(error, error_norm, golden, dtype)

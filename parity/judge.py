@@ -10,10 +10,10 @@ from torch import Tensor
 
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
-from parity.errors import Errors, measure
+from parity.errors import difference, in_fp64, measure
 from parity.passes import Tensors
 from parity.precision import Precision
-from parity.result import Check, Kind, TensorResult
+from parity.result import Check, Errors, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
 
 
@@ -53,17 +53,27 @@ def observe(
         golden, models, candidate, known: as for ``judge``.
         dtype: in which the candidate returns it.
     """
-    kind, name = key
-    truth = golden[key].double()
-    error = candidate[key].double() - truth
-    modelled = [difference for difference in (model[key].double() - truth for model in models) if _finite(difference)]
-    if not modelled or not _finite(error):
+    truth = in_fp64(golden[key])
+    errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
+    return _observed(key, errors[0], errors[1:], truth, least_error(dtype, summed_terms(key[0], truth, golden)), known)
+
+
+def _observed(
+    key: tuple[Kind, str],
+    error: Tensor,
+    model_errors: Sequence[Tensor],
+    truth: Tensor,
+    least: float,
+    known: Sequence[Direction],
+) -> list[Statistic]:
+    finite = [model_error for model_error in model_errors if _finite(model_error)]
+    if not finite or not _finite(error):
         return []
-    least = least_error(dtype, summed_terms(kind, truth, golden))
-    found = list(statistics(error, modelled, truth, least))
-    expected = max(*(torch.linalg.vector_norm(m).item() for m in modelled), least * _norm(truth))
+    found = list(statistics(error, finite, truth, least))
+    kind, name = key
     if kind == "output":
-        mistake = resemblance(name, error, modelled, truth, expected, known)
+        expected = max(*map(_norm, finite), least * _norm(truth))
+        mistake = resemblance(name, error, finite, truth, expected, known)
         found += [mistake] if mistake else []
     return found
 
@@ -86,15 +96,16 @@ def _judged(
     known: Sequence[Direction],
 ) -> TensorResult:
     kind, name = key
-    truth = golden[key]
-    errors = measure(candidate[key], truth, precision.dtype)
-    expected = _most([measure(model[key], truth, precision.dtype) for model in models])
-    found = observe(key, golden, models, candidate, precision.dtype, known)
+    truth = in_fp64(golden[key])
+    least = least_error(precision.dtype, summed_terms(kind, truth, golden))
+    error, *model_errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
+    errors = measure(candidate[key], truth, precision.dtype, error)
+    expected = _most([model[key] for model in models], truth, precision.dtype, model_errors)
+    found = _observed(key, error, model_errors, truth, least, known)
     checks = tuple(
         Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
     )
     limits = {check.statistic: check.limit for check in checks}
-    least = least_error(precision.dtype, summed_terms(kind, truth, golden))
     nothing_to_judge = 0.0 if errors.finite and not truth.numel() else math.inf
     return TensorResult(
         name=name,
@@ -109,9 +120,11 @@ def _judged(
     )
 
 
-def _most(modelled: Sequence[Errors]) -> Errors:
-    """Of two models' errors the larger: a faithful port may compute as either does."""
-    return max(modelled, key=lambda errors: (errors.finite, errors.relative_l2))
+def _most(modelled: Sequence[Tensor], truth: Tensor, dtype: torch.dtype, model_errors: Sequence[Tensor]) -> Errors:
+    """Of two models' errors the larger that is finite: a faithful port may compute as either does."""
+    norms = [_norm(model_error) for model_error in model_errors]
+    most = max(range(len(norms)), key=lambda model: norms[model] if math.isfinite(norms[model]) else -1.0)
+    return measure(modelled[most], truth, dtype, model_errors[most])
 
 
 def _finite(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from parity.errors import max_abs
 from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.user_error import UserError
@@ -94,7 +95,7 @@ def check_golden(golden: Pass) -> None:
             "every output of the reference is empty, so any candidate would pass; give inputs with at least one element"
         )
     tensors = (*outputs, *golden.input_gradients.values(), *golden.weight_gradients.values())
-    if not any(tensor.any() for tensor in tensors):
+    if not any(max_abs(tensor) for tensor in tensors):
         raise NothingToJudge(
             "every output and gradient of the reference is 0 on these inputs, so a candidate that computes nothing "
             "would pass; give other inputs or weights"
@@ -113,8 +114,12 @@ def answerable(golden: Tensors, models: Sequence[Tensors]) -> Tensors:
     return {
         key: truth
         for key, truth in golden.items()
-        if key[0] != PROBED or (truth.isfinite().all() and any(model[key].isfinite().all() for model in models))
+        if key[0] != PROBED or (_all_finite(truth) and any(_all_finite(model[key]) for model in models))
     }
+
+
+def _all_finite(x: Tensor) -> bool:
+    return math.isfinite(max_abs(x))
 
 
 def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
@@ -182,7 +187,9 @@ def _remarks(
     dtype: torch.dtype,
 ) -> Iterator[str]:
     label = {(tensor.kind, tensor.name): tensor.label for tensor in tensors}
-    zero = [label[key] for key, truth in golden.items() if truth.numel() and not truth.any() | candidate[key].any()]
+    zero = [
+        label[key] for key, truth in golden.items() if truth.numel() and not (max_abs(truth) or max_abs(candidate[key]))
+    ]
     if zero:
         yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
     lost = [tensor.label for tensor in _lost(tensors)]

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 _META = torch.device("meta")
 _MOVES = (Tensor.cpu, Tensor.cuda)
+# Values that nothing holds need not be drawn; on the meta device PyTorch goes a long way to draw none.
+_DRAWS = (Tensor.normal_, Tensor.uniform_)
+_INITS = (init.normal_, init.uniform_, init.kaiming_uniform_)
 
 
 @contextmanager
@@ -34,9 +38,11 @@ class _EveryDeviceIsMeta(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _MOVES:
+        if func in _MOVES or func in _DRAWS:
             return args[0]
         named = dict(kwargs or {})
+        if func in _INITS:
+            return named["tensor"] if "tensor" in named else args[0]
         # A CPU generator cannot draw on the meta device, and nothing is drawn there.
         named.pop("generator", None)
         if named.get("device") is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -42,6 +43,7 @@ class Prepared:
         golden: the reference's pass in FP64.
         probe: the probing inputs, like ``inputs``; None where the case has no probe.
         probed: golden outputs for ``probe``, FP64.
+        spent: processor time, in seconds, that went into what is kept with this for the next precision, by what it is.
     """
 
     reference: nn.Module
@@ -54,6 +56,7 @@ class Prepared:
     golden: Pass
     probe: Any
     probed: dict[str, Tensor]
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
@@ -77,6 +80,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     Raises:
         NothingToJudge: if a comparison would pass whatever the candidate computed.
     """
+    began = time.process_time()
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
     if case.vary_constants:
@@ -114,6 +118,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
         Pass(**on_device(vars(golden), kernels.device)),
         probing,
         on_device(probed, kernels.device),
+        {"golden": time.process_time() - began},
     )
 
 

@@ -7,12 +7,44 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parity.device_errors import DeviceError
-from parity.errors import Errors
-
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
 Status = Literal["passed", "failed", "skipped", "error"]
+DeviceError = Literal["", "out of memory", "broken"]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a tensor is from its golden value.
+
+    Attributes:
+        relative_l2: ``|x - golden| / |golden|`` in the Euclidean norm; infinite if only the golden value is all zero.
+        max_abs: the largest ``|x - golden|``, in the tensor's own units.
+        max_ulps: the largest distance in units in the last place of the compared dtype, at golden's magnitude.
+        cosine: the cosine of the angle between the two, as flat vectors; 1 if both are all zero.
+        sqnr_db: signal to quantization noise ratio, ``-20 log10(relative_l2)``; infinite if there is no error.
+        golden_rms: root mean square of the measured golden elements, which gives ``max_abs`` a scale.
+        nans: NaNs in the computed tensor where the golden value is finite.
+        infs: infinities in the computed tensor where the golden value is finite.
+        golden_non_finite: elements whose golden value is NaN or infinite.
+        first_non_finite: index of the first NaN or infinity that is counted above, in ``x`` or else in golden.
+    """
+
+    relative_l2: float
+    max_abs: float
+    max_ulps: float
+    cosine: float
+    sqnr_db: float
+    golden_rms: float
+    nans: int = 0
+    infs: int = 0
+    golden_non_finite: int = 0
+    first_non_finite: tuple[int, ...] | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element of both tensors is finite."""
+        return self.nans == self.infs == self.golden_non_finite == 0
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from parity.errors import max_abs
 
 # A slice of fewer elements says too little about its own error.
 SMALLEST_SLICE = 32
@@ -89,29 +92,47 @@ def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, le
     """
     if not golden.numel():
         return
-    errors, truth = error.square(), golden.square()
-    models = [model_error.square() for model_error in model_errors]
-    total_truth = truth.sum()
-    total = torch.maximum(torch.stack([model.sum() for model in models]).max(), least**2 * total_truth)
-    yield Statistic("norm", _root_ratio(errors.sum(), total) / _chance(golden.numel()))
-    yield _largest(error, model_errors, least, (total_truth / golden.numel()).sqrt())
+    errors, truth = _Squares(error), _Squares(golden)
+    models = [_Squares(model_error) for model_error in model_errors]
+    total = max(*(model.total for model in models), least**2 * truth.total)
+    yield Statistic("norm", math.sqrt(_ratio(errors.total, total)) / _chance(golden.numel()))
+    yield _largest(error, model_errors, least * math.sqrt(truth.total / golden.numel()))
     if has_component(golden):
-        yield Statistic("gain", component(error, model_errors, golden, golden, total.sqrt().item()))
-    relative = total / total_truth if total_truth > 0 else torch.zeros_like(total)
+        yield Statistic("gain", component(error, model_errors, golden, golden, math.sqrt(total)))
+    relative = total / truth.total if truth.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
     for name, label, dims in _slices(golden.shape):
-        count, truth_there = math.prod(golden.shape[dim] for dim in dims), truth.sum(dims)
-        own = torch.stack([model.sum(dims) for model in models]).amax(0)
+        count, truth_there = math.prod(golden.shape[dim] for dim in dims), truth.over(dims)
+        own = torch.stack([model.over(dims) for model in models]).amax(0)
         expected = (count * own + _PRIOR_ELEMENTS * relative * truth_there) / (count + _PRIOR_ELEMENTS)
         # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
         # gradient is zero but for rounding, of which no model knows the size.
-        expected = torch.maximum(expected, total * count / golden.numel())
-        found = _worst(name, label, errors.sum(dims), expected * _chance(count) ** 2)
+        expected = expected.clamp(min=total * count / golden.numel())
+        found = _worst(name, label, errors.over(dims), expected * _chance(count) ** 2)
         if name not in worst or worst[name].value < found.value:
             worst[name] = found
     yield from worst.values()
     if golden.dim() > 1 and golden.shape[-1] >= SMALLEST_SLICE <= golden.numel() // golden.shape[-1]:
         yield Statistic("shift", _shift(error, model_errors, total))
+
+
+class _Squares:
+    """A tensor's squares and their sums; those over whole rows, of which most others are made, are taken once.
+
+    Attributes:
+        total: the sum of all.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._squares = x.square()
+        self._rows = self._squares.sum(-1) if x.dim() else self._squares
+        self.total = self._rows.sum().item()
+
+    def over(self, dims: tuple[int, ...]) -> Tensor:
+        """The sums over these dimensions, in ascending order and at least one."""
+        if dims[-1] != self._squares.dim() - 1:
+            return self._squares.sum(dims)
+        return self._rows.sum(dims[:-1]) if len(dims) > 1 else self._rows
 
 
 def _slices(shape: torch.Size) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -132,20 +153,19 @@ def _worst(name: str, label: str, errors: Tensor, expected: Tensor) -> Statistic
 
 
 def _place(flat: int, shape: torch.Size) -> str:
-    return ", ".join(str(int(index)) for index in torch.unravel_index(torch.tensor(flat), shape))
+    return ", ".join(str(index) for index in np.unravel_index(flat, shape))
 
 
-def _largest(error: Tensor, model_errors: Sequence[Tensor], least: float, rms: Tensor) -> Statistic:
+def _largest(error: Tensor, model_errors: Sequence[Tensor], least: float) -> Statistic:
     magnitudes = error.abs()
     worst = int(magnitudes.argmax())
-    expected = torch.maximum(torch.stack([model_error.abs().max() for model_error in model_errors]).max(), least * rms)
-    ratio = _ratio(magnitudes.flatten()[worst], expected) / _chance(error.numel())
-    return Statistic("largest", ratio, f"element {_place(worst, error.shape)}")
+    value = _ratio(magnitudes.flatten()[worst].item(), max(*map(max_abs, model_errors), least))
+    return Statistic("largest", value / _chance(error.numel()), f"element {_place(worst, error.shape)}")
 
 
 def has_component(direction: Tensor) -> bool:
     """Whether errors can be regressed on it: the scatter of few elements says nothing."""
-    return direction.numel() >= SMALLEST_SLICE and bool(direction.any())
+    return direction.numel() >= SMALLEST_SLICE and max_abs(direction) != 0.0
 
 
 def component(
@@ -188,18 +208,19 @@ def _scatter(products: Tensor) -> float:
     """
     scatter = _norm(products)
     if products.dim() > 1:
-        for sums in (products.sum(-1), products.flatten(1).sum(1), products.flatten(0, -2).sum(0)):
+        rows = products.sum(-1)
+        first = rows.flatten(1).sum(1) if rows.dim() > 1 else rows
+        for sums in (rows, first, products.flatten(0, -2).sum(0)):
             if sums.numel() >= _FEWEST_CLUSTERS:
                 scatter = max(scatter, _norm(sums))
     return scatter
 
 
-def _shift(error: Tensor, model_errors: Sequence[Tensor], total: Tensor) -> float:
+def _shift(error: Tensor, model_errors: Sequence[Tensor], total: float) -> float:
     """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
     leading = tuple(range(error.dim() - 1))
-    modelled = [model_error.sum(leading).square().sum() for model_error in model_errors]
-    expected = torch.maximum(torch.stack(modelled).max(), total)
-    return _root_ratio(error.sum(leading).square().sum(), expected) / _chance(error.shape[-1])
+    shifted, *modelled = [_norm(x.sum(leading)) ** 2 for x in (error, *model_errors)]
+    return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.shape[-1])
 
 
 def _chance(count: int) -> float:
@@ -214,12 +235,8 @@ def _norm(x: Tensor) -> float:
     return torch.linalg.vector_norm(x).item()
 
 
-def _root_ratio(error: Tensor, expected: Tensor) -> float:
-    return math.sqrt(_ratio(error, expected))
-
-
-def _ratio(error: Tensor, expected: Tensor) -> float:
+def _ratio(error: float, expected: float) -> float:
     """Of two that are not negative."""
     if error == 0:
         return 0.0
-    return (error / expected).item() if expected > 0 else math.inf
+    return error / expected if expected > 0 else math.inf

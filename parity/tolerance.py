@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from parity.errors import Errors
+from parity.result import Errors
 
 
 @dataclass(frozen=True)

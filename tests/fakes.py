@@ -21,10 +21,9 @@ from parity.attention_backend import AttentionBackend
 from parity.calibration.table import Table
 from parity.case import Case
 from parity.devices import Device
-from parity.errors import Errors
 from parity.precision import Precision
 from parity.report.environment import Environment
-from parity.result import Check, Finding, Kind, Result, TensorResult
+from parity.result import Check, Errors, Finding, Kind, Result, TensorResult
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize

@@ -79,6 +79,14 @@ def test_loading_the_plugin_imports_neither_torch_nor_te() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_recording_results_and_drawing_the_report_imports_neither_torch_nor_te() -> None:
+    code = (
+        "import parity.plugin.recorder, parity.report.digest, parity.report.markdown, parity.report.record, sys; "
+        "print([name for name in ('torch', 'transformer_engine') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_a_case_becomes_an_item_for_each_size_and_precision(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     mlp = [f"mlp[{precision}-{size}]" for size in ("2x64", "4x128") for precision in PRECISIONS]

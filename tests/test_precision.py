@@ -7,6 +7,7 @@ import torch
 
 from parity import te
 from parity.precision import PRECISIONS, why_unavailable
+from parity.precision_names import PRECISION_NAMES
 
 RECIPES = [precision for precision in PRECISIONS.values() if precision.recipe is not None]
 
@@ -54,3 +55,7 @@ def test_every_precision_stores_in_its_own_dtype():
     for precision in PRECISIONS.values():
         assert precision.rounding.storage == precision.dtype
         assert precision.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def test_the_names_are_known_without_the_precisions():
+    assert tuple(PRECISIONS) == PRECISION_NAMES

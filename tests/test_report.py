@@ -14,8 +14,10 @@ from fakes import ENVIRONMENT, result, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.calibration import law
-from parity.report import environment, failure, items, markdown, matrix, numbers, record
+from parity.calibration import aim
+from parity.report import environment, failure, markdown, matrix, numbers, record
+from parity.report.digest import MOST_RESULTS, Digest, digest
+from parity.report.items import Item
 from parity.report.record import Record
 from parity.result import Result, from_json, to_json
 from parity.user_error import UserError
@@ -28,9 +30,14 @@ def written(path: Path, *results: Result) -> Path:
     return path
 
 
-def run_of(*results: Result, planned: int | None = None) -> Record:
-    found = len(items.gather(results))
-    return Record(replace(ENVIRONMENT, items=found if planned is None else planned), results)
+def digest_of(*results: Result, planned: int | None = None) -> Digest:
+    found = digest(Record(ENVIRONMENT, results))
+    found.environment = replace(ENVIRONMENT, items=found.counts.total() if planned is None else planned)
+    return found
+
+
+def gathered(*results: Result) -> list[Item]:
+    return digest_of(*results).items
 
 
 def section(text: str, title: str) -> str:
@@ -156,7 +163,7 @@ def test_a_driver_that_nvidia_smi_does_not_tell_is_left_out(monkeypatch: pytest.
 def test_a_case_says_which_attention_ran_where() -> None:
     ran = [result(precision="bf16", attention="fused (F16)"), result(precision="fp32", attention="unfused")]
     forced = result(precision="bf16", attention="unfused", forced_attention="unfused")
-    text = markdown.draw(run_of(*ran, forced), "run")
+    text = markdown.draw(digest_of(*ran, forced), "run")
     assert re.search(r"\| bf16 +\| 2x64-unfused \|", text)
     assert "Attention: unfused in fp32-2x64, bf16-2x64-unfused; fused (F16) in bf16-2x64." in text
     assert "bf16-2x64-unfused]' --parity-seeds=0, --parity-backend=cpu" in failure.reproduce(forced)
@@ -164,32 +171,63 @@ def test_a_case_says_which_attention_ran_where() -> None:
 
 
 def test_an_item_is_as_bad_as_its_worst_seed() -> None:
-    [item] = items.gather([result(seed=2, margin=3.0), result(seed=0), result(seed=1, margin=5.0)])
+    [item] = gathered(result(seed=2, margin=3.0), result(seed=0), result(seed=1, margin=5.0))
     assert (item.status, item.worst.seed, [bad.seed for bad in item.bad]) == ("failed", 1, [1, 2])
 
 
 def test_an_error_is_worse_than_a_failure() -> None:
-    [item] = items.gather([result(margin=9.0), result(seed=1, status="error", tensors=(), reason="no")])
+    [item] = gathered(result(margin=9.0), result(seed=1, status="error", tensors=(), reason="no"))
     assert item.status == "error"
 
 
 @given(st.permutations([("mlp", "fp32"), ("mlp", "fp8_current"), ("mlp", "bf16"), ("linear", "fp16")]))
 def test_the_order_of_items_does_not_depend_on_that_of_arrival(arrival: list[tuple[str, str]]) -> None:
-    gathered = items.gather([result(case, precision) for case, precision in arrival])
-    assert [(item.case, item.precision) for item in gathered] == [
+    items = gathered(*(result(case, precision) for case, precision in arrival))
+    assert [(item.case, item.precision) for item in items] == [
         ("linear", "fp16"), ("mlp", "fp32"), ("mlp", "bf16"), ("mlp", "fp8_current")
     ]  # fmt: skip
 
 
 def test_sizes_are_ordered_by_their_numbers() -> None:
-    gathered = items.gather([result(size_label=label) for label in ("128x64", "16x64", "2x64")])
-    assert [item.size_label for item in gathered] == ["2x64", "16x64", "128x64"]
+    items = gathered(*(result(size_label=label) for label in ("128x64", "16x64", "2x64")))
+    assert [item.size_label for item in items] == ["2x64", "16x64", "128x64"]
+
+
+def test_results_of_an_item_that_arrive_apart_are_one_item() -> None:
+    first, other, second = result(margin=0.2), result("norm"), result(seed=1, margin=3.0)
+    run = Digest(ENVIRONMENT)
+    for one in (first, other, second):
+        run.add([one])
+    assert run.counts == {"failed": 1, "passed": 1}
+    assert [len(item.results) for item in run.items if item.case == first.case] == [2]
+
+
+def test_of_a_long_run_the_worst_items_of_each_case_and_precision_are_kept_and_all_are_counted() -> None:
+    run = Digest(ENVIRONMENT)
+    for i in range(3 * MOST_RESULTS):
+        run.add([result("mlp" if i % 3 else "norm", size_label=str(i), margin=(i + 1) / (3 * MOST_RESULTS))])
+    run.add([result("linear")])
+    kept = run.items
+    assert run.counts.total() == 3 * MOST_RESULTS + 1
+    assert len(kept) <= MOST_RESULTS
+    assert {item.case for item in kept} == {"linear", "mlp", "norm"}
+    worst = [item.size_label for item in kept if item.case == "mlp"]
+    assert worst[-1] == str(3 * MOST_RESULTS - 1)
+    assert min(map(int, worst)) > 3 * MOST_RESULTS / 2
+
+
+def test_the_report_of_a_long_run_says_how_many_items_it_leaves_out() -> None:
+    run = digest_of(*(result(size_label=str(i)) for i in range(MOST_RESULTS + 1)))
+    text = markdown.draw(run, "run")
+    assert f"Of {MOST_RESULTS + 1:,} items" in text
+    assert f"the other {MOST_RESULTS + 1 - len(run.items):,} as well" in text
+    assert f"{MOST_RESULTS + 1} of {MOST_RESULTS + 1} items passed" in text
 
 
 def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
     text = matrix.draw(
-        items.gather(
-            [
+        gathered(
+            *[
                 result(margin=0.2),
                 result(seed=1, margin=0.43),
                 result(size_label="4x128", margin=0.3),
@@ -209,59 +247,59 @@ def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
 
 def test_the_verdict_counts_items_that_ran() -> None:
     skipped = result("norm", status="skipped", tensors=(), reason="no FP8")
-    assert markdown.verdict(run_of(result(), skipped)) == (
+    assert markdown.verdict(digest_of(result(), skipped)) == (
         "✅ 1 of 1 item passed, worst margin 0.43 at `mlp[bf16-2x64]`; 1 skipped; emulated kernels"
     )
-    assert markdown.verdict(run_of(result(), result("norm", margin=140.0))) == (
+    assert markdown.verdict(digest_of(result(), result("norm", margin=140.0))) == (
         "❌ 1 of 2 items failed, worst margin 140 at `norm[bf16-2x64]`; emulated kernels"
     )
 
 
 def test_skips_alone_are_no_success() -> None:
     skipped = result(status="skipped", tensors=(), reason="no FP8")
-    assert markdown.verdict(run_of(skipped)).startswith("⚠️ nothing was compared")
+    assert markdown.verdict(digest_of(skipped)).startswith("⚠️ nothing was compared")
 
 
 def test_items_without_a_result_show_in_the_verdict() -> None:
-    verdict = markdown.verdict(run_of(result(), planned=3))
+    verdict = markdown.verdict(digest_of(result(), planned=3))
     assert verdict.startswith("⚠️ 1 of 1 item passed")
     assert "2 items without a result: the run was cut short or a worker crashed" in verdict
 
 
 def test_the_report_says_prominently_whether_kernels_were_emulated() -> None:
-    assert "**emulated: " in markdown.draw(run_of(result()), "run")
+    assert "**emulated: " in markdown.draw(digest_of(result()), "run")
     real = Record(replace(ENVIRONMENT, backend="gpu", device="NVIDIA H100", cuda="13.0"), (result(),))
-    text = markdown.draw(real, "run")
+    text = markdown.draw(digest(real), "run")
     assert "**real: " in text
     assert "NVIDIA H100" in text
 
 
 def test_the_report_explains_how_tolerances_are_set() -> None:
-    assert law.describe() in markdown.draw(run_of(result()), "run")
+    assert aim.describe() in markdown.draw(digest_of(result()), "run")
 
 
 def test_the_report_shows_the_expected_fp32_error_as_that_of_tf32() -> None:
-    text = markdown.draw(run_of(result(precision="fp32")), "run")
+    text = markdown.draw(digest_of(result(precision="fp32")), "run")
     assert "Expected FP32 error (TF32 in GEMMs) of `output` at 2x64: relative L2 0.001, max abs 0.004." in text
-    assert "TF32" not in markdown.draw(run_of(result(precision="bf16")), "run")
+    assert "TF32" not in markdown.draw(digest_of(result(precision="bf16")), "run")
 
 
 def test_failures_come_with_findings_and_a_command() -> None:
-    text = section(markdown.draw(run_of(result(margin=140.0, seed=3)), "run"), "Failed")
+    text = section(markdown.draw(digest_of(result(margin=140.0, seed=3)), "run"), "Failed")
     assert "### ❌ 140 `mlp[bf16-2x64]`" in text
     assert "- **PAR101 gate-up-swapped**: fc1_weight matches with its halves exchanged" in text
     assert "pytest 'my_pairs.py::mlp[bf16-2x64]' --parity-seeds=3, --parity-backend=cpu" in text
 
 
 def test_a_run_without_failures_has_no_section_for_them() -> None:
-    text = markdown.draw(run_of(result()), "run")
+    text = markdown.draw(digest_of(result()), "run")
     assert "## Failed" not in text
     assert "## Skipped" not in text
 
 
 def test_skipped_items_are_listed_by_reason() -> None:
     skips = [result(case, status="skipped", tensors=(), reason="no FP8") for case in ("mlp", "norm")]
-    assert "- no FP8: `mlp[bf16-2x64]`, `norm[bf16-2x64]`" in markdown.draw(run_of(*skips), "run")
+    assert "- no FP8: `mlp[bf16-2x64]`, `norm[bf16-2x64]`" in markdown.draw(digest_of(*skips), "run")
 
 
 def test_a_tensors_row_is_that_of_its_own_worst_seed() -> None:
@@ -271,7 +309,7 @@ def test_a_tensors_row_is_that_of_its_own_worst_seed() -> None:
     ]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in markdown.draw(run_of(*results), "run").splitlines()
+        for line in markdown.draw(digest_of(*results), "run").splitlines()
         if line.startswith("| bf16")
     ]
     assert [(row[2], row[-2], row[-1]) for row in rows] == [
@@ -282,21 +320,21 @@ def test_a_tensors_row_is_that_of_its_own_worst_seed() -> None:
 
 def test_a_nan_is_counted_and_located() -> None:
     bad = tensor(margin=math.inf, nans=3, first_non_finite=(0, 7))
-    text = markdown.draw(run_of(result(margin=math.inf, tensors=(bad,))), "run")
+    text = markdown.draw(digest_of(result(margin=math.inf, tensors=(bad,))), "run")
     assert "3 NaN, first at [0, 7]" in section(text, "Every tensor")
     assert "❌ ∞" in text
 
 
 def test_details_are_folded_and_closed() -> None:
-    text = markdown.draw(run_of(result(), result("norm")), "run")
+    text = markdown.draw(digest_of(result(), result("norm")), "run")
     assert text.count("<details>") == text.count("</details>") == 2
 
 
 def test_the_message_of_a_failure_repeats_no_finding() -> None:
-    [item] = items.gather([result(seed=seed, margin=9.0) for seed in range(3)])
+    [item] = gathered(*(result(seed=seed, margin=9.0) for seed in range(3)))
     assert failure.message(item).count("PAR101") == 1
 
 
 def test_a_failure_says_at_how_many_seeds() -> None:
-    [item] = items.gather([result(seed=0), result(seed=4, margin=9.0), result(seed=5, margin=7.0)])
+    [item] = gathered(result(seed=0), result(seed=4, margin=9.0), result(seed=5, margin=7.0))
     assert failure.headline(item) == "margin 9 at output (2 of 3 seeds: 4, 5; worst 4)"

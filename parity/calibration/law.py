@@ -18,12 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.user_error import UserError
-
-# A whole run of the default suite is to raise a false alarm less often than once in a thousand runs.
-FALSE_ALARMS_A_RUN = 1e-3
-# Statistics that such a run judges, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
-STATISTICS_A_RUN = 20_000
 
 SIGNED = ("gain", "mistake")
 # No model of rounding is trusted more closely than this: a spread of the logarithm, wider for the worst of many, which
@@ -36,16 +32,6 @@ FEWEST_TENSORS = 8
 _TAIL_BEGINS = 1.0
 # Ratios below count as this one: they have no logarithm, and do not matter.
 SMALLEST_RATIO = 1e-3
-
-
-def describe() -> str:
-    """How limits are set, in two sentences."""
-    return (
-        "Each tensor is judged by several statistics of its error: the norm, the largest element, the worst row and "
-        "slice, what leans, what resembles a known mistake; on Gaussian and on probing inputs. A limit is what a "
-        "faithful port exceeds so rarely that a whole run of the default suite raises a false alarm less often than "
-        f"once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs."
-    )
 
 
 @dataclass(frozen=True)

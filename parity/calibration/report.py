@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 from tabulate import tabulate
 
-from parity.calibration.law import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.calibration.measure import Sample
 from parity.calibration.table import Table
 from parity.report.numbers import short

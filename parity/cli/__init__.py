@@ -88,14 +88,15 @@ def report(
 ) -> None:
     """Draw the report of a run again from its record."""
     from parity.report import markdown, record
+    from parity.report.digest import digest
 
-    run_record = record.read(file)
+    run = digest(record.read(file))
     target = output or file.with_suffix(".md")
     try:
-        target.write_text(markdown.draw(run_record, file.stem), encoding="utf-8")
+        target.write_text(markdown.draw(run, file.stem), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from None
-    print(markdown.verdict(run_record))
+    print(markdown.verdict(run))
     print(f"report: {target}")
 
 

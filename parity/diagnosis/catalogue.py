@@ -50,13 +50,19 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield _sequence_first(module)
 
 
-def subtle_hypotheses(prepared: Prepared) -> tuple[Hypothesis, ...]:
+def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
     """The mistakes that change what the reference computes by so little that an error's norm may not show it.
 
-    Each is made with all operations of its kind at once. Inside ``hypothesis.context()`` one pass of
-    ``prepared.reference`` computes what the hypothesis says, in any dtype, gradients included.
+    Each is made with all operations of its kind at once, which are those that have subtle mistakes. Inside
+    ``hypothesis.context()`` one pass of ``prepared.reference`` computes what the hypothesis says, in any dtype,
+    gradients included.
     """
-    candidates = function_hypotheses(prepared, trace_of(prepared))
+    module = prepared.reference
+    candidates = (
+        *norm_hypotheses(trace, module, stored_dtype(prepared)),
+        *activation_hypotheses(trace, module),
+        *rope_hypotheses(trace, module),
+    )
     return tuple(one for one in candidates if one.subtle and one.everywhere)
 
 

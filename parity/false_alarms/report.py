@@ -12,7 +12,7 @@ from scipy import stats
 from tabulate import tabulate
 
 from parity import te
-from parity.calibration.law import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.calibration.table import packaged
 from parity.false_alarms.measure import DRAWN, Outcome, Port
 from parity.report import environment

@@ -8,6 +8,7 @@ from parity.gpu_report import limits
 from parity.kernel_table import record as kernel_record
 from parity.precision import PRECISIONS
 from parity.report import markdown, record
+from parity.report.digest import digest
 from parity.report.numbers import short
 from parity.throughput import record as throughput_record
 
@@ -25,7 +26,7 @@ def doctor(folder: Path) -> str:
 def suite(folder: Path) -> str:
     """The report's own verdict; draws the report if the run was ended before it could."""
     file = folder / "suite.jsonl"
-    run = record.read(file)
+    run = digest(record.read(file))
     report = file.with_suffix(".md")
     if not report.exists():
         report.write_text(markdown.draw(run, file.stem), encoding="utf-8")

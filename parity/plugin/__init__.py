@@ -199,6 +199,7 @@ def pytest_runtest_makereport(
             path, line, _ = item.reportinfo()
             report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
         report.parity_lines = lines.of_item(item)  # type: ignore[attr-defined]
+        item.results.clear()
         if ending.BROKEN_BY in item.config.stash:
             ending.announce(report)
     return report

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from parity.attention_backend import AttentionBackend
     from parity.calibration.table import Table
     from parity.case import Case
-    from parity.device_errors import DeviceError
     from parity.precision import Precision
-    from parity.result import Result
+    from parity.result import DeviceError, Result
     from parity.te import Kernels
     from parity.validate import CheckedSize
+
+
+_MARKS = pytest.StashKey[set[str]]()
 
 
 class ParityError(Exception):
@@ -58,7 +60,7 @@ class ParityItem(pytest.Item):
         self.kernels, self.options = kernels, options
         self.results: list[Result] = []
         for mark in ("parity", precision.name, *case.marks):
-            self.config.addinivalue_line("markers", f"{mark}: items of parity")
+            _register(self.config, mark)
             self.add_marker(mark)
 
     @property
@@ -175,6 +177,14 @@ class ParityItem(pytest.Item):
             return self.path.relative_to(self.config.invocation_params.dir).as_posix()
         except ValueError:
             return self.nodeid.split("::")[0]
+
+
+def _register(config: pytest.Config, mark: str) -> None:
+    """Tells pytest of a mark, once: it keeps every line that it is told."""
+    known = config.stash.setdefault(_MARKS, set())
+    if mark not in known:
+        known.add(mark)
+        config.addinivalue_line("markers", f"{mark}: items of parity")
 
 
 class BrokenCase(pytest.Collector):

@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 import pytest
 
+from parity.precision_names import PRECISION_NAMES
 from parity.user_error import UserError
 
 BACKENDS = ("auto", "gpu", "cpu")
@@ -138,11 +139,11 @@ def parse_precisions(text: str) -> tuple[str, ...] | None:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         return None
-    from parity.precision import PRECISIONS
-
-    unknown = [name for name in names if name not in PRECISIONS]
+    unknown = [name for name in names if name not in PRECISION_NAMES]
     if unknown:
-        raise UserError(f"unknown precision {unknown[0]!r} in --parity-precisions; there are {', '.join(PRECISIONS)}")
+        raise UserError(
+            f"unknown precision {unknown[0]!r} in --parity-precisions; there are {', '.join(PRECISION_NAMES)}"
+        )
     return names
 
 

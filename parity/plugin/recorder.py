@@ -1,12 +1,19 @@
-"""Writes each result of a pytest run as it arrives, and draws the report at the end."""
+"""Writes each result of a pytest run as it arrives, and draws the report at the end.
+
+Of a result that is written, no more is kept than the report shows, and torch is not imported: where xdist's workers
+compare, this process only listens.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from parity.plugin.options import Options
+
+if TYPE_CHECKING:
+    from parity.report.digest import Digest
 
 
 class Recorder:
@@ -17,7 +24,7 @@ class Recorder:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._started = False
+        self._digest: Digest | None = None
         self._verdict = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -25,24 +32,26 @@ class Recorder:
         if not lines:
             return
         from parity.report import record
+        from parity.report.digest import Digest
 
-        if not self._started:
+        report.parity_lines = {}  # type: ignore[attr-defined]  # pytest keeps every report until its end
+        if self._digest is None:
             record.start(self._options.record, lines["environment"])
-            self._started = True
+            self._digest = Digest(record.environment_of(lines["environment"]))
         for line in lines["results"]:
             record.append(self._options.record, line)
+        self._digest.add([record.result_of(line) for line in lines["results"]])
 
     def pytest_sessionfinish(self) -> None:
-        if not self._started:
+        if self._digest is None:
             return
-        from parity.report import markdown, record
+        from parity.report import markdown
 
-        run = record.read(self._options.record)
-        self._options.report.write_text(markdown.draw(run, self._options.name), encoding="utf-8")
-        self._verdict = markdown.verdict(run)
+        self._options.report.write_text(markdown.draw(self._digest, self._options.name), encoding="utf-8")
+        self._verdict = markdown.verdict(self._digest)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self._started:
+        if self._digest is None:
             return
         terminalreporter.section("parity")
         terminalreporter.write_line(self._verdict)

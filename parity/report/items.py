@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parity.precision_names import PRECISION_NAMES
 from parity.result import Result, Status
 
-_WORST_FIRST: tuple[Status, ...] = ("error", "failed", "passed", "skipped")
+WORST_FIRST: tuple[Status, ...] = ("error", "failed", "passed", "skipped")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Item:
     @property
     def status(self) -> Status:
         """The worst over all seeds; a skip counts only where nothing ran."""
-        return min((result.status for result in self.results), key=_WORST_FIRST.index)
+        return min((result.status for result in self.results), key=WORST_FIRST.index)
 
     @property
     def worst(self) -> Result:
@@ -56,15 +57,12 @@ class Item:
         return self.results[0].size_label
 
 
-def gather(results: Iterable[Result]) -> list[Item]:
+def in_order(items: Iterable[Item]) -> list[Item]:
     """Items in an order that does not depend on which worker was faster: by file, case, precision, size, attention."""
-    results = list(results)
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(f"{result.path}::{result.item}", []).append(result)
-    order = precisions(results)
+    items = list(items)
+    order = precisions(items)
     return sorted(
-        (Item(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()),
+        items,
         key=lambda item: (
             item.results[0].path,
             item.case,
@@ -76,14 +74,7 @@ def gather(results: Iterable[Result]) -> list[Item]:
     )
 
 
-def precisions(results: Sequence[Result]) -> list[str]:
+def precisions(items: Sequence[Item]) -> list[str]:
     """The names of the precisions that occur, in the order in which ``parity.precision`` lists them."""
-    from parity.precision import PRECISIONS
-
-    found = dict.fromkeys(result.precision for result in results)
-    return [name for name in PRECISIONS if name in found] + [name for name in found if name not in PRECISIONS]
-
-
-def incomplete(items: Sequence[Item], planned: int) -> int:
-    """How many of the planned items have no result: the run was interrupted, or a worker crashed."""
-    return max(planned - len(items), 0)
+    found = dict.fromkeys(item.precision for item in items)
+    return [name for name in PRECISION_NAMES if name in found] + [name for name in found if name not in PRECISION_NAMES]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from parity.calibration import law
+from parity.calibration import aim
 from parity.report import failure, matrix
+from parity.report.digest import Digest
 from parity.report.environment import Environment
-from parity.report.items import Item, gather, incomplete
+from parity.report.items import Item
 from parity.report.numbers import cosine, plural, ratio, seeds, short
-from parity.report.record import Record
 from parity.result import Determinism, Kind, Result, TensorResult
 
 _COLUMNS = (
@@ -21,49 +21,52 @@ _COLUMNS = (
 _TEXT_COLUMNS = 3
 
 
-def draw(record: Record, name: str) -> str:
+def draw(run: Digest, name: str) -> str:
     """The whole report as GitHub markdown.
 
     Args:
-        record: the run.
+        run: what it shows.
         name: of the report, for its title.
     """
-    items = gather(record.results)
+    items = run.items
     failed = [item for item in items if item.status in ("failed", "error")]
     skipped = [item for item in items if item.status == "skipped"]
     sections = [
         f"# Parity report: {name}",
-        f"**{verdict(record)}**",
-        _environment(record.environment),
+        f"**{verdict(run)}**",
+        _environment(run.environment),
         "## Cases by precision",
         matrix.draw(items),
-        _how_to_read(record),
+        _how_to_read(items),
         *_failures(failed),
         *_skips(skipped),
         *_notes(items),
-        *_determinism(record.results),
+        *_determinism([result for item in items for result in item.results]),
         "## Every tensor",
+        *_omitted(run),
         *_cases(items),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def verdict(record: Record) -> str:
+def verdict(run: Digest) -> str:
     """The run in one line."""
-    items = gather(record.results)
-    ran = [item for item in items if item.status != "skipped"]
-    failed = [item for item in ran if item.status != "passed"]
-    missing = incomplete(items, record.environment.items)
-    notes = [f"{len(items) - len(ran)} skipped"] if len(items) > len(ran) else []
+    items, counts = run.items, run.counts
+    ran = counts.total() - counts["skipped"]
+    failed = counts["failed"] + counts["error"]
+    missing = max(run.environment.items - counts.total(), 0)
+    notes = [f"{counts['skipped']} skipped"] if counts["skipped"] else []
     if missing:
         notes.append(f"{plural(missing, 'item')} without a result: the run was cut short or a worker crashed")
     if failed:
-        head = f"{matrix.FAILED} {len(failed)} of {plural(len(ran), 'item')} failed{_worst(failed)}"
+        worst = _worst([item for item in items if item.status in ("failed", "error")])
+        head = f"{matrix.FAILED} {failed} of {plural(ran, 'item')} failed{worst}"
     elif ran:
-        head = f"{'⚠️' if missing else matrix.PASSED} {len(ran)} of {plural(len(ran), 'item')} passed{_worst(ran)}"
+        worst = _worst([item for item in items if item.status == "passed"])
+        head = f"{'⚠️' if missing else matrix.PASSED} {ran} of {plural(ran, 'item')} passed{worst}"
     else:
         head = "⚠️ nothing was compared"
-    kernels = "real kernels" if record.environment.backend == "gpu" else "emulated kernels"
+    kernels = "real kernels" if run.environment.backend == "gpu" else "emulated kernels"
     return "; ".join([head, *notes, kernels])
 
 
@@ -98,7 +101,7 @@ def _environment(environment: Environment) -> str:
     return tabulate(shown, ["environment", ""], tablefmt="github", disable_numparse=True)
 
 
-def _how_to_read(record: Record) -> str:
+def _how_to_read(items: Sequence[Item]) -> str:
     lines = [
         "A cell holds the worst **margin** over all sizes and seeds: the largest error divided by its tolerance. "
         f"Up to 1 passes ({matrix.PASSED}), above 1 fails ({matrix.FAILED}); {matrix.ERROR} could not be compared, "
@@ -106,11 +109,11 @@ def _how_to_read(record: Record) -> str:
         "",
         "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
         "- **expected**: the error of that reference under the precision's rounding model: what a faithful port costs.",
-        f"- **tolerance**: {law.describe()}",
+        f"- **tolerance**: {aim.describe()}",
         "- Errors are those of the TransformerEngine module against golden, in outputs, input gradients and weight "
         "gradients, all in the reference's layout.",
     ]
-    if any(result.precision == "fp32" for result in record.results):
+    if any(item.precision == "fp32" for item in items):
         lines.append(
             "- **fp32**: TransformerEngine computes every FP32 GEMM in TF32 (10 mantissa bits), so a faithful port has "
             "the error of TF32, far above that of true FP32."
@@ -165,6 +168,15 @@ def _determinism(results: Sequence[Result]) -> Iterator[str]:
         yield "\n".join(
             f"- {summary}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
             for summary, names in by_summary.items()
+        )
+
+
+def _omitted(run: Digest) -> Iterator[str]:
+    omitted = run.counts.total() - len(run.items)
+    if omitted:
+        yield (
+            f"Of {run.counts.total():,} items, the worst of each case and precision are shown here and above; the "
+            f"record has the other {omitted:,} as well."
         )
 
 

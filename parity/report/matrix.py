@@ -14,7 +14,7 @@ PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
 def draw(items: Sequence[Item]) -> str:
     """A markdown table; a cell is empty where the case does not ask for the precision."""
-    columns = precisions([result for item in items for result in item.results])
+    columns = precisions(items)
     cases = dict.fromkeys(item.case for item in items)
     rows = []
     for case in cases:

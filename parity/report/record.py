@@ -37,6 +37,16 @@ def result_line(result: Result) -> str:
     return _line("result", to_json(result))
 
 
+def environment_of(line: str) -> Environment:
+    """The inverse of ``environment_line``."""
+    return environments.from_json(json.loads(line)["environment"])
+
+
+def result_of(line: str) -> Result:
+    """The inverse of ``result_line``."""
+    return from_json(json.loads(line)["result"])
+
+
 def start(path: Path, line: str) -> None:
     """Begin a record with its first line, in place of the one that an earlier run left; makes the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)

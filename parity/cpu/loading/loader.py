@@ -29,7 +29,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from parity.cpu import cuda, extension, versions
-from parity.cpu.loading import fusion, rewrite
+from parity.cpu.loading import code_cache, fusion, rewrite
 from parity.cpu.triton import replacements
 
 _ROOT = "transformer_engine"
@@ -65,11 +65,12 @@ def _is_triton(module: str) -> bool:
 
 
 class _CpuLoader(importlib.machinery.SourceFileLoader):
-    """Loads modules that mean the CPU where they say ``cuda``; it neither reads nor writes ``.pyc`` files."""
+    """Loads modules that mean the CPU where they say ``cuda``; it leaves TE's own ``.pyc`` files alone."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        source = self.get_data(path)
+        return code_cache.cached(source, path, lambda: self.source_to_code(source, path))
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = _StandIns().visit(rewrite.cuda_means_cpu(ast.parse(data, path)))

@@ -1,0 +1,105 @@
+"""How much longer our check of a pair takes than the same check written by hand with ``torch.testing.assert_close``.
+
+    python benchmarks/against_assert_close.py [CASE...] [--out benchmarks/results/against_assert_close.json]
+
+By hand, at each precision: build both modules, cast them, copy the weights, run forward and backward of both in the
+precision's dtype (TE under its recipe, as often as it asks), and compare outputs and every gradient. Ours: all of a
+comparison, golden and expected error included, at all precisions that run here, golden shared by those of one dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from measuring import Measure, machine, parser, processor_seconds, report
+from suite_cases import cases, forget, precisions
+
+from parity import te, weights
+from parity.calibration.table import packaged
+from parity.case import Case
+from parity.comparison import compare_at
+from parity.execute import positional_names, run
+from parity.inputs import Rng
+from parity.passes import tensors_of
+from parity.precision import Precision
+from parity.prepare import build, cast, draw_inputs
+from parity.te import Kernels
+from parity.validate import CheckedSize, parameter_shapes
+
+
+def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
+    """One forward and backward pass of each module, compared; whether they agree is not asked."""
+    pair = build(case, checked, 0, kernels)
+    reference, candidate = pair.reference.to(precision.dtype), pair.candidate.to(precision.dtype)
+    parameters = dict(candidate.named_parameters())
+    mapped = weights.to_candidate(pair.weights, dict(reference.named_parameters()), parameter_shapes(candidate))
+    with torch.no_grad():
+        for name, tensor in mapped.items():
+            parameters[name].copy_(tensor)
+    inputs = cast(draw_inputs(pair, checked.size, Rng(0)), precision.dtype)
+    names = positional_names(reference, pair.call_reference, inputs)
+
+    def cotangents(outputs):
+        return {name: torch.ones_like(output) for name, output in outputs.items()}
+
+    expected = run(reference, pair.call_reference, inputs, names, cotangents)
+    for _ in range(1 + precision.warmup_passes):
+        actual = run(candidate, pair.call_candidate, inputs, names, cotangents, precision.autocast(kernels))
+    there = tensors_of(expected)
+    for (kind, name), tensor in tensors_of(actual).items():
+        if (kind, name) in there:
+            _compare(tensor, there[kind, name])
+    shapes = parameter_shapes(reference)
+    theirs = weights.gradients_to_reference(pair.weights, actual.weight_gradients, shapes)
+    for name, tensor in theirs.items():
+        _compare(tensor, expected.weight_gradients[name])
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # Its defaults reject right ports in most precisions; only its time counts here.
+    with contextlib.suppress(AssertionError):
+        torch.testing.assert_close(actual, expected, check_dtype=False)
+
+
+def ours(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
+    """A comparison as a run makes it."""
+    compare_at(case, checked, precision, 0, kernels, packaged())
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("cases", nargs="*")
+    made.add_argument("--repeats", type=int, default=3)
+    arguments = made.parse_args()
+    torch.set_num_threads(1)
+    kernels = te.kernels()
+    rows, totals = [], [0.0, 0.0]
+    for case, checked in cases(arguments.cases, kernels):
+        best = []
+        for check in (ours, by_hand):
+
+            def all_precisions(check=check, case=case, checked=checked) -> None:
+                for precision in precisions(case, kernels):
+                    check(case, checked, precision, kernels)
+
+            times = []
+            for _ in range(arguments.repeats):
+                forget()
+                times.append(processor_seconds(all_precisions))
+            best.append(min(times))
+        totals = [total + seconds for total, seconds in zip(totals, best, strict=True)]
+        rows.append((case.name, checked.label, *(f"{seconds:.2f}" for seconds in best), f"{best[0] / best[1]:.2f}"))
+    rows.append(("all", "", *(f"{seconds:.2f}" for seconds in totals), f"{totals[0] / totals[1]:.2f}"))
+    report(
+        __doc__,
+        [Measure("our check over the one by hand, all precisions of a case", totals[0] / totals[1], 2.5)],
+        ("case", "size", "ours (s)", "by hand (s)", "ratio"),
+        rows,
+        arguments.out,
+        machine(torch.get_num_threads(), kernels.backend),
+    )
+
+
+if __name__ == "__main__":
+    main()

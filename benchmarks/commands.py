@@ -1,0 +1,41 @@
+"""How long the commands take that need neither torch nor TransformerEngine.
+
+    python benchmarks/commands.py [--out benchmarks/results/commands.json]
+
+Each runs in a process of its own, several times; the median of the clock counts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from measuring import Measure, machine, median, parser, report, wall_seconds
+
+COMMANDS = {
+    "parity --help": (["-m", "parity", "--help"], 0.5),
+    "pytest --version, with parity's plugin": (["-m", "pytest", "--version"], None),
+    "python -c pass": (["-c", "pass"], None),
+}
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=7)
+    arguments = made.parse_args()
+    measures, rows = [], []
+    for name, (command, limit) in COMMANDS.items():
+        times = [
+            wall_seconds(
+                lambda command=command: subprocess.run([sys.executable, *command], capture_output=True, check=True)
+            )
+            for _ in range(arguments.repeats)
+        ]
+        rows.append((name, f"{median(times):.3f}", f"{min(times):.3f}", f"{max(times):.3f}"))
+        if limit is not None:
+            measures.append(Measure(name, median(times), limit, "s"))
+    report(__doc__, measures, ("command", "median (s)", "least", "most"), rows, arguments.out, machine())
+
+
+if __name__ == "__main__":
+    main()

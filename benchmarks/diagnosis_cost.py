@@ -1,0 +1,92 @@
+"""How long a diagnosis takes, in units of the failed check's own time.
+
+    python benchmarks/diagnosis_cost.py [BUG...] [--precision bf16] [--out benchmarks/results/diagnosis_cost.json]
+
+Each bug of the zoo whose name contains one of those given is planted in its first host, at the smaller size, and
+compared from cold caches; seconds of processor time of the check and of the search for its cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from measuring import Measure, machine, median, parser, processor_seconds, report
+from suite_cases import forget
+
+from parity import comparison, te
+from parity.calibration.table import packaged
+from parity.precision import PRECISIONS
+from parity.validate import check_case
+from parity.zoo.bug import Bug, planted
+from parity.zoo.catalogue import BUGS
+from parity.zoo.hosts.case import SIZES
+from parity.zoo.hosts.catalogue import HOSTS
+from parity.zoo.runner import occurs
+from parity.zoo.trial import Trial
+
+
+def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:
+    """Seconds of the check and of its diagnosis, and the first finding; None if the check passes."""
+    host = HOSTS[bug.hosts[0]]
+    case = planted(bug, dataclasses.replace(host, sizes=host.sizes[:1]))
+    (checked,) = check_case(case, kernels.te)
+    explain, seconds = comparison._explained, []
+
+    def timed(*arguments):
+        began = time.process_time()
+        found = explain(*arguments)
+        seconds.append(time.process_time() - began)
+        return found
+
+    forget()
+    comparison._explained = timed
+    try:
+        results = []
+        whole = processor_seconds(
+            lambda: results.append(comparison.compare_at(case, checked, PRECISIONS[precision], 0, kernels, packaged()))
+        )
+    finally:
+        comparison._explained = explain
+    if not seconds:
+        return None
+    findings = results[0].findings
+    return whole - seconds[0], seconds[0], findings[0].title if findings else "none"
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("bugs", nargs="*")
+    made.add_argument("--precision", default="bf16")
+    arguments = made.parse_args()
+    torch.set_num_threads(1)
+    kernels = te.kernels()
+    rows, ratios = [], []
+    for name, bug in BUGS.items():
+        if arguments.bugs and not any(part in name for part in arguments.bugs):
+            continue
+        if not occurs(Trial(name, bug.hosts[0], SIZES[0], arguments.precision, 0)):
+            continue
+        found = diagnosed(bug, arguments.precision, kernels)
+        if found is None:
+            continue
+        check, diagnosis, finding = found
+        ratios.append(diagnosis / check)
+        rows.append((name, bug.hosts[0], finding, f"{check:.2f}", f"{diagnosis:.2f}", f"{ratios[-1]:.1f}"))
+    rows.sort(key=lambda row: -float(row[-1]))
+    report(
+        __doc__,
+        [
+            Measure(f"the longest of {len(ratios)} diagnoses over its check", max(ratios), 20.0),
+            Measure("the median one", median(ratios)),
+        ],
+        ("bug", "host", "first finding", "check (s)", "diagnosis (s)", "ratio"),
+        rows,
+        arguments.out,
+        machine(torch.get_num_threads(), kernels.backend),
+    )
+
+
+if __name__ == "__main__":
+    main()
