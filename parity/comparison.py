@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,19 +15,17 @@ from parity import te
 from parity.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
-from parity.conditioning import ill_conditioned
 from parity.determinism import RandomState, repeat
 from parity.device_errors import classify
-from parity.diagnosis import UNEXPLAINED, Failure, findings
-from parity.directions import Direction, directions
-from parity.directions import findings as mistakes
-from parity.execute import Pass
+from parity.diagnosis import Failure
+from parity.directions import directions
+from parity.explanation import explain
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import prepare
-from parity.result import PROBED, Determinism, Finding, Result, TensorResult
+from parity.prepare import Prepared, prepare
+from parity.result import Determinism, Result, Status, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
@@ -92,124 +92,155 @@ def compare_at(
     Never raises for a module that fails: the result's status and reason tell.
     """
     began = time.perf_counter()
-    ran: Iterable[str] = ()
-    repeated: Determinism | None = None
+    asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism)
+    return dataclasses.replace(_compared(asked), seconds=time.perf_counter() - began)
 
-    def result(**fields: object) -> Result:
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What ``compare_at`` is asked for, by the same names."""
+
+    case: Case
+    checked: CheckedSize
+    precision: Precision
+    seed: int
+    kernels: Kernels
+    calibration: Table
+    attention: AttentionBackend | None
+    determinism: bool
+
+    def result(self, status: Status, **fields: Any) -> Result:
         return Result(
-            case=case.name,
-            precision=precision.name,
-            size=dict(checked.size),
-            size_label=checked.label,
-            seed=seed,
-            backend=kernels.backend,
-            seconds=time.perf_counter() - began,
-            path=str(case.path),
-            attention=", ".join(ran),
-            forced_attention=attention or "",
-            determinism=repeated,
-            **fields,  # type: ignore[arg-type]
+            case=self.case.name,
+            precision=self.precision.name,
+            size=dict(self.checked.size),
+            size_label=self.checked.label,
+            seed=self.seed,
+            backend=self.kernels.backend,
+            path=str(self.case.path),
+            forced_attention=self.attention or "",
+            status=status,
+            **fields,
         )
 
-    def rerun(change: Callable[[nn.Module], None]) -> Tensors:
-        with attention_backends(attention):
-            return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
 
-    unavailable = why_unavailable(precision, kernels)
+@dataclass(frozen=True, eq=False)
+class _Ran:
+    """What a comparison computes before it judges.
+
+    Attributes:
+        prepared: golden and what all passes share.
+        models: the rounding model's tensors, for each way in which faithful kernels compute.
+        candidate: its tensors, in the reference's layout.
+        unreached: TE's parameters that no gradient reached.
+        rerun: the candidate once more, after a change of its module.
+        attention: the attention backends that TE ran.
+        determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
+        seconds: of processor time that a comparison takes that finds nothing cached.
+    """
+
+    prepared: Prepared
+    models: list[Tensors]
+    candidate: Tensors
+    unreached: tuple[str, ...]
+    rerun: Callable[[Callable[[nn.Module], None]], Tensors]
+    attention: str
+    determinism: Determinism | None
+    seconds: float
+
+
+class _PassRaised(Exception):
+    """A module raised; the text says which and what, the cause is its error."""
+
+
+def _compared(asked: _Asked) -> Result:
+    unavailable = why_unavailable(asked.precision, asked.kernels)
     if unavailable is not None:
-        return result(status="skipped", reason=unavailable)
-    step = "the reference in FP64"
+        return asked.result("skipped", reason=unavailable)
     try:
-        prepared = prepare(case, checked, precision.dtype, seed, kernels)
-        # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
-        began_on_processor = time.process_time() - sum(prepared.spent.values())
-        step = f"the reference under the rounding model of {precision.name}"
-        models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-        step = "the candidate"
-        random_state = RandomState.now(kernels.device) if determinism else None
-        with attention_backends(attention) as ran:
-            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
-        if random_state is not None:
-            repeated = repeat(rerun, candidate, random_state, kernels.device)
+        ran = _run(asked)
     except NotOffered as error:
-        return result(status="skipped", reason=str(error))
+        return asked.result("skipped", reason=str(error))
     except UserError as error:
-        return result(status="error", reason=str(error))
-    except Exception as error:
+        return asked.result("error", reason=str(error))
+    except _PassRaised as error:
         prepare.cache_clear()
         run_model.cache_clear()
-        reason = f"{step} raised {type(error).__name__}: {error}"
-        return result(status="error", reason=reason, device_error=classify(error))
-    golden, known = answerable(golden_tensors(prepared), models), directions(prepared)
+        return asked.result("error", reason=str(error), device_error=classify(error.__cause__ or error))
+    return dataclasses.replace(_judged(asked, ran), attention=ran.attention, determinism=ran.determinism)
+
+
+def _run(asked: _Asked) -> _Ran:
+    """Every pass.
+
+    Raises:
+        NotOffered: if TE does not offer the attention backend that is asked for.
+        UserError: if the pair does not fit together, or nothing could be judged.
+        _PassRaised: if one of its modules raises.
+    """
+    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
+    with _step("the reference in FP64"):
+        prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
+    began = time.process_time() - sum(prepared.spent.values())
+    with _step(f"the reference under the rounding model of {precision.name}"):
+        models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+
+    def rerun(change: Callable[[nn.Module], None]) -> Tensors:
+        with attention_backends(asked.attention):
+            return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
+
+    with _step("the candidate"):
+        random_state = RandomState.now(kernels.device) if asked.determinism else None
+        with attention_backends(asked.attention) as seen:
+            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
+        repeated = repeat(rerun, candidate, random_state, kernels.device) if random_state is not None else None
+    seconds = time.process_time() - began
+    return _Ran(prepared, models, candidate, unreached, rerun, ", ".join(seen), repeated, seconds)
+
+
+@contextmanager
+def _step(which: str) -> Iterator[None]:
+    try:
+        yield
+    except (NotOffered, UserError):
+        raise
+    except Exception as error:
+        raise _PassRaised(f"{which} raised {type(error).__name__}: {error}") from error
+
+
+def _judged(asked: _Asked, ran: _Ran) -> Result:
+    began, prepared, precision = time.process_time(), ran.prepared, asked.precision
+    golden, known = answerable(golden_tensors(prepared), ran.models), directions(prepared)
 
     def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
-        return judge(golden, modelled, candidate, precision, calibration, known)
+        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)
 
-    first_look = judge_by(models)
-    tensors = second_look(first_look, models, judge_by, prepared, precision.rounding)
+    first_look = judge_by(ran.models)
+    tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding)
     notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
+    not_compared = prepared.golden.not_compared
     notes += remarks(
-        tensors,
-        golden,
-        candidate,
-        prepared.reference,
-        prepared.golden.not_compared,
-        precision.dtype,
-        precision.recipe,
+        tensors, golden, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe
     )
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
-            return result(status="error", reason=f"a faithful {precision.name} computation {LOSES_ALL}", notes=notes)
-        return result(status="passed", tensors=tensors, notes=notes)
+            reason = f"a faithful {precision.name} computation {LOSES_ALL}"
+            return asked.result("error", reason=reason, notes=notes)
+        return asked.result("passed", tensors=tensors, notes=notes)
     failure = Failure(
         tensors,
-        candidate,
+        ran.candidate,
         prepared,
         precision,
-        time.process_time() - began_on_processor,
-        judge=lambda truth, modelled: judge(truth, modelled, candidate, precision, calibration, ()),
-        rerun=rerun,
+        ran.seconds + time.process_time() - began,
+        judge=lambda truth, modelled: judge(truth, modelled, ran.candidate, precision, asked.calibration, ()),
+        rerun=ran.rerun,
     )
-    missed = gradients_missed(unreached, prepared.weights, prepared.reference)
+    missed = gradients_missed(ran.unreached, prepared.weights, prepared.reference)
     try:
-        explained = _explained(failure, missed, known)
+        explained = explain(failure, missed, known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation
-        notes = (*notes, f"the search for the cause raised {type(error).__name__}: {error}")
-        return result(status="failed", tensors=tensors, notes=notes, device_error=classify(error))
-    return result(status="failed", tensors=tensors, findings=explained, notes=notes)
-
-
-def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
-    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
-    shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
-    if shaky is not None:
-        return (shaky,)
-    drawn = [tensor for tensor in failure.results if not tensor.probed]
-    if all(tensor.passed for tensor in drawn):
-        return findings(_on_probe(failure))
-    found = findings(dataclasses.replace(failure, results=drawn), unreached)
-    if all(finding.code in UNEXPLAINED for finding in found):
-        return tuple(mistakes(drawn, known)) or found
-    return found
-
-
-def _on_probe(failure: Failure) -> Failure:
-    """The same failure as the probing inputs show it: their outputs in the place of the others."""
-    prepared = failure.prepared
-    probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
-    return dataclasses.replace(
-        failure,
-        results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
-        candidate={("output", name): tensor for (kind, name), tensor in failure.candidate.items() if kind == PROBED},
-        prepared=probed,
-        judge=lambda truth, models: _as_outputs(failure.judge(_as_probed(truth), [_as_probed(m) for m in models])),
-        rerun=None,
-    )
-
-
-def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
-    return [dataclasses.replace(tensor, kind="output") for tensor in probed]
-
-
-def _as_probed(tensors: Tensors) -> Tensors:
-    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}
+        notes += (f"the search for the cause raised {type(error).__name__}: {error}",)
+        return asked.result("failed", tensors=tensors, notes=notes, device_error=classify(error))
+    return asked.result("failed", tensors=tensors, findings=explained, notes=notes)

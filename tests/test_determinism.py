@@ -21,6 +21,7 @@ from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
 from parity.kernel_trace import Trace, first_difference
 from parity.report import markdown
+from parity.report.digest import digest
 from parity.report.record import Record
 from parity.result import Determinism, Result, from_json, to_json
 
@@ -175,7 +176,7 @@ def test_it_goes_into_the_record_and_back() -> None:
 def test_the_report_counts_what_is_the_same_and_names_what_is_not() -> None:
     same = [result(case, determinism=Determinism()) for case in ("a", "b")]
     other = result("c", determinism=Determinism(("output",), "the kernel k"))
-    text = markdown.draw(Record(ENVIRONMENT, (*same, other)), "run")
+    text = markdown.draw(digest(Record(ENVIRONMENT, (*same, other))), "run")
     assert "- the same bytes twice: 2 items" in text
     assert "- other bytes the second time in output; first in the kernel k: `c[bf16-2x64]`" in text
-    assert "## Determinism" not in markdown.draw(Record(ENVIRONMENT, (result(),)), "run")
+    assert "## Determinism" not in markdown.draw(digest(Record(ENVIRONMENT, (result(),))), "run")

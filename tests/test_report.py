@@ -139,7 +139,7 @@ def test_a_record_from_before_cublas_and_driver_were_noted_is_read() -> None:
 
 def test_a_gpus_libraries_and_driver_are_in_the_report() -> None:
     gpu = replace(ENVIRONMENT, cublas="13.2.0", cudnn="91500", driver="580.65.06", golden="GPU: measured")
-    text = markdown.draw(Record(gpu, (result(),)), "run")
+    text = markdown.draw(digest(Record(gpu, (result(),))), "run")
     for row in ("cuBLAS | 13.2.0", "cuDNN | 91500", "driver | 580.65.06", "golden in FP64 | GPU: measured"):
         assert row in re.sub(" +", " ", text)
 

@@ -1,0 +1,50 @@
+"""Why a comparison failed: the findings of its inputs, of the probing ones, or of the matched filters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from parity.conditioning import ill_conditioned
+from parity.diagnosis import UNEXPLAINED, Failure, findings
+from parity.directions import Direction
+from parity.directions import findings as mistakes
+from parity.execute import Pass
+from parity.passes import Tensors
+from parity.result import PROBED, Finding, TensorResult
+
+
+def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
+    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
+    shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
+    if shaky is not None:
+        return (shaky,)
+    drawn = [tensor for tensor in failure.results if not tensor.probed]
+    if all(tensor.passed for tensor in drawn):
+        return findings(_on_probe(failure))
+    found = findings(dataclasses.replace(failure, results=drawn), unreached)
+    if all(finding.code in UNEXPLAINED for finding in found):
+        return tuple(mistakes(drawn, known)) or found
+    return found
+
+
+def _on_probe(failure: Failure) -> Failure:
+    """The same failure as the probing inputs show it: their outputs in the place of the others."""
+    prepared = failure.prepared
+    probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
+    return dataclasses.replace(
+        failure,
+        results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
+        candidate={("output", name): tensor for (kind, name), tensor in failure.candidate.items() if kind == PROBED},
+        prepared=probed,
+        judge=lambda truth, models: _as_outputs(failure.judge(_as_probed(truth), [_as_probed(m) for m in models])),
+        rerun=None,
+    )
+
+
+def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
+    return [dataclasses.replace(tensor, kind="output") for tensor in probed]
+
+
+def _as_probed(tensors: Tensors) -> Tensors:
+    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}
