@@ -12,13 +12,11 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from measuring import Measure, machine, parser, processor_seconds, report
-from suite_cases import cases, forget, precisions
+from measuring import Measure, machine, processor_seconds, report
+from suite_cases import as_in_a_run, case_parser, cases, forget, precisions
 
 from parity import te, weights
-from parity.calibration.table import packaged
 from parity.case import Case
-from parity.comparison import compare_at
 from parity.execute import positional_names, run
 from parity.inputs import Rng
 from parity.passes import tensors_of
@@ -62,22 +60,13 @@ def _compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(actual, expected, check_dtype=False)
 
 
-def ours(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """A comparison as a run makes it."""
-    compare_at(case, checked, precision, 0, kernels, packaged())
-
-
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("cases", nargs="*")
-    made.add_argument("--repeats", type=int, default=3)
-    arguments = made.parse_args()
-    torch.set_num_threads(1)
+    arguments = case_parser(__doc__).parse_args()
     kernels = te.kernels()
     rows, totals = [], [0.0, 0.0]
     for case, checked in cases(arguments.cases, kernels):
         best = []
-        for check in (ours, by_hand):
+        for check in (as_in_a_run, by_hand):
 
             def all_precisions(check=check, case=case, checked=checked) -> None:
                 for precision in precisions(case, kernels):

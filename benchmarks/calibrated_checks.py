@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from measuring import Measure, machine, parser, processor_seconds, report
-from suite_cases import cases, forget, precisions
+from measuring import Measure, machine, processor_seconds, report
+from suite_cases import as_in_a_run, case_parser, cases, forget, precisions
 
 from parity import te
 from parity.calibration.table import packaged
 from parity.case import Case
-from parity.comparison import compare_at
 from parity.errors import measure
 from parity.judge import judge
 from parity.judgeable import answerable
@@ -51,19 +50,10 @@ def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: 
     judge(answerable(golden_tensors(prepared), models), models, candidate, precision, packaged(), ())
 
 
-def whole(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """A comparison as a run makes it."""
-    compare_at(case, checked, precision, 0, kernels, packaged())
-
-
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("cases", nargs="*")
-    made.add_argument("--repeats", type=int, default=3)
-    arguments = made.parse_args()
-    torch.set_num_threads(1)
+    arguments = case_parser(__doc__).parse_args()
     kernels = te.kernels()
-    checks: tuple[Check, ...] = (fixed, calibrated, whole)
+    checks: tuple[Check, ...] = (fixed, calibrated, as_in_a_run)
     rows, totals = [], [0.0] * len(checks)
     for case, checked in cases(arguments.cases, kernels):
 

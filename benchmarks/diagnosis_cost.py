@@ -32,7 +32,7 @@ def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, flo
     host = HOSTS[bug.hosts[0]]
     case = planted(bug, dataclasses.replace(host, sizes=host.sizes[:1]))
     (checked,) = check_case(case, kernels.te)
-    explain, seconds = comparison._explained, []
+    explain, seconds = comparison.explain, []
 
     def timed(*arguments):
         began = time.process_time()
@@ -41,14 +41,14 @@ def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, flo
         return found
 
     forget()
-    comparison._explained = timed
+    comparison.explain = timed
     try:
         results = []
         whole = processor_seconds(
             lambda: results.append(comparison.compare_at(case, checked, PRECISIONS[precision], 0, kernels, packaged()))
         )
     finally:
-        comparison._explained = explain
+        comparison.explain = explain
     if not seconds:
         return None
     findings = results[0].findings

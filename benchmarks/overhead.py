@@ -19,13 +19,11 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from measuring import Measure, machine, parser, processor_seconds, report
-from suite_cases import cases, forget, precisions
+from measuring import Measure, machine, processor_seconds, report
+from suite_cases import case_parser, cases, forget, precisions
 
 from parity import te
-from parity.calibration.table import packaged
 from parity.case import Case
-from parity.comparison import compare_at
 from parity.directions import directions
 from parity.execute import outputs_of, run
 from parity.precision import Precision
@@ -101,11 +99,7 @@ def _candidate_passes(
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("cases", nargs="*")
-    made.add_argument("--repeats", type=int, default=3)
-    arguments = made.parse_args()
-    torch.set_num_threads(1)
+    arguments = case_parser(__doc__).parse_args()
     kernels = te.kernels()
     rows, totals = [], [0.0, 0.0, 0.0]
     kinds: Counter[str] = Counter()
@@ -113,7 +107,7 @@ def main() -> None:
 
         def whole(case=case, checked=checked) -> None:
             for precision in precisions(case, kernels):
-                compare_at(case, checked, precision, 0, kernels, packaged())
+                as_in_a_run(case, checked, precision, kernels)
 
         times, passes = [], []
         for _ in range(arguments.repeats):

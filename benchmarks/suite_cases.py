@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+from measuring import parser
+
 from parity import registry
+from parity.calibration.table import packaged
 from parity.case import Case
+from parity.comparison import compare_at
 from parity.directions import directions
 from parity.passes import run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
@@ -33,6 +39,20 @@ def precisions(case: Case, kernels: Kernels) -> list[Precision]:
         if (case.precisions is None or precision.name in case.precisions)
         and why_unavailable(precision, kernels) is None
     ]
+
+
+def case_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark of these cases, which computes in one thread."""
+    torch.set_num_threads(1)
+    made = parser(doc)
+    made.add_argument("cases", nargs="*")
+    made.add_argument("--repeats", type=int, default=3)
+    return made
+
+
+def as_in_a_run(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
+    """A comparison as a run makes it."""
+    compare_at(case, checked, precision, 0, kernels, packaged())
 
 
 def forget() -> None:

@@ -9,15 +9,15 @@ them, and making TE forget.
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from parity.te_variables import te_variables
 from parity.user_error import UserError
 
 AttentionBackend = Literal["flash", "fused", "unfused"]
@@ -77,7 +77,7 @@ def attention_backends(forced: AttentionBackend | None = None) -> Iterator[dict[
     refusals: list[str] = []
     variables = {} if forced is None else {name: str(int(b == forced)) for b, name in _VARIABLES.items()}
     try:
-        with _environment(variables), _picked_anew(), _logged(refusals if forced else None):
+        with te_variables(variables), _picked_anew(), _logged(refusals if forced else None):
             yield ran
     except ValueError as error:
         if forced is None or _NONE_LEFT not in str(error):
@@ -101,20 +101,6 @@ def _described(backend: str) -> str:
         names = sys.modules[f"{_TE}_torch"].NVTE_Fused_Attn_Backend
         return f"fused ({names(int(picked['fused_attention_backend'])).name.removeprefix('NVTE_')})"
     return backend
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parity.studies.te_variables import te_variables
 from parity.te import Kernels
+from parity.te_variables import te_variables
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from parity.studies.te_variables import te_variables
 from parity.te import Kernels
+from parity.te_variables import te_variables
 from parity.user_error import UserError
 
 Backend = Literal["unfused", "fused", "flash"]
