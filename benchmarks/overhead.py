@@ -20,7 +20,7 @@ from collections import Counter
 
 import torch
 from measuring import Measure, machine, processor_seconds, report
-from suite_cases import case_parser, cases, forget, precisions
+from suite_cases import as_in_a_run, case_parser, cases, forget, precisions
 
 from parity import te
 from parity.case import Case
