@@ -10,6 +10,7 @@ reports and ids are not in it. A plot beside the JSON file shows both.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -53,7 +54,8 @@ def _lines(number: int) -> tuple[str, Iterator[str]]:
     from parity.report.environment import Environment
     from parity.result import Check, Errors, Result, TensorResult
 
-    environment = Environment("2026-01-01T00:00Z", "cpu", "CPU", "", "", "", "", "", "", "", "", (0,), number)
+    texts = {field.name: "" for field in dataclasses.fields(Environment)}
+    environment = Environment(**{**texts, "backend": "cpu", "seeds": (0,), "items": number})
     errors = Errors(3.1e-3, 1.4e-2, 1.7, 1 - 4.8e-6, 50.2, 1.01)
     names = ("norm", "largest", "gain", "slice", "row", "shift", "mistake")
     checks = tuple(Check(name, 1.03, 2.4, "dim 2 at 5") for name in names)
