@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.calibration import aim
+from parity.plugin.options import Options
+from parity.plugin.recorder import Recorder
 from parity.report import environment, failure, markdown, matrix, numbers, record
 from parity.report.digest import MOST_RESULTS, Digest, digest
 from parity.report.items import Item
@@ -191,6 +193,15 @@ def test_the_order_of_items_does_not_depend_on_that_of_arrival(arrival: list[tup
 def test_sizes_are_ordered_by_their_numbers() -> None:
     items = gathered(*(result(size_label=label) for label in ("128x64", "16x64", "2x64")))
     assert [item.size_label for item in items] == ["2x64", "16x64", "128x64"]
+
+
+def test_an_item_that_ended_before_its_first_result_leaves_the_report_to_the_others(tmp_path: Path) -> None:
+    recorder = Recorder(Options(None, "cpu", (0,), tmp_path, "run"))
+    for lines in ([], [record.result_line(result())]):
+        sent = {"environment": record.environment_line(ENVIRONMENT), "results": lines}
+        recorder.pytest_runtest_logreport(SimpleNamespace(parity_lines=sent))  # type: ignore[arg-type]
+    recorder.pytest_sessionfinish()
+    assert "1 of 1 item passed" in (tmp_path / "run.md").read_text()
 
 
 def test_results_of_an_item_that_arrive_apart_are_one_item() -> None:

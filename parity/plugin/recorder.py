@@ -40,7 +40,8 @@ class Recorder:
             self._digest = Digest(record.environment_of(lines["environment"]))
         for line in lines["results"]:
             record.append(self._options.record, line)
-        self._digest.add([record.result_of(line) for line in lines["results"]])
+        if lines["results"]:  # an item of which parity itself failed has none
+            self._digest.add([record.result_of(line) for line in lines["results"]])
 
     def pytest_sessionfinish(self) -> None:
         if self._digest is None:
