@@ -98,7 +98,16 @@ def _table(outcomes: Outcomes) -> str:
                 f"{upper_bound(alarmed, checks):.1e}",
             ]
         )
-    headers = ["precision", "ports", "of drawn size", "checks", "statistics", "ports rejected", "checks", "at most"]
+    headers = [
+        "precision",
+        "ports",
+        "of drawn size",
+        "checks",
+        "statistics",
+        "ports rejected",
+        "checks rejected",
+        "at most",
+    ]
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=["left"] + ["right"] * 7)
 
 
