@@ -46,6 +46,7 @@ def run(arguments: Sequence[str], limit: float, log: Path, grace: float = _GRACE
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             code: int | None = process.wait(timeout=limit)
@@ -58,6 +59,11 @@ def run(arguments: Sequence[str], limit: float, log: Path, grace: float = _GRACE
             _signal(process, signal.SIGKILL)
             process.wait()
     return Ended(code, time.monotonic() - began)
+
+
+def _heed_interrupts() -> None:
+    """In the child: a shell starts what it runs in the background deaf to Ctrl-C, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -102,7 +102,7 @@ def test_an_interrupted_process_may_write_what_it_has(tmp_path: Path) -> None:
         "import time\ntry:\n    print('begun', flush=True); time.sleep(600)\n"
         f"except KeyboardInterrupt:\n    open('{tmp_path}/saved', 'w').write('half')"
     )
-    process.run(("-c", program), 8.0, tmp_path / "log.txt")
+    process.run(("-c", program), 4.0, tmp_path / "log.txt")
     assert (tmp_path / "saved").read_text() == "half"
 
 
