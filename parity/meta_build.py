@@ -16,6 +16,7 @@ _MOVES = (Tensor.cpu, Tensor.cuda)
 # Values that nothing holds need not be drawn; on the meta device PyTorch goes a long way to draw none.
 _DRAWS = (Tensor.normal_, Tensor.uniform_)
 _INITS = (init.normal_, init.uniform_, init.kaiming_uniform_)
+_DRAWN = (torch.randn, torch.rand)
 
 
 @contextmanager
@@ -47,6 +48,8 @@ class _EveryDeviceIsMeta(TorchFunctionMode):
         named.pop("generator", None)
         if named.get("device") is not None:
             named["device"] = _META
+        if func in _DRAWN:
+            func = torch.empty
         moves = func is Tensor.to
         return func(*[_META if _names_device(arg, moves) else arg for arg in args], **named)
 

@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
@@ -17,6 +17,7 @@ import torch
 from parity import extension
 from parity.cpu import versions
 from parity.cpu.loading import loader
+from parity.lasting import lasting
 
 Backend = Literal["gpu", "cpu"]
 _lock = threading.RLock()  # importing TE may ask for it again
@@ -106,9 +107,10 @@ def serve_imports() -> None:
 
 
 def _import() -> ModuleType:
-    with _lock:
+    name = "transformer_engine.pytorch"
+    with _lock, nullcontext() if name in sys.modules else lasting():
         try:
-            return importlib.import_module("transformer_engine.pytorch")
+            return importlib.import_module(name)
         except BaseException:
             loader.unload()
             raise

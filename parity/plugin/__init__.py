@@ -15,6 +15,7 @@ import pytest
 
 from parity import host
 from parity.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
+from parity.lasting import lasting
 from parity.plugin import ending, lines, options, staffing
 from parity.plugin.item import BrokenCase, ParityItem
 from parity.plugin.options import Options
@@ -87,7 +88,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """A file of pairs may import TransformerEngine itself, or a model that does; without a GPU that needs the CPU's."""
     if imports_parity(module_path):
-        from parity import te
+        with lasting():
+            from parity import te
 
         te.serve_imports()
 
