@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from parity.diagnosis import Hypothesis, subtle_hypotheses, trace_of
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.products import Products
 from parity.diagnosis.trial import outputs_under
-from parity.errors import max_abs
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.statistics import Statistic, component, has_component
+from parity.summed import Summed
 
 # Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
 _SAME = 0.9
@@ -39,7 +38,7 @@ class Direction:
     """
 
     mistake: Hypothesis
-    changes: Mapping[str, Tensor]
+    changes: Mapping[str, Summed]
 
 
 @lru_cache(maxsize=2)
@@ -54,8 +53,8 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
             outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
-        changes = {name: outputs[name] - golden for name, golden in prepared.golden.outputs.items()}
-        changes = {name: change for name, change in changes.items() if max_abs(change)}
+        changes = {name: Summed(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
+        changes = {name: change for name, change in changes.items() if change.total}
         if changes:
             found.append(Direction(mistake, changes))
     prepared.spent["directions"] = time.process_time() - began
@@ -64,9 +63,9 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
 
 def resemblance(
     output: str,
-    error: Tensor,
-    model_errors: Sequence[Tensor],
-    golden: Tensor,
+    error: Summed,
+    model_errors: Sequence[Summed],
+    golden: Summed,
     expected_norm: float,
     known: Sequence[Direction],
 ) -> Statistic | None:
@@ -89,10 +88,9 @@ def resemblance(
     return Statistic("mistake", value, likeliest.mistake.name, share)
 
 
-def coefficient(error: Tensor, change: Tensor) -> float:
+def coefficient(error: Summed, change: Summed) -> float:
     """How much of the change the error contains: near 1 where the mistake was made, near 0 where it was not."""
-    flat = change.flatten()
-    return (torch.dot(error.flatten(), flat) / torch.dot(flat, flat)).item()
+    return error.dot(change) / change.total
 
 
 def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> list[Finding]:

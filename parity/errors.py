@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from parity.result import Errors
+from parity.summed import Summed
 
 
 def relative_l2(error_norm: float, golden_norm: float) -> float:
@@ -47,8 +49,7 @@ def max_abs(error: Tensor) -> float:
     """The largest ``|error|``, NaN if one is; 0 for empty tensors."""
     if not error.numel():
         return 0.0
-    low, high = torch.aminmax(error)
-    return max(abs(low.item()), abs(high.item()))
+    return max(abs(error.amin().item()), abs(error.amax().item()))  # a third of the time that aminmax takes
 
 
 def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,10 +68,14 @@ def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
     return power_of_two.mul_(info.eps)
 
 
-def max_ulps(error: Tensor, golden: Tensor, dtype: torch.dtype) -> float:
-    """The largest ``|error|`` in ulps of ``dtype`` at golden's magnitude; 0 for empty tensors."""
-    spacing = ulp(golden, dtype)
-    return max_abs(torch.div(error, spacing, out=spacing))
+def max_ulps(error: Tensor, spacing: Tensor) -> float:
+    """The largest ``|error|`` in ulps; 0 for empty tensors.
+
+    Args:
+        error: FP64.
+        spacing: the ``ulp`` of golden's elements, same shape.
+    """
+    return max_abs(error / spacing)
 
 
 def cosine(error_norm: float, golden_norm: float, product: float) -> float:
@@ -92,55 +97,73 @@ def sqnr_db(relative_l2: float) -> float:
     return math.inf if relative_l2 == 0.0 else -20.0 * math.log10(relative_l2) if relative_l2 < math.inf else -math.inf
 
 
-def measure(x: Tensor, golden: Tensor, dtype: torch.dtype, error: Tensor | None = None) -> Errors:
+def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
     """Every measure at once.
 
     Args:
         x: the computed tensor, any floating-point dtype.
         golden: its golden value, FP64, same shape.
         dtype: the dtype whose ulps count.
-        error: the ``difference`` of the two, where it is at hand.
 
     Raises:
         ValueError: if the shapes differ.
     """
-    error = difference(x, golden) if error is None else error
-    golden = in_fp64(golden)
-    error_norm = _norm(error)
-    if math.isfinite(error_norm):
-        return _measure_finite(error, error_norm, golden, dtype)
-    x_finite, golden_finite = x.isfinite(), golden.isfinite()
-    spoiled = ~x_finite & golden_finite
-    comparable = x_finite & golden_finite
-    error, golden = error[comparable], golden[comparable]
-    return dataclasses.replace(
-        _measure_finite(error, _norm(error), golden, dtype),
-        nans=int((x.isnan() & golden_finite).sum()),
-        infs=int((x.isinf() & golden_finite).sum()),
-        golden_non_finite=int((~golden_finite).sum()),
-        first_non_finite=_first_index(spoiled if spoiled.any() else ~golden_finite),
-    )
+    return Measures(golden, dtype).of(x, Summed(difference(x, golden)))
 
 
-def _measure_finite(error: Tensor, error_norm: float, golden: Tensor, dtype: torch.dtype) -> Errors:
-    golden_norm = _norm(golden)
-    relative = relative_l2(error_norm, golden_norm)
+class Measures:
+    """The measures of several computed tensors against one golden value.
+
+    Args:
+        golden: FP64.
+        dtype: the dtype whose ulps count.
+    """
+
+    def __init__(self, golden: Tensor, dtype: torch.dtype) -> None:
+        self.golden = Summed(in_fp64(golden))
+        self._dtype = dtype
+
+    @cached_property
+    def _spacing(self) -> Tensor:
+        return ulp(self.golden.values, self._dtype)
+
+    def of(self, x: Tensor, error: Summed) -> Errors:
+        """Every measure of one of them.
+
+        Args:
+            x: the computed tensor, any floating-point dtype.
+            error: its ``difference`` from golden.
+        """
+        if error.is_finite:
+            return _measure_finite(error, self.golden, self._spacing)
+        golden = self.golden.values
+        x_finite, golden_finite = x.isfinite(), golden.isfinite()
+        spoiled = ~x_finite & golden_finite
+        comparable = x_finite & golden_finite
+        compared = golden[comparable]
+        return dataclasses.replace(
+            _measure_finite(Summed(error.values[comparable]), Summed(compared), ulp(compared, self._dtype)),
+            nans=int((x.isnan() & golden_finite).sum()),
+            infs=int((x.isinf() & golden_finite).sum()),
+            golden_non_finite=int((~golden_finite).sum()),
+            first_non_finite=_first_index(spoiled if spoiled.any() else ~golden_finite),
+        )
+
+
+def _measure_finite(error: Summed, golden: Summed, spacing: Tensor) -> Errors:
+    relative = relative_l2(error.norm, golden.norm)
     return Errors(
         relative_l2=relative,
-        max_abs=max_abs(error),
-        max_ulps=max_ulps(error, golden, dtype),
-        cosine=cosine(error_norm, golden_norm, torch.dot(error.flatten(), golden.flatten()).item()),
+        max_abs=error.max_abs,
+        max_ulps=max_ulps(error.values, spacing),
+        cosine=cosine(error.norm, golden.norm, error.dot(golden)),
         sqnr_db=sqnr_db(relative),
-        golden_rms=golden_norm / math.sqrt(max(1, golden.numel())),
+        golden_rms=golden.norm / math.sqrt(max(1, golden.values.numel())),
     )
 
 
 # The exponent field of an FP64 number, whose remaining bits are the power of two below its magnitude.
 _FP64_EXPONENT = 0x7FF << 52
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
 
 
 def _first_index(mask: Tensor) -> tuple[int, ...]:

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
-from parity.errors import difference, in_fp64, measure
-from parity.passes import Tensors
+from parity.errors import Measures, difference
+from parity.passes import Tensors, golden_tensors
 from parity.precision import Precision
-from parity.result import Check, Errors, Kind, TensorResult
+from parity.prepare import Prepared
+from parity.result import Check, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
+from parity.summed import Summed
+
+Golden = Mapping[tuple[Kind, str], Measures]
+
+
+@lru_cache(maxsize=2)
+def measured_golden(prepared: Prepared, dtype: torch.dtype) -> Golden:
+    """What golden's tensors are measured against, in ulps of the dtype; kept for the next precision."""
+    return measured(golden_tensors(prepared), dtype)
+
+
+def measured(golden: Tensors, dtype: torch.dtype) -> Golden:
+    """The same for other values in golden's place, FP64."""
+    return {key: Measures(truth, dtype) for key, truth in golden.items()}
 
 
 def judge(
-    golden: Tensors,
+    golden: Golden,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -28,7 +44,7 @@ def judge(
     """Judge every tensor.
 
     Args:
-        golden: in FP64.
+        golden: of the tensors to judge.
         models: the rounding model's tensors, one for each way in which faithful kernels compute.
         candidate: the candidate's tensors, in the reference's layout.
         precision: at which they were computed.
@@ -40,7 +56,7 @@ def judge(
 
 def observe(
     key: tuple[Kind, str],
-    golden: Tensors,
+    golden: Golden,
     models: Sequence[Tensors],
     candidate: Tensors,
     dtype: torch.dtype,
@@ -53,42 +69,48 @@ def observe(
         golden, models, candidate, known: as for ``judge``.
         dtype: in which the candidate returns it.
     """
-    truth = in_fp64(golden[key])
-    errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
-    return _observed(key, errors[0], errors[1:], truth, least_error(dtype, summed_terms(key[0], truth, golden)), known)
+    truth = golden[key].golden
+    error, *model_errors = _errors(key, truth.values, candidate, models)
+    least = least_error(dtype, summed_terms(key[0], truth.values, golden))
+    return _observed(key, error, model_errors, truth, least, known)
+
+
+def _errors(key: tuple[Kind, str], truth: Tensor, candidate: Tensors, models: Sequence[Tensors]) -> list[Summed]:
+    """Of the candidate and of each model."""
+    return [Summed(difference(tensors[key], truth)) for tensors in (candidate, *models)]
 
 
 def _observed(
     key: tuple[Kind, str],
-    error: Tensor,
-    model_errors: Sequence[Tensor],
-    truth: Tensor,
+    error: Summed,
+    model_errors: Sequence[Summed],
+    truth: Summed,
     least: float,
     known: Sequence[Direction],
 ) -> list[Statistic]:
-    finite = [model_error for model_error in model_errors if _finite(model_error)]
-    if not finite or not _finite(error):
+    finite = [model_error for model_error in model_errors if model_error.is_finite]
+    if not finite or not error.is_finite:
         return []
     found = list(statistics(error, finite, truth, least))
     kind, name = key
     if kind == "output":
-        expected = max(*map(_norm, finite), least * _norm(truth))
+        expected = max(*(model_error.norm for model_error in finite), least * truth.norm)
         mistake = resemblance(name, error, finite, truth, expected, known)
         found += [mistake] if mistake else []
     return found
 
 
-def summed_terms(kind: Kind, tensor: Tensor, golden: Tensors) -> int:
+def summed_terms(kind: Kind, tensor: Tensor, golden: Golden) -> int:
     """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
-    outputs = [output for (k, _), output in golden.items() if k == "output"]
+    outputs = [measures.golden.values for (k, _), measures in golden.items() if k == "output"]
     return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)
 
 
 def _judged(
     key: tuple[Kind, str],
-    golden: Tensors,
+    golden: Golden,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -96,12 +118,14 @@ def _judged(
     known: Sequence[Direction],
 ) -> TensorResult:
     kind, name = key
-    truth = in_fp64(golden[key])
+    measures = golden[key]
+    truth = measures.golden.values
     least = least_error(precision.dtype, summed_terms(kind, truth, golden))
-    error, *model_errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
-    errors = measure(candidate[key], truth, precision.dtype, error)
-    expected = _most([model[key] for model in models], truth, precision.dtype, model_errors)
-    found = _observed(key, error, model_errors, truth, least, known)
+    error, *model_errors = _errors(key, truth, candidate, models)
+    errors = measures.of(candidate[key], error)
+    most = _most(model_errors)
+    expected = measures.of(models[most][key], model_errors[most])
+    found = _observed(key, error, model_errors, measures.golden, least, known)
     checks = tuple(
         Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
     )
@@ -120,16 +144,6 @@ def _judged(
     )
 
 
-def _most(modelled: Sequence[Tensor], truth: Tensor, dtype: torch.dtype, model_errors: Sequence[Tensor]) -> Errors:
-    """Of two models' errors the larger that is finite: a faithful port may compute as either does."""
-    norms = [_norm(model_error) for model_error in model_errors]
-    most = max(range(len(norms)), key=lambda model: norms[model] if math.isfinite(norms[model]) else -1.0)
-    return measure(modelled[most], truth, dtype, model_errors[most])
-
-
-def _finite(x: Tensor) -> bool:
-    return math.isfinite(_norm(x))
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
+def _most(model_errors: Sequence[Summed]) -> int:
+    """Which of the models' errors is the largest that is finite: a faithful port may compute as any does."""
+    return max(range(len(model_errors)), key=lambda m: model_errors[m].norm if model_errors[m].is_finite else -1.0)

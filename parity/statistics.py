@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.errors import max_abs
+from parity.summed import Summed
 
 # A slice of fewer elements says too little about its own error.
 SMALLEST_SLICE = 32
@@ -80,7 +80,7 @@ def least_error(dtype: torch.dtype, summed_terms: int) -> float:
     return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * _UNIT, _UNIT * math.sqrt(summed_terms / 6))
 
 
-def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, least: float) -> Iterator[Statistic]:
+def statistics(error: Summed, model_errors: Sequence[Summed], golden: Summed, least: float) -> Iterator[Statistic]:
     """Every statistic that a tensor of this shape has.
 
     Args:
@@ -90,49 +90,30 @@ def statistics(error: Tensor, model_errors: Sequence[Tensor], golden: Tensor, le
         golden: FP64, same shape, finite.
         least: see ``least_error``.
     """
-    if not golden.numel():
+    shape, count = golden.values.shape, golden.values.numel()
+    if not count:
         return
-    errors, truth = _Squares(error), _Squares(golden)
-    models = [_Squares(model_error) for model_error in model_errors]
-    total = max(*(model.total for model in models), least**2 * truth.total)
-    yield Statistic("norm", math.sqrt(_ratio(errors.total, total)) / _chance(golden.numel()))
-    yield _largest(error, model_errors, least * math.sqrt(truth.total / golden.numel()))
+    total = max(*(model.total for model in model_errors), least**2 * golden.total)
+    yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance(count))
+    yield _largest(error, model_errors, least * math.sqrt(golden.total / count))
     if has_component(golden):
         yield Statistic("gain", component(error, model_errors, golden, golden, math.sqrt(total)))
-    relative = total / truth.total if truth.total > 0 else 0.0
+    relative = total / golden.total if golden.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
-    for name, label, dims in _slices(golden.shape):
-        count, truth_there = math.prod(golden.shape[dim] for dim in dims), truth.over(dims)
-        own = torch.stack([model.over(dims) for model in models]).amax(0)
-        expected = (count * own + _PRIOR_ELEMENTS * relative * truth_there) / (count + _PRIOR_ELEMENTS)
+    for name, label, dims in _slices(shape):
+        there = math.prod(shape[dim] for dim in dims)
+        own = torch.stack([model.squares_over(dims) for model in model_errors]).amax(0)
+        prior = _PRIOR_ELEMENTS * relative * golden.squares_over(dims)
+        expected = (there * own + prior) / (there + _PRIOR_ELEMENTS)
         # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
         # gradient is zero but for rounding, of which no model knows the size.
-        expected = expected.clamp(min=total * count / golden.numel())
-        found = _worst(name, label, errors.over(dims), expected * _chance(count) ** 2)
+        expected = expected.clamp(min=total * there / count)
+        found = _worst(name, label, error.squares_over(dims), expected * _chance(there) ** 2)
         if name not in worst or worst[name].value < found.value:
             worst[name] = found
     yield from worst.values()
-    if golden.dim() > 1 and golden.shape[-1] >= SMALLEST_SLICE <= golden.numel() // golden.shape[-1]:
+    if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE <= count // shape[-1]:
         yield Statistic("shift", _shift(error, model_errors, total))
-
-
-class _Squares:
-    """A tensor's squares and their sums; those over whole rows, of which most others are made, are taken once.
-
-    Attributes:
-        total: the sum of all.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self._squares = x.square()
-        self._rows = self._squares.sum(-1) if x.dim() else self._squares
-        self.total = self._rows.sum().item()
-
-    def over(self, dims: tuple[int, ...]) -> Tensor:
-        """The sums over these dimensions, in ascending order and at least one."""
-        if dims[-1] != self._squares.dim() - 1:
-            return self._squares.sum(dims)
-        return self._rows.sum(dims[:-1]) if len(dims) > 1 else self._rows
 
 
 def _slices(shape: torch.Size) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -156,20 +137,22 @@ def _place(flat: int, shape: torch.Size) -> str:
     return ", ".join(str(index) for index in np.unravel_index(flat, shape))
 
 
-def _largest(error: Tensor, model_errors: Sequence[Tensor], least: float) -> Statistic:
-    magnitudes = error.abs()
-    worst = int(magnitudes.argmax())
-    value = _ratio(magnitudes.flatten()[worst].item(), max(*map(max_abs, model_errors), least))
-    return Statistic("largest", value / _chance(error.numel()), f"element {_place(worst, error.shape)}")
+def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Statistic:
+    shape = error.values.shape
+    value = _ratio(error.max_abs, max(*(model.max_abs for model in model_errors), least))
+    row = int(error.largest_in_rows.argmax())
+    index = int(error.values.reshape(-1, shape[-1])[row].abs().argmax()) if shape else 0
+    place = _place(row * (shape[-1] if shape else 1) + index, shape)
+    return Statistic("largest", value / _chance(error.values.numel()), f"element {place}")
 
 
-def has_component(direction: Tensor) -> bool:
+def has_component(direction: Summed) -> bool:
     """Whether errors can be regressed on it: the scatter of few elements says nothing."""
-    return direction.numel() >= SMALLEST_SLICE and max_abs(direction) != 0.0
+    return direction.values.numel() >= SMALLEST_SLICE and direction.total != 0.0
 
 
 def component(
-    error: Tensor, model_errors: Sequence[Tensor], direction: Tensor, golden: Tensor, expected_norm: float
+    error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
 ) -> float:
     """How far the error's component along a direction lies outside of what the models have.
 
@@ -184,18 +167,17 @@ def component(
         difference; the standard deviation is that of the difference regressed on the direction, robust to errors of a
         row that share a cause, and of the leaning that rounding errors have. Infinite where no error is expected.
     """
-    flat = direction.flatten()
-    modelled = [torch.dot(model_error.flatten(), flat).item() for model_error in model_errors]
-    product = torch.dot(error.flatten(), flat).item()
+    modelled = [model.dot(direction) for model in model_errors]
+    product = error.dot(direction)
     if min(modelled) <= product <= max(modelled):
         return 0.0
     nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
     outside = product - modelled[nearest]
-    length = _norm(flat)
-    difference = error - model_errors[nearest]
-    residual = difference - (outside / length**2) * direction
-    constant = _UNIT * abs(torch.dot(golden.flatten(), flat).item())
-    deviation = math.hypot(_scatter(residual * direction), _LEANING * expected_norm * length, constant)
+    difference = error.values - model_errors[nearest].values
+    # The products of direction and residual, which is the difference less its component along the direction.
+    products = torch.sub(difference.mul_(direction.values), direction.squares, alpha=outside / direction.total)
+    constant = _UNIT * abs(direction.dot(golden))
+    deviation = math.hypot(_scatter(products), _LEANING * expected_norm * direction.norm, constant)
     return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
 
 
@@ -216,11 +198,11 @@ def _scatter(products: Tensor) -> float:
     return scatter
 
 
-def _shift(error: Tensor, model_errors: Sequence[Tensor], total: float) -> float:
+def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
     """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
-    leading = tuple(range(error.dim() - 1))
-    shifted, *modelled = [_norm(x.sum(leading)) ** 2 for x in (error, *model_errors)]
-    return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.shape[-1])
+    leading = tuple(range(error.values.dim() - 1))
+    shifted, *modelled = [_norm(x.values.sum(leading)) ** 2 for x in (error, *model_errors)]
+    return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
 
 
 def _chance(count: int) -> float:

@@ -49,7 +49,7 @@ def test_the_next_number_up_is_one_ulp_away(dtype):
     next_up = (x.view(bits) + 1).view(dtype)
     if up is not None:
         assert torch.equal(next_up, up)
-    assert errors.max_ulps(next_up.double() - x.double(), x.double(), dtype) == 1.0
+    assert errors.max_ulps(next_up.double() - x.double(), errors.ulp(x.double(), dtype)) == 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.statistics import component, least_error, statistics
+from parity import statistics
+from parity.statistics import least_error
+from parity.summed import Summed
 
 LEAST = 1e-9
 
@@ -17,7 +19,13 @@ def draw(*shape, seed=0):
 
 
 def observed(error, model_errors, golden, least=LEAST):
-    return {statistic.name: statistic for statistic in statistics(error, model_errors, golden, least)}
+    found = statistics.statistics(Summed(error), [Summed(model) for model in model_errors], Summed(golden), least)
+    return {statistic.name: statistic for statistic in found}
+
+
+def component(error, model_errors, direction, golden, expected_norm):
+    models = [Summed(model) for model in model_errors]
+    return statistics.component(Summed(error), models, Summed(direction), Summed(golden), expected_norm)
 
 
 def values(*arguments):

@@ -1,0 +1,70 @@
+"""A tensor with what is summed over it, each sum taken once however many measures and statistics are made of it."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Summed:
+    """A tensor and its sums, which are taken when they are first asked for.
+
+    Args:
+        values: FP64, of any shape; not to be changed afterwards.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._squares_over: dict[tuple[int, ...], Tensor] = {}
+        self._products: dict[Summed, float] = {}
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Of each element."""
+        return self.values.square()
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of all squares."""
+        rows = self.squares_over((self.values.dim() - 1,)) if self.values.dim() else self.squares
+        return rows.sum().item()
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm."""
+        return math.sqrt(self.total)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is."""
+        return math.isfinite(self.total)
+
+    @cached_property
+    def largest_in_rows(self) -> Tensor:
+        """The largest magnitude along the last dimension."""
+        squares = self.squares.amax(-1) if self.values.dim() else self.squares
+        return squares.sqrt()
+
+    @cached_property
+    def max_abs(self) -> float:
+        """The largest magnitude, NaN if one is; 0 for empty tensors."""
+        return self.largest_in_rows.max().item() if self.values.numel() else 0.0
+
+    def squares_over(self, dims: tuple[int, ...]) -> Tensor:
+        """The sums of squares over these dimensions, in ascending order and at least one."""
+        if dims not in self._squares_over:
+            last = self.values.dim() - 1
+            if dims[-1] == last and len(dims) > 1:
+                self._squares_over[dims] = self.squares_over((last,)).sum(dims[:-1])
+            else:
+                self._squares_over[dims] = self.squares.sum(dims)
+        return self._squares_over[dims]
+
+    def dot(self, other: Summed) -> float:
+        """The inner product with a tensor of the same shape."""
+        if other not in self._products:
+            self._products[other] = torch.dot(self.values.flatten(), other.values.flatten()).item()
+        return self._products[other]
