@@ -1,6 +1,6 @@
 """Imports that Python's garbage collector leaves alone: modules live as long as the process.
 
-PyTorch and TE make some 400,000 objects when they are imported. Without this, the collector goes over them a dozen
+PyTorch and TE make some 350,000 objects when they are imported. Without this, the collector goes over them a dozen
 times while they are made, and again whenever a comparison has left enough garbage.
 """
 
