@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,12 +111,15 @@ class Attention:
 
 def attentions(trace: Trace) -> list[Attention]:
     """Every attention that the trace computes, in order."""
-    found = []
+    return [attention for attention in seeming_attentions(trace) if _is_right(trace, attention)]
+
+
+def seeming_attentions(trace: Trace) -> Iterator[Attention]:
+    """What looks like attention, in order; whether it computes the same numbers was not tried, which takes long."""
     for call in trace.calls:
         attention = _called(trace, call) or _written_out(trace, call)
-        if attention is not None and _is_right(trace, attention):
-            found.append(attention)
-    return found
+        if attention is not None:
+            yield attention
 
 
 def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.diagnosis.attention import attentions
+from parity.diagnosis.attention import seeming_attentions
 from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
@@ -86,7 +86,7 @@ class Rotation:
 def rotations(trace: Trace) -> list[Rotation]:
     """The rotation of each attention's query and key, in order."""
     found: dict[int, Rotation] = {}
-    for attention in attentions(trace):
+    for attention in seeming_attentions(trace):  # a rotation is found by its own numbers
         rotation = _before(trace, attention.query, "query")
         if rotation is not None:
             found.setdefault(rotation.call.outputs[0].number, rotation)
