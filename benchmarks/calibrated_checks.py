@@ -20,7 +20,7 @@ from parity import te
 from parity.calibration.table import packaged
 from parity.case import Case
 from parity.errors import measure
-from parity.judge import judge, measured_golden
+from parity.judge import judge
 from parity.judgeable import answerable
 from parity.passes import golden_tensors, run_candidate, run_model
 from parity.precision import Precision
@@ -47,9 +47,7 @@ def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: 
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
-    measures = measured_golden(prepared, precision.dtype)
-    golden = {key: measures[key] for key in answerable(golden_tensors(prepared), models)}
-    judge(golden, models, candidate, precision, packaged(), ())
+    judge(answerable(golden_tensors(prepared), models), models, candidate, precision, packaged(), ())
 
 
 def main() -> None:

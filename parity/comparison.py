@@ -20,7 +20,7 @@ from parity.device_errors import classify
 from parity.diagnosis import Failure
 from parity.directions import directions
 from parity.explanation import explain
-from parity.judge import judge, measured, measured_golden
+from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
@@ -213,11 +213,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     golden, known = answerable(golden_tensors(prepared), ran.models), directions(prepared)
 
-    measures = measured_golden(prepared, precision.dtype)
-    judged = {key: measures[key] for key in golden}
-
     def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
-        return judge(judged, modelled, ran.candidate, precision, asked.calibration, known)
+        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)
 
     first_look = judge_by(ran.models)
     tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding)
@@ -237,9 +234,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         prepared,
         precision,
         ran.seconds + time.process_time() - began,
-        judge=lambda truth, modelled: judge(
-            measured(truth, precision.dtype), modelled, ran.candidate, precision, asked.calibration, ()
-        ),
+        judge=lambda truth, modelled: judge(truth, modelled, ran.candidate, precision, asked.calibration, ()),
         rerun=ran.rerun,
     )
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.reference)

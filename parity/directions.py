@@ -54,7 +54,7 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
         if outputs is None:
             continue
         changes = {name: Summed(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
-        changes = {name: change for name, change in changes.items() if change.total}
+        changes = {name: change for name, change in changes.items() if change.norm}
         if changes:
             found.append(Direction(mistake, changes))
     prepared.spent["directions"] = time.process_time() - began

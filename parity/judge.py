@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
-from parity.errors import Measures, difference
-from parity.passes import Tensors, golden_tensors
+from parity.errors import Measures, difference, in_fp64
+from parity.passes import Tensors
 from parity.precision import Precision
-from parity.prepare import Prepared
 from parity.result import Check, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
 from parity.summed import Summed
 
-Golden = Mapping[tuple[Kind, str], Measures]
-
-
-@lru_cache(maxsize=2)
-def measured_golden(prepared: Prepared, dtype: torch.dtype) -> Golden:
-    """What golden's tensors are measured against, in ulps of the dtype; kept for the next precision."""
-    return measured(golden_tensors(prepared), dtype)
-
-
-def measured(golden: Tensors, dtype: torch.dtype) -> Golden:
-    """The same for other values in golden's place, FP64."""
-    return {key: Measures(truth, dtype) for key, truth in golden.items()}
-
 
 def judge(
-    golden: Golden,
+    golden: Tensors,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -44,7 +29,7 @@ def judge(
     """Judge every tensor.
 
     Args:
-        golden: of the tensors to judge.
+        golden: in FP64.
         models: the rounding model's tensors, one for each way in which faithful kernels compute.
         candidate: the candidate's tensors, in the reference's layout.
         precision: at which they were computed.
@@ -56,7 +41,7 @@ def judge(
 
 def observe(
     key: tuple[Kind, str],
-    golden: Golden,
+    golden: Tensors,
     models: Sequence[Tensors],
     candidate: Tensors,
     dtype: torch.dtype,
@@ -69,7 +54,7 @@ def observe(
         golden, models, candidate, known: as for ``judge``.
         dtype: in which the candidate returns it.
     """
-    truth = golden[key].golden
+    truth = Summed(in_fp64(golden[key]))
     error, *model_errors = _errors(key, truth.values, candidate, models)
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
     return _observed(key, error, model_errors, truth, least, known)
@@ -100,17 +85,17 @@ def _observed(
     return found
 
 
-def summed_terms(kind: Kind, tensor: Tensor, golden: Golden) -> int:
+def summed_terms(kind: Kind, tensor: Tensor, golden: Tensors) -> int:
     """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
-    outputs = [measures.golden.values for (k, _), measures in golden.items() if k == "output"]
+    outputs = [output for (k, _), output in golden.items() if k == "output"]
     return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)
 
 
 def _judged(
     key: tuple[Kind, str],
-    golden: Golden,
+    golden: Tensors,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -118,7 +103,7 @@ def _judged(
     known: Sequence[Direction],
 ) -> TensorResult:
     kind, name = key
-    measures = golden[key]
+    measures = Measures(golden[key], precision.dtype)
     truth = measures.golden.values
     least = least_error(precision.dtype, summed_terms(kind, truth, golden))
     error, *model_errors = _errors(key, truth, candidate, models)

@@ -148,7 +148,7 @@ def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Sta
 
 def has_component(direction: Summed) -> bool:
     """Whether errors can be regressed on it: the scatter of few elements says nothing."""
-    return direction.values.numel() >= SMALLEST_SLICE and direction.total != 0.0
+    return direction.values.numel() >= SMALLEST_SLICE and direction.norm != 0.0
 
 
 def component(
@@ -174,10 +174,10 @@ def component(
     nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
     outside = product - modelled[nearest]
     difference = error.values - model_errors[nearest].values
-    # The products of direction and residual, which is the difference less its component along the direction.
-    products = torch.sub(difference.mul_(direction.values), direction.squares, alpha=outside / direction.total)
-    constant = _UNIT * abs(direction.dot(golden))
-    deviation = math.hypot(_scatter(products), _LEANING * expected_norm * direction.norm, constant)
+    residual = difference.sub_(direction.values, alpha=outside / direction.total)
+    scatter = _scatter(residual.mul_(direction.values))
+    constant = _UNIT * abs(golden.dot(direction))
+    deviation = math.hypot(scatter, _LEANING * expected_norm * direction.norm, constant)
     return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
 
 

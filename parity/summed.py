@@ -22,25 +22,24 @@ class Summed:
         self._products: dict[Summed, float] = {}
 
     @cached_property
-    def squares(self) -> Tensor:
-        """Of each element."""
-        return self.values.square()
-
-    @cached_property
-    def total(self) -> float:
-        """The sum of all squares."""
-        rows = self.squares_over((self.values.dim() - 1,)) if self.values.dim() else self.squares
-        return rows.sum().item()
-
-    @property
     def norm(self) -> float:
         """The Euclidean norm."""
-        return math.sqrt(self.total)
+        return torch.linalg.vector_norm(self.values).item()
+
+    @property
+    def total(self) -> float:
+        """The sum of all squares."""
+        return self.norm**2
 
     @property
     def is_finite(self) -> bool:
         """Whether every element is."""
-        return math.isfinite(self.total)
+        return math.isfinite(self.norm)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Of each element."""
+        return self.values.square()
 
     @cached_property
     def largest_in_rows(self) -> Tensor:

@@ -16,8 +16,8 @@ from parity.calibration.law import Law, fit
 from parity.calibration.table import Key
 from parity.case import Case
 from parity.directions import directions
-from parity.judge import measured_golden, observe
-from parity.passes import Tensors, run_candidate, run_model
+from parity.judge import observe
+from parity.passes import Tensors, golden_tensors, run_candidate, run_model
 from parity.precision import Precision
 from parity.prepare import prepare
 from parity.rounding import FUSED, UNFUSED, Freedom
@@ -65,7 +65,7 @@ def draw(
         draws: how many kernels' freedoms are drawn.
     """
     prepared = prepare(case, checked, precision.dtype, seed, kernels)
-    golden = measured_golden(prepared, precision.dtype)
+    golden = golden_tensors(prepared)
     models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
     ports: list[tuple[str, Tensors]] = [
