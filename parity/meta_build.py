@@ -50,6 +50,8 @@ class _EveryDeviceIsMeta(TorchFunctionMode):
             named["device"] = _META
         if func in _DRAWN:
             func = torch.empty
+        if func is torch.empty_like and not named.keys() - {"device"} and args[0].is_contiguous():
+            return torch.empty(args[0].shape, dtype=args[0].dtype)  # which PyTorch makes in a twentieth of the time
         moves = func is Tensor.to
         return func(*[_META if _names_device(arg, moves) else arg for arg in args], **named)
 
