@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py [-k EXPRESSION] [--out benchmarks/results/scaling.json]
 
-The clock of ``pytest cases -n 0`` over that of ``-n 2``, each started anew, imports and report included; with one
-thread a process, so that both compute alike, and with as many threads as PyTorch and the plugin choose by themselves,
-which is what users get.
+The clock of ``pytest cases -n 0`` over that of ``-n 2``, each started anew, imports and report included: with one
+thread a process, so that both compute alike, for one seed and for several, since each process imports PyTorch and TE
+anew; and with as many threads as PyTorch and the plugin choose by themselves, which is what users get.
 """
 
 from __future__ import annotations
@@ -13,46 +13,66 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 
-from measuring import Measure, machine, parser, report, wall_seconds
+from measuring import Measure, machine, parser, report
 from suite_cases import CASES
 
 
-def run(workers: int, keyword: str | None, one_thread: bool) -> None:
-    """A whole run of the built-in cases."""
+@dataclass(frozen=True)
+class Run:
+    """Of the built-in cases.
+
+    Attributes:
+        seeds: how many.
+        one_thread: a process, and not as many as it chooses by itself.
+    """
+
+    seeds: int
+    one_thread: bool
+
+    @property
+    def name(self) -> str:
+        threads = "one thread a process" if self.one_thread else "threads as chosen by themselves"
+        return f"{self.seeds} seed{'s' if self.seeds > 1 else ''}, {threads}"
+
+
+def seconds(run: Run, workers: int, keyword: str | None) -> float:
+    """Of the clock, for a whole run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-n", str(workers)]
-        command += [f"--parity-report={folder}", *(["-k", keyword] if keyword else [])]
+        command += [f"--parity-report={folder}", f"--parity-seeds={run.seeds}", *(["-k", keyword] if keyword else [])]
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        if one_thread:
+        if run.one_thread:
             environment["OMP_NUM_THREADS"] = "1"
+        began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parent)
+        took = time.perf_counter() - began
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return took
 
 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("-k", dest="keyword", help="only items that match, as pytest's -k")
-    made.add_argument("--repeats", type=int, default=2)
+    made.add_argument("--seeds", type=int, default=3, help="of the longer run")
+    made.add_argument("--repeats", type=int, default=1)
     arguments = made.parse_args()
     rows, ratios = [], {}
-    for one_thread in (True, False):
-        seconds = {
-            workers: min(
-                wall_seconds(lambda workers=workers, one_thread=one_thread: run(workers, arguments.keyword, one_thread))
-                for _ in range(arguments.repeats)
-            )
-            for workers in (0, 1, 2)
+    for run in (Run(1, True), Run(arguments.seeds, True), Run(1, False)):
+        took = {
+            workers: min(seconds(run, workers, arguments.keyword) for _ in range(arguments.repeats))
+            for workers in (0, 2)
         }
-        ratios[one_thread] = seconds[0] / seconds[2]
-        threads = "1" if one_thread else "by themselves"
-        rows.append((threads, *(f"{seconds[workers]:.1f}" for workers in seconds), f"{ratios[one_thread]:.2f}"))
+        ratios[run] = took[0] / took[2]
+        rows.append((run.name, *(f"{took[workers]:.1f}" for workers in took), f"{ratios[run]:.2f}"))
     measures = [
-        Measure("-n 0 over -n 2, one thread a process", ratios[True], 1.8, at_least=True),
-        Measure("-n 0 over -n 2, threads as chosen by themselves", ratios[False]),
+        Measure(f"-n 0 over -n 2, {run.name}", ratio, 1.8 if run.one_thread else None, at_least=True)
+        for run, ratio in ratios.items()
     ]
-    report(__doc__, measures, ("threads", "-n 0 (s)", "-n 1 (s)", "-n 2 (s)", "ratio"), rows, arguments.out, machine())
+    report(__doc__, measures, ("run", "-n 0 (s)", "-n 2 (s)", "ratio"), rows, arguments.out, machine())
 
 
 if __name__ == "__main__":
