@@ -24,12 +24,6 @@ def relative_l2(error_norm: float, golden_norm: float) -> float:
     return error_norm / golden_norm if golden_norm > 0.0 else math.inf
 
 
-def in_fp64(x: Tensor) -> Tensor:
-    """The tensor in FP64, detached; by way of FP32, which is exact, since PyTorch widens half precision slowly."""
-    x = x.detach()
-    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).double()
-
-
 def difference(x: Tensor, golden: Tensor) -> Tensor:
     """``x - golden`` in FP64.
 
@@ -42,7 +36,7 @@ def difference(x: Tensor, golden: Tensor) -> Tensor:
     """
     if x.shape != golden.shape:
         raise ValueError(f"shapes differ: computed {tuple(x.shape)}, golden {tuple(golden.shape)}")
-    return in_fp64(x) - in_fp64(golden)
+    return x.detach().to(torch.float64, copy=True).sub_(golden.detach())
 
 
 def max_abs(error: Tensor) -> float:
@@ -120,7 +114,7 @@ class Measures:
     """
 
     def __init__(self, golden: Tensor, dtype: torch.dtype) -> None:
-        self.golden = Summed(in_fp64(golden))
+        self.golden = Summed(golden.detach().double())
         self._dtype = dtype
 
     @cached_property

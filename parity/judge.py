@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
-from parity.errors import Measures, difference, in_fp64
+from parity.errors import Measures, difference
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
@@ -54,7 +54,7 @@ def observe(
         golden, models, candidate, known: as for ``judge``.
         dtype: in which the candidate returns it.
     """
-    truth = Summed(in_fp64(golden[key]))
+    truth = Summed(golden[key])
     error, *model_errors = _errors(key, truth.values, candidate, models)
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
     return _observed(key, error, model_errors, truth, least, known)
