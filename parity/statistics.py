@@ -45,6 +45,7 @@ _FP32_STEPS = 2.0
 _MEAN_ROUNDING = 0.5
 # Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
 _LEANING = 0.02
+# The sums of fewer clusters do not tell how they scatter.
 _FEWEST_CLUSTERS = 8
 
 
@@ -164,8 +165,9 @@ def component(
 
     Returns:
         The signed distance from the nearest model in standard deviations. What error and model share cancels in their
-        difference; the standard deviation is that of the difference regressed on the direction, robust to errors of a
-        row that share a cause, and of the leaning that rounding errors have. Infinite where no error is expected.
+        difference. Its standard deviation is of three parts: how it scatters about its regression on the direction,
+        robust to errors of a row that share a cause; the leaning that rounding errors have; a unit roundoff of golden,
+        since a constant that a kernel rounds to FP32 may scale all of it. Infinite where no error is expected.
     """
     modelled = [model.dot(direction) for model in model_errors]
     product = error.dot(direction)
