@@ -36,8 +36,7 @@ def precisions(case: Case, kernels: Kernels) -> list[Precision]:
     return [
         precision
         for precision in PRECISIONS.values()
-        if (case.precisions is None or precision.name in case.precisions)
-        and why_unavailable(precision, kernels) is None
+        if case.runs_at(precision.name) and why_unavailable(precision, kernels) is None
     ]
 
 

@@ -77,6 +77,10 @@ class Case:
         """Build the pair at one size."""
         return self.factory(te, **size)
 
+    def runs_at(self, precision: str) -> bool:
+        """Whether the case is compared at the precision of this name where a run asks for it."""
+        return self.precisions is None or precision in self.precisions
+
     def __str__(self) -> str:
         return f"{self.name} ({self.path.name}:{self.line})"
 

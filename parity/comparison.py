@@ -66,7 +66,7 @@ def compare(
     if unknown:
         raise UserError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
     kernels = te.kernels(backend)
-    chosen = [PRECISIONS[name] for name in precisions if case.precisions is None or name in case.precisions]
+    chosen = [PRECISIONS[name] for name in precisions if case.runs_at(name)]
     seeds = list(seeds)
     return [
         compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism)

@@ -88,8 +88,7 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
     precisions = [
         precision
         for precision in map(PRECISIONS.__getitem__, settings.precisions)
-        if (case.precisions is None or precision.name in case.precisions)
-        and why_unavailable(precision, kernels) is None
+        if case.runs_at(precision.name) and why_unavailable(precision, kernels) is None
     ]
     return [
         sample

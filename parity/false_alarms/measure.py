@@ -117,7 +117,7 @@ def _groups(plan: Plan) -> list[list[Port]]:
     for number, seed in enumerate(plan.seeds):
         for file in plan.files:
             for case in cases(file):
-                chosen = [name for name in precisions if case.precisions is None or name in case.precisions]
+                chosen = [name for name in precisions if case.runs_at(name)]
                 sizes = [*(range(len(case.sizes)) if number < plan.own else ()), DRAWN]
                 groups += [[Port(file, case.name, name, seed, size) for name in chosen] for size in sizes if chosen]
     return groups

@@ -144,7 +144,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
 
     config = module.config
     asked = config.stash[_OPTIONS].precisions or tuple(PRECISIONS)
-    chosen = [PRECISIONS[name] for name in asked if case.precisions is None or name in case.precisions]
+    chosen = [PRECISIONS[name] for name in asked if case.runs_at(name)]
     kernels = _kernels(config)
     for checked in check_case(case, kernels.te) if chosen else ():
         for precision in chosen:

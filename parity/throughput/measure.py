@@ -115,7 +115,7 @@ def _why_not(bench: _Bench, implementation: Implementation) -> str | None:
         return "the time for all measurements was over"
     if implementation.kind != TE:
         return None
-    if bench.case.precisions is not None and implementation.precision not in bench.case.precisions:
+    if not bench.case.runs_at(implementation.precision):
         return "the case leaves this precision out"
     return why_unavailable(PRECISIONS[implementation.precision], bench.kernels)
 

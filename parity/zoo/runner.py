@@ -112,8 +112,7 @@ def _judge_here(trial: Trial) -> Verdict:
 
 def occurs(trial: Trial) -> bool:
     """Whether its host runs at its precision, and its bug can be made there."""
-    precisions = HOSTS[trial.host].precisions
-    if precisions is not None and trial.precision not in precisions:
+    if not HOSTS[trial.host].runs_at(trial.precision):
         return False
     return trial.bug == CLEAN or BUGS[trial.bug].occurs_at(trial.precision)
 
