@@ -110,6 +110,29 @@ def load_file(path: str | Path) -> list[Case]:
     return found
 
 
+def load_case(path: str | Path, name: str) -> Case:
+    """The case of this name that a file declares.
+
+    Raises:
+        UserError: as ``load_file``, and if the file declares no such case; lists those that it does.
+    """
+    found = {case.name: case for case in load_file(path)}
+    if name not in found:
+        ids = ", ".join(f"{path}::{declared}" for declared in found)
+        raise UserError(f"there is no pair {name!r} in {path}; name one of {ids}")
+    return found[name]
+
+
+def load(target: str) -> list[Case]:
+    """The cases of a file, or the one that a pytest id such as ``my_pairs.py::my_mlp[bf16-2x64]`` names.
+
+    Raises:
+        UserError: as ``load_file`` and ``load_case``.
+    """
+    path, _, item = target.partition("::")
+    return [load_case(path, item.partition("[")[0])] if item else load_file(path)
+
+
 def load_entry_points() -> list[Case]:
     """The cases of installed packages, whose entry points in the group ``parity.pairs`` name modules.
 

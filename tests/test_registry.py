@@ -155,6 +155,23 @@ def test_a_file_finds_the_modules_beside_it_while_it_is_imported(write):
     assert sys.path == before
 
 
+TWO = DECLARATION.format(name="mlp") + DECLARATION.format(name="mlp-1")
+
+
+@pytest.mark.parametrize("item", ["mlp", "mlp[bf16-2x64]"])
+def test_a_pytest_id_loads_its_case_alone(write, item):
+    path = write("mine.py", TWO)
+    assert [case.name for case in registry.load(f"{path}::{item}")] == ["mlp"]
+    assert [case.name for case in registry.load(str(path))] == ["mlp", "mlp-1"]
+
+
+def test_a_name_that_a_file_does_not_declare_is_told_with_those_that_it_does(write):
+    path = write("mine.py", TWO)
+    with pytest.raises(UserError) as caught:
+        registry.load_case(path, "ml")
+    assert str(caught.value) == f"there is no pair 'ml' in {path}; name one of {path}::mlp, {path}::mlp-1"
+
+
 def test_load_file_returns_no_cases_of_files_that_it_imports(write):
     write("other_pairs.py", DECLARATION.format(name="other"))
     path = write("mine.py", "import other_pairs\n" + DECLARATION.format(name="mine"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any, Literal
 
 from rich.progress import track
 
-from parity import registry, te
-from parity.calibration import table
+from parity import te
+from parity.calibration import right_ports, table
 from parity.calibration.measure import Sample, draw, laws
 from parity.calibration.sizes import drawn
 from parity.calibration.table import Table
@@ -23,9 +22,6 @@ from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError
 from parity.validate import check_case
-from parity.zoo.hosts.catalogue import HOSTS
-
-ZOO = "parity.zoo.hosts"
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-        files: of pairs that are known to agree; ``ZOO`` stands for the right ports into which the zoo plants its bugs.
+        files: of pairs that are known to agree, or ``right_ports.ZOO``.
         precisions: names; those that this machine cannot run are left out.
         seeds: of weights and inputs.
         draws: random kernels a case, precision and seed.
@@ -73,7 +69,9 @@ def _measure(settings: Settings, workers: int) -> list[Sample]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         jobs = [
-            pool.submit(_measure_case, settings, file, case.name) for file in settings.files for case in cases(file)
+            pool.submit(_measure_case, settings, file, case.name)
+            for file in settings.files
+            for case in right_ports.cases(file)
         ]
         return [sample for job in track(as_completed(jobs), "calibrating", total=len(jobs)) for sample in job.result()]
 
@@ -84,7 +82,7 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
 
     torch.set_num_threads(1)
     kernels = te.kernels(settings.backend)
-    case = next(case for case in cases(file) if case.name == name)
+    case = right_ports.case(file, name)
     precisions = [
         precision
         for precision in map(PRECISIONS.__getitem__, settings.precisions)
@@ -101,10 +99,6 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
 
 def _sized(case: Case, precision: Precision, seed: int) -> Case:
     return dataclasses.replace(case, sizes=(*case.sizes, drawn(case, precision, seed)))
-
-
-def cases(file: str) -> Sequence[Case]:
-    return list(HOSTS.values()) if file == ZOO else registry.load_file(Path(file))
 
 
 def _provenance(settings: Settings) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal, get_args
 
 from parity import registry
@@ -50,15 +49,11 @@ def _backend(name: str) -> Backend | Literal["auto"]:
 
 
 def _case(target: str) -> Case:
-    file, _, name = target.partition("::")
-    cases = {case.name: case for case in registry.load_file(Path(file))}
-    name = name.partition("[")[0]
-    if not name and len(cases) == 1:
-        return next(iter(cases.values()))
-    if name not in cases:
-        wrong = f"there is no pair {name!r} in {file}" if name else f"{file} declares {len(cases)} pairs"
-        raise UserError(f"{wrong}; name one of {', '.join(f'{file}::{known}' for known in cases)}")
-    return cases[name]
+    cases = registry.load(target)
+    if len(cases) > 1:
+        ids = ", ".join(f"{target}::{case.name}" for case in cases)
+        raise UserError(f"{target} declares {len(cases)} pairs; name one of {ids}")
+    return cases[0]
 
 
 def _size(case: Case, index: int) -> Size:

@@ -42,14 +42,14 @@ def files(paths: Sequence[str] | None) -> list[str]:
 
 
 def cases(paths: Sequence[str] | None) -> list[Case]:
-    """The cases of those files, in the order of declaration.
+    """The cases of those files, or of those ids, in the order of declaration.
 
     Raises:
-        UserError: as ``files``, and if a file cannot be imported or declares no pair.
+        UserError: as ``files`` and ``registry.load``.
     """
     from parity import registry
 
-    found = {case.name: case for name in files(paths) for case in registry.load_file(Path(name.split("::")[0]))}
+    found = {case.name: case for name in files(paths) for case in registry.load(name)}
     return list(found.values())
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.progress import track
 
 from parity import te
-from parity.calibration.command import cases
+from parity.calibration import right_ports
 from parity.calibration.sizes import drawn
 from parity.calibration.table import packaged
 from parity.case import Case, Size
@@ -33,7 +33,7 @@ class Plan:
     """What is compared: each case at one size drawn for each seed, and for some seeds at its own sizes.
 
     Attributes:
-        files: of pairs that are known to agree; ``parity.calibration.command.ZOO`` stands for the zoo's hosts.
+        files: of pairs that are known to agree, or ``right_ports.ZOO``.
         precisions: names; those that this machine cannot run are left out.
         seeds: of weights, inputs and sizes; none that the limits were fitted to.
         own: for how many of the seeds, from the first, the cases' own sizes are compared, too.
@@ -116,7 +116,7 @@ def _groups(plan: Plan) -> list[list[Port]]:
     groups = []
     for number, seed in enumerate(plan.seeds):
         for file in plan.files:
-            for case in cases(file):
+            for case in right_ports.cases(file):
                 chosen = [name for name in precisions if case.runs_at(name)]
                 sizes = [*(range(len(case.sizes)) if number < plan.own else ()), DRAWN]
                 groups += [[Port(file, case.name, name, seed, size) for name in chosen] for size in sizes if chosen]
@@ -128,7 +128,7 @@ def _compare(plan: Plan, ports: Sequence[Port]) -> list[tuple[Port, Outcome]]:
     import torch
 
     torch.set_num_threads(1)
-    case = next(case for case in cases(ports[0].file) if case.name == ports[0].case)
+    case = right_ports.case(ports[0].file, ports[0].case)
     return [(port, outcome) for port in ports for outcome in _outcomes(plan, case, port)]
 
 

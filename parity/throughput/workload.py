@@ -53,8 +53,12 @@ class Workload:
         return f"{self.case} ({self.size_text})"
 
     def load(self) -> Case:
-        """The case, from its file."""
-        return next(case for case in registry.load_file(self.file) if case.name == self.case)
+        """The case, from its file.
+
+        Raises:
+            UserError: as ``registry.load_case``.
+        """
+        return registry.load_case(self.file, self.case)
 
 
 def built_in(large: bool) -> list[Workload]:

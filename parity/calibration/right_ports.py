@@ -1,0 +1,28 @@
+"""Ports that are known to be right: what limits are fitted to, and false alarms counted on."""
+
+from __future__ import annotations
+
+from parity import registry
+from parity.case import Case
+from parity.zoo.hosts.catalogue import HOSTS
+
+# Stands, in the place of a file, for the right ports into which the zoo plants its bugs.
+ZOO = "parity.zoo.hosts"
+
+
+def cases(file: str) -> list[Case]:
+    """Those of a file, or the one that a pytest id names.
+
+    Raises:
+        UserError: as ``registry.load``.
+    """
+    return list(HOSTS.values()) if file == ZOO else registry.load(file)
+
+
+def case(file: str, name: str) -> Case:
+    """One of these, by its name.
+
+    Raises:
+        UserError: as ``registry.load_case``.
+    """
+    return HOSTS[name] if file == ZOO else registry.load_case(file.partition("::")[0], name)
