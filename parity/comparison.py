@@ -220,8 +220,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding)
     notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
     not_compared = prepared.golden.not_compared
-    notes += remarks(
-        tensors, golden, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe
+    notes += tuple(
+        remarks(tensors, golden, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe)
     )
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):

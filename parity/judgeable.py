@@ -145,7 +145,7 @@ def remarks(
     not_compared: int,
     dtype: torch.dtype,
     recipe: str | None,
-) -> tuple[str, ...]:
+) -> Iterator[str]:
     """What a comparison leaves unproven though it may pass; a sentence each.
 
     Args:
@@ -157,8 +157,32 @@ def remarks(
         dtype: of the precision.
         recipe: of the precision, if it has one.
     """
-    known = _remarks(tensors, golden, candidate, reference, not_compared, dtype)
-    return (*known, *(_outside_recipe(tensors, recipe) if recipe else ()))
+    label = {(tensor.kind, tensor.name): tensor.label for tensor in tensors}
+    zero = [
+        label[key] for key, truth in golden.items() if truth.numel() and not (max_abs(truth) or max_abs(candidate[key]))
+    ]
+    if zero:
+        yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
+    lost = [tensor.label for tensor in _lost(tensors)]
+    if lost:
+        yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
+    empty = [label[key] for key, truth in golden.items() if not truth.numel()]
+    if empty:
+        yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
+    too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in golden]
+    if too_large:
+        yield f"not compared on probing inputs, where any {_name(dtype)} computation overflows: {', '.join(too_large)}"
+    frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"
+    if not_compared:
+        yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
+    for key, truth in golden.items():
+        returned = candidate[key].dtype
+        if not key[0].endswith("gradient") and truth.numel() and returned != dtype:
+            yield f"the candidate returns {label[key]} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
+    if recipe:
+        yield from _outside_recipe(tensors, recipe)
 
 
 def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[str]:
@@ -176,40 +200,6 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
             f"less than {_TOO_EXACT:.0%} of the error that {recipe} costs, as if part of the candidate ran outside of "
             f"it (PAR308 recipe-disabled): {', '.join(exact)}"
         )
-
-
-def _remarks(
-    tensors: Sequence[TensorResult],
-    golden: Tensors,
-    candidate: Tensors,
-    reference: nn.Module,
-    not_compared: int,
-    dtype: torch.dtype,
-) -> Iterator[str]:
-    label = {(tensor.kind, tensor.name): tensor.label for tensor in tensors}
-    zero = [
-        label[key] for key, truth in golden.items() if truth.numel() and not (max_abs(truth) or max_abs(candidate[key]))
-    ]
-    if zero:
-        yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
-    lost = [tensor.label for tensor in _lost(tensors)]
-    if lost:
-        yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
-    empty = [label[key] for key, truth in golden.items() if not truth.numel()]
-    if empty:
-        yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
-    too_large = [name for kind, name in candidate.keys() - golden.keys() if kind == PROBED]
-    if too_large:
-        yield f"not compared on probing inputs, where any {_name(dtype)} computation overflows: {', '.join(too_large)}"
-    frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"
-    if not_compared:
-        yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
-    for key, truth in golden.items():
-        returned = candidate[key].dtype
-        if not key[0].endswith("gradient") and truth.numel() and returned != dtype:
-            yield f"the candidate returns {label[key]} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
 
 
 def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, reference: nn.Module) -> tuple[str, ...]:
