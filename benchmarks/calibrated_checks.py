@@ -22,7 +22,7 @@ from parity.case import Case
 from parity.errors import measure
 from parity.judge import judge
 from parity.judgeable import answerable
-from parity.passes import golden_tensors, run_candidate, run_model
+from parity.passes import golden_tensors, model_tensors, run_candidate
 from parity.precision import Precision
 from parity.prepare import prepare
 from parity.rounding import FUSED, UNFUSED
@@ -35,7 +35,7 @@ Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
 def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
     """Expected and actual errors of every tensor."""
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
-    model = run_model(prepared, precision.rounding, FUSED)
+    model = model_tensors(prepared, precision.rounding, FUSED)
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
     for key, truth in answerable(golden_tensors(prepared), [model]).items():
         measure(candidate[key], truth, precision.dtype)
@@ -45,7 +45,7 @@ def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kerne
 def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
     """All that is judged by limits, but the components along known mistakes."""
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
-    models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+    models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
     judge(answerable(golden_tensors(prepared), models), models, candidate, precision, packaged(), ())
 

@@ -14,7 +14,7 @@ from parity.calibration.table import packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.directions import directions
-from parity.passes import run_model
+from parity.passes import model_tensors
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import prepare
 from parity.te import Kernels
@@ -56,5 +56,5 @@ def as_in_a_run(case: Case, checked: CheckedSize, precision: Precision, kernels:
 
 def forget() -> None:
     """Clear what one comparison keeps for the next."""
-    for kept in (prepare, run_model, directions):
+    for kept in (prepare, model_tensors, directions):
         kept.cache_clear()

@@ -22,7 +22,7 @@ from parity.directions import directions
 from parity.explanation import explain
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
-from parity.passes import Tensors, golden_tensors, run_candidate, run_model
+from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, prepare
 from parity.result import Determinism, Result, Status, TensorResult
@@ -165,7 +165,7 @@ def _compared(asked: _Asked) -> Result:
         return asked.result("error", reason=str(error))
     except _PassRaised as error:
         prepare.cache_clear()
-        run_model.cache_clear()
+        model_tensors.cache_clear()
         return asked.result("error", reason=str(error), device_error=classify(error.__cause__ or error))
     return dataclasses.replace(_judged(asked, ran), attention=ran.attention, determinism=ran.determinism)
 
@@ -184,7 +184,7 @@ def _run(asked: _Asked) -> _Ran:
     # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
     began = time.process_time() - sum(prepared.spent.values())
     with _step(f"the reference under the rounding model of {precision.name}"):
-        models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+        models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
     def rerun(change: Callable[[nn.Module], None]) -> Tensors:
         with attention_backends(asked.attention):

@@ -47,11 +47,13 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 
 
 @lru_cache(maxsize=2)
-def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
-    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them.
+def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+    """As ``run_model``, kept for the next precision: FP8 with delayed and with current scaling round alike."""
+    return run_model(prepared, rounding, freedom)
 
-    Kept for the next precision: FP8 with delayed and with current scaling round alike.
-    """
+
+def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
     together = scaled_together(prepared)
     with rounded(rounding, prepared.reference.parameters(), freedom, together) as phase:

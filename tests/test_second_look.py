@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import parity
-from parity.passes import golden_tensors, run_model
+from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.rounding import FUSED, Rounding, rounded
+from parity.rounding import FUSED, UNFUSED, Rounding, rounded
 from parity.second_look import second_look
 from parity.validate import check_case
 
@@ -68,6 +68,16 @@ def test_models_are_jittered_until_one_reaches_the_port():
     assert looks == [2, 3, 4]
     assert judged[0].margin == 0.5
     assert all(key in models[0] for key in golden_tensors(prepared))
+
+
+def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
+    failing, kernels, precision = verdicts(margin=3.0), parity.te.kernels("cpu"), PRECISIONS["fp16"]
+    (checked,) = check_case(case(), kernels.te)
+    prepared = prepare(case(), checked, precision.dtype, 0, kernels)
+    models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+    second_look(failing, models, lambda _: failing, prepared, precision.rounding)
+    assert models[0] is model_tensors(prepared, precision.rounding, FUSED)
+    assert models[1] is model_tensors(prepared, precision.rounding, UNFUSED)
 
 
 def test_no_jitter_is_tried_where_it_could_not_help():

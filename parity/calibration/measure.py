@@ -17,7 +17,7 @@ from parity.calibration.table import Key
 from parity.case import Case
 from parity.directions import directions
 from parity.judge import observe
-from parity.passes import Tensors, golden_tensors, run_candidate, run_model
+from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate, run_model
 from parity.precision import Precision
 from parity.prepare import prepare
 from parity.rounding import FUSED, UNFUSED, Freedom
@@ -66,7 +66,7 @@ def draw(
     """
     prepared = prepare(case, checked, precision.dtype, seed, kernels)
     golden = golden_tensors(prepared)
-    models = [run_model(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+    models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
     ports: list[tuple[str, Tensors]] = [
         ("model", run_model(prepared, precision.rounding, Freedom.draw(rng))) for _ in range(draws)

@@ -26,7 +26,7 @@ from parity import te
 from parity.cases.mlp import issue_407
 from parity.cpu.products import accumulation
 from parity.inputs import Rng
-from parity.passes import Tensors, run_candidate, run_model, tensors_of
+from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
 from parity.rounding import PARTS
@@ -282,7 +282,7 @@ _ISSUE_407 = (dataclasses.replace(issue_407, probe=False), CheckedSize(issue_407
 def _modelled(prepared: Prepared, precision: Precision, way: str) -> Tensors:
     parts = PARTS if way == MODEL else PARTS & {way}
     rounding = dataclasses.replace(precision.rounding, parts=parts)
-    return run_model(prepared, rounding, AS_TE)
+    return model_tensors(prepared, rounding, AS_TE)
 
 
 def _measured(tensors: Tensors, golden: Tensors) -> Measured:

@@ -10,7 +10,7 @@ from typing import Any
 
 from parity.case import Case, Pair
 from parity.errors import sqnr_db
-from parity.passes import run_candidate, run_model, tensors_of
+from parity.passes import model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
 from parity.studies.distributions import DISTRIBUTIONS
@@ -64,7 +64,7 @@ def measure(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
     golden = tensors_of(prepared.golden)
     with gpu_with(precision, kernels) as gpu:
         candidate, _ = run_candidate(case, checked, prepared, precision, run.seed, kernels)
-    modelled = run_model(prepared, precision.rounding, AS_TE)
+    modelled = model_tensors(prepared, precision.rounding, AS_TE)
     te, model = (
         {kind: sqnr_db(error) for kind, error in pooled_relative_l2(tensors, golden).items()}
         for tensors in (candidate, modelled)
