@@ -13,12 +13,13 @@ import contextlib
 
 import torch
 from measuring import Measure, machine, processor_seconds, report
-from suite_cases import as_in_a_run, case_parser, cases, forget, precisions
+from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te, weights
 from parity.case import Case
 from parity.execute import positional_names, run
 from parity.inputs import Rng
+from parity.kept import forget
 from parity.passes import tensors_of
 from parity.precision import Precision
 from parity.prepare import build, cast, draw_inputs

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 from measuring import Measure, machine, processor_seconds, report
-from suite_cases import as_in_a_run, case_parser, cases, forget, precisions
+from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
 from parity.calibration.table import packaged
@@ -22,6 +22,7 @@ from parity.case import Case
 from parity.errors import measure
 from parity.judge import judge
 from parity.judgeable import answerable
+from parity.kept import forget
 from parity.passes import golden_tensors, model_tensors, run_candidate
 from parity.precision import Precision
 from parity.prepare import prepare

@@ -13,10 +13,10 @@ import time
 
 import torch
 from measuring import Measure, machine, median, parser, processor_seconds, report
-from suite_cases import forget
 
 from parity import comparison, te
 from parity.calibration.table import packaged
+from parity.kept import forget
 from parity.precision import PRECISIONS
 from parity.validate import check_case
 from parity.zoo.bug import Bug, planted

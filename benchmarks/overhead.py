@@ -20,12 +20,13 @@ from collections import Counter
 
 import torch
 from measuring import Measure, machine, processor_seconds, report
-from suite_cases import as_in_a_run, case_parser, cases, forget, precisions
+from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
 from parity.case import Case
 from parity.directions import directions
 from parity.execute import outputs_of, run
+from parity.kept import forget
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, prepare
 from parity.te import Kernels

@@ -13,10 +13,7 @@ from parity import registry
 from parity.calibration.table import packaged
 from parity.case import Case
 from parity.comparison import compare_at
-from parity.directions import directions
-from parity.passes import model_tensors
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import prepare
 from parity.te import Kernels
 from parity.validate import CheckedSize, check_case
 
@@ -52,9 +49,3 @@ def case_parser(doc: str | None) -> argparse.ArgumentParser:
 def as_in_a_run(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
     """A comparison as a run makes it."""
     compare_at(case, checked, precision, 0, kernels, packaged())
-
-
-def forget() -> None:
-    """Clear what one comparison keeps for the next."""
-    for kept in (prepare, model_tensors, directions):
-        kept.cache_clear()

@@ -22,6 +22,7 @@ from parity.directions import directions
 from parity.explanation import explain
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
+from parity.kept import forget
 from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, prepare
@@ -164,8 +165,7 @@ def _compared(asked: _Asked) -> Result:
     except UserError as error:
         return asked.result("error", reason=str(error))
     except _PassRaised as error:
-        prepare.cache_clear()
-        model_tensors.cache_clear()
+        forget()  # the pass may have left the reference half changed
         return asked.result("error", reason=str(error), device_error=classify(error.__cause__ or error))
     return dataclasses.replace(_judged(asked, ran), attention=ran.attention, determinism=ran.determinism)
 

@@ -14,8 +14,9 @@ from parity import host
 from parity.case import Case, draw_inputs
 from parity.execute import as_arguments
 from parity.inputs import Rng
+from parity.kept import forget
 from parity.meta_build import without_memory
-from parity.prepare import cast, prepare
+from parity.prepare import cast
 from parity.validate import CheckedSize
 
 # FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of
@@ -63,8 +64,8 @@ def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
 
 
 def release() -> None:
-    """Give back what this process keeps only to be faster: prepared cases, and PyTorch's cache of GPU memory."""
-    prepare.cache_clear()
+    """Give back what this process keeps only to be faster: for the next comparison, and in PyTorch's cache."""
+    forget()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,16 +1,21 @@
-"""How much memory a comparison needs, as far as that can be known before."""
+"""How much memory a comparison needs, as far as that can be known before; and what is given back."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from torch import Tensor, nn
 
-from parity import memory
+from parity import memory, te
+from parity.calibration.table import packaged
 from parity.case import Case, Pair
-from parity.validate import CheckedSize
+from parity.comparison import compare_at
+from parity.precision import PRECISIONS
+from parity.prepare import prepare
+from parity.validate import CheckedSize, check_case
 
 TE = ModuleType("transformer_engine.pytorch")
 
@@ -58,3 +63,23 @@ def test_a_size_that_no_machine_holds_is_estimated_without_memory() -> None:
 
 def test_it_is_unknown_where_the_reference_reads_values() -> None:
     assert estimate(lambda hidden: ReadsValues(), 2, 2) is None
+
+
+def test_nothing_of_a_comparison_is_kept_once_memory_is_released() -> None:
+    kernels, precision = te.kernels("cpu"), PRECISIONS["bf16"]
+    case = Case(
+        "linear",
+        lambda te, width: Pair(
+            nn.Linear(width, width),
+            te.Linear(width, width),
+            inputs=lambda rng, width: rng.normal(4, width),
+            weights={"weight": "weight", "bias": "bias"},
+        ),
+        sizes=(dict(width=32),),
+    )
+    (checked,) = check_case(case, kernels.te)
+    assert compare_at(case, checked, precision, 0, kernels, packaged()).passed
+    kept = weakref.ref(prepare(case, checked, precision.dtype, 0, kernels))
+    assert kept() is not None
+    memory.release()
+    assert kept() is None

@@ -15,6 +15,7 @@ from parity.calibration.table import Table, packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.cpu.products import tf32
+from parity.kept import forget
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, cast, prepare
 from parity.te import Kernels
@@ -104,7 +105,7 @@ def judge(trial: Trial, kernels: Kernels) -> Verdict:
             torch.manual_seed(trial.seed)  # for a dropout that was left on
             return _judge(trial, kernels)
     except Exception as error:
-        prepare.cache_clear()
+        forget()
         return Verdict("error", math.nan, "", (), 0, 0, {}, reason=f"{type(error).__name__}: {error}")
 
 
