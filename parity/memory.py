@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from functools import lru_cache
 from types import ModuleType
@@ -68,7 +69,8 @@ def release() -> None:
     forget()
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a broken context, which the comparison that broke it has told
+            torch.cuda.empty_cache()
 
 
 def free() -> int | None:

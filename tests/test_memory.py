@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import torch
 from torch import Tensor, nn
 
 from parity import memory, te
@@ -83,3 +85,12 @@ def test_nothing_of_a_comparison_is_kept_once_memory_is_released() -> None:
     assert kept() is not None
     memory.release()
     assert kept() is None
+
+
+def test_releasing_memory_of_a_broken_context_hides_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
+    memory.release()
