@@ -41,10 +41,10 @@ def classify(error: BaseException, context_works: Callable[[], bool] | None = No
         return "broken"
     if _OUT_OF_MEMORY.search(str(error)):
         return "out of memory"
-    return "" if (context_works or _cuda_works)() else "broken"
+    return "" if (context_works or cuda_works)() else "broken"
 
 
-def _cuda_works() -> bool:
+def cuda_works() -> bool:
     """Whether CUDA answers; a context that an error has broken repeats it at every call."""
     if not torch.cuda.is_initialized():
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parity.device_errors import classify
+from parity.device_errors import classify, cuda_works
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,18 @@ def test_an_error_that_does_not_tell_is_the_devices_if_cuda_answers_no_more() ->
 )
 def test_the_modules_own_errors_are_not_the_devices(error: Exception) -> None:
     assert classify(error) == ""
+
+
+def test_a_broken_context_is_seen_by_asking_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert cuda_works()
+
+    def fails() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    assert not cuda_works()
 
 
 def test_what_pytorch_says_of_an_impossible_allocation_is_lack_of_memory() -> None:

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from parity import te
+from parity.device_errors import cuda_works
 from parity.kernel_table.bench import Bench, bench
 from parity.kernel_table.buffers import unpack
 from parity.kernel_table.call import KernelCall
+from parity.one_line import one_line
 
 GPU_LOST = 3  # exit code
 _TIMED = 5
@@ -51,7 +53,7 @@ def make(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
         outcome = Outcome(unpack(call.run(where)))
         return dataclasses.replace(outcome, seconds=gpu_seconds(call, where))
     except Exception as error:
-        return Outcome(error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return Outcome(error=one_line(error))
 
 
 def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
@@ -83,17 +85,9 @@ def make_all(calls: Sequence[KernelCall], first: int, kernels: te.Kernels, seed:
     for index in range(first, len(calls)):
         outcome = make(calls[index], kernels, seed)
         write(outcome, index, folder)
-        if outcome.error is not None and kernels.backend == "gpu" and _gpu_is_lost():
+        if outcome.error is not None and not cuda_works():
             return False
     return True
-
-
-def _gpu_is_lost() -> bool:
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 def file(index: int, folder: Path) -> Path:

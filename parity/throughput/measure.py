@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from parity import flops, module_flops
+from parity import flops, memory, module_flops
 from parity.case import Case
+from parity.one_line import one_line
 from parity.precision import PRECISIONS, why_unavailable
 from parity.te import Kernels
 from parity.throughput import gpu_state
@@ -25,7 +25,7 @@ from parity.throughput.clock import Clock, Passes, clock_of, time_passes
 from parity.throughput.gpu_state import GpuState
 from parity.throughput.implementation import COMPILED, TE, Implementation, compile_afresh
 from parity.throughput.row import Row, Times
-from parity.throughput.subject import Subject, candidate, one_line, passes, subject
+from parity.throughput.subject import Subject, candidate, passes, subject
 from parity.throughput.workload import Workload
 from parity.validate import CheckedSize, check_case
 
@@ -107,7 +107,7 @@ def _of_dtype(bench: _Bench, dtype: torch.dtype, chosen: Sequence[Implementation
             except Exception as error:
                 why = one_line(error)
         yield row_without(bench.workload, implementation, why)
-        _release()
+        memory.release()
 
 
 def _why_not(bench: _Bench, implementation: Implementation) -> str | None:
@@ -186,7 +186,7 @@ def _memory(device: torch.device) -> int | None:
     """Bytes that are taken now on a GPU, whose peak is counted anew from here."""
     if device.type != "cuda":
         return None
-    _release()
+    memory.release()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
@@ -210,11 +210,3 @@ def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuSt
     for i in range(max(1, math.ceil(_LOADED_SECONDS / times.both))):
         repeated.run(i)
     return _state(device)
-
-
-def _release() -> None:
-    """Give back what a failed implementation still holds."""
-    gc.collect()
-    if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # an error of the GPU, which has been told
-            torch.cuda.empty_cache()

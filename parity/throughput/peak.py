@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from parity.one_line import one_line
 from parity.throughput.clock import Clock, Mark
 from parity.throughput.row import Peak, Spread
 
@@ -36,7 +37,7 @@ def measure(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
             with allow_tf32(format == "tf32"):
                 seconds = _seconds(_product(format, size, device), _REPEATS[device.type], clock)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
-            return Peak(format, float("nan"), why_none=str(error).strip().partition("\n")[0])
+            return Peak(format, float("nan"), why_none=one_line(error))
         best = max(best, Peak(format, flops(size) / seconds, size), key=lambda peak: peak.flops)
     return best
 

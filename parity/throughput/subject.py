@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity import errors, execute
 from parity.case import Case, Pair
 from parity.inputs import Rng
+from parity.one_line import one_line
 from parity.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.te import Kernels
 from parity.throughput.clock import Passes
@@ -144,11 +145,6 @@ def passes(
         return sum(gradient.nbytes for entry in gradients[1:] for gradient in entry)
 
     return Passes(clear, forward, backward, rotating_bytes)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _leaf(value: Tensor) -> Tensor:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from parity import te
+from parity.device_errors import cuda_works
 from parity.report import environment
 from parity.te import Backend, BackendUnavailable
 from parity.throughput import peak, record
@@ -33,19 +32,10 @@ def begin(backend: Asked, formats: Sequence[str], workloads: int, file: Path) ->
 
 
 def measure_one(workload: Workload, chosen: Sequence[Implementation], plan: Plan, backend: Asked, file: Path) -> bool:
-    """Write the workload's rows; whether this process can go on, which it cannot after an error of the GPU."""
+    """Write the workload's rows; whether this process can go on, which it cannot with a broken CUDA context."""
     kernels = te.kernels(backend)
     for row in measure(workload, chosen, plan, kernels):
         record.append(file, row)
-        if kernels.backend == "gpu" and not _gpu_works():
+        if not cuda_works():
             return False
-    return True
-
-
-def _gpu_works() -> bool:
-    """An illegal access or a failed assertion on the GPU makes every later call of the process fail."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
     return True

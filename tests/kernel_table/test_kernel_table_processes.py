@@ -67,14 +67,9 @@ def test_processes_that_do_not_come_to_life_are_not_started_for_ever(tmp_path: P
 def test_after_an_error_of_the_gpu_the_process_gives_up_only_if_the_gpu_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels: Any = SimpleNamespace(backend="gpu")
-    monkeypatch.setattr(measure, "make", lambda call, kernels, seed: Outcome(error=call))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kernels: Any = SimpleNamespace()
     made: Any = ["misaligned", "refused"]
-    assert measure.make_all(made, 0, kernels, 0, tmp_path)
-
-    def fails() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    assert not measure.make_all(made, 0, kernels, 0, tmp_path)
+    monkeypatch.setattr(measure, "make", lambda call, kernels, seed: Outcome(error=call))
+    for works in (True, False):
+        monkeypatch.setattr(measure, "cuda_works", lambda works=works: works)
+        assert measure.make_all(made, 0, kernels, 0, tmp_path) is works
