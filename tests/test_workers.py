@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fakes
 import pytest
 
+from parity.plugin import workers
 from parity.report import record
 from parity.result import Result
 
@@ -89,6 +91,22 @@ def test_its_result_says_what_happened(eventful: Eventful, name: str, reason: st
     _, printed, results = eventful
     assert any(result.reason.startswith(reason) for result in results[name])
     assert reason in printed
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (-9, "its worker died: SIGKILL"),
+        (-40, "its worker died: signal 40"),
+        (3, "its worker ended with exit code 3"),
+        (None, "its worker died"),
+    ],
+)
+def test_how_a_worker_ended_is_told_by_its_code(code: int | None, cause: str) -> None:
+    process = SimpleNamespace(wait=lambda timeout: code)
+    assert (
+        workers._cause_of_death(SimpleNamespace(gateway=SimpleNamespace(_io=SimpleNamespace(popen=process)))) == cause
+    )
 
 
 def test_where_an_item_hangs_is_printed(eventful: Eventful) -> None:

@@ -107,4 +107,7 @@ def _cause_of_death(worker: Any) -> str:
         code = None
     if code is None:
         return "its worker died"
-    return f"its worker died: {signal.Signals(-code).name}" if code < 0 else f"its worker ended with exit code {code}"
+    if code >= 0:
+        return f"its worker ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # without most of the real-time ones
+    return f"its worker died: {names.get(-code, f'signal {-code}')}"
