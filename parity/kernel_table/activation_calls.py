@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import E5M2, Bench
+from parity.kernel_table.bench import DTYPES, E5M2, Bench
 from parity.kernel_table.call import KernelCall
 
 _ROWS, _COLUMNS = 256, 512
-_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 _GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
 _SCALED = {"srelu": 1, "swiglu": 2, "situglu": 2, "clamped_swiglu": 2}  # by name, how wide the input is
@@ -21,7 +20,7 @@ _WITH_BIAS = ("gelu", "silu", "relu", "qgelu", "srelu")
 
 
 def calls() -> Iterator[KernelCall]:
-    for text, dtype in _DTYPES.items():
+    for text, dtype in DTYPES.items():
         for name in (*_PLAIN, *_GATED):
             yield _call(name, text, partial(_forward, name=name, dtype=dtype))
             yield _call(_gradient_of(name), text, partial(_backward, name=name, dtype=dtype))

@@ -8,31 +8,30 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import Bench
+from parity.kernel_table.bench import DTYPES, HALF, Bench
 from parity.kernel_table.call import KernelCall
 
 _BATCH, _HEADS, _SEQUENCE, _FEATURES = 2, 4, 128, 64
 _SCALE = 0.13
-_HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
 _SOFTMAXES = ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked")
 _SHAPES_OF_TOKENS = {"SBHD": (_SEQUENCE, _BATCH, _HEADS, _FEATURES), "BSHD": (_BATCH, _SEQUENCE, _HEADS, _FEATURES)}
 
 
 def calls() -> Iterator[KernelCall]:
     for softmax in _SOFTMAXES:
-        for text, dtype in _HALF.items():
+        for text, dtype in HALF.items():
             for direction in ("forward", "backward"):
                 run = partial(_softmax, softmax=softmax, dtype=dtype, direction=direction)
                 shapes = str(list(_scores(softmax)))
                 yield KernelCall("Softmax", f"{softmax}_softmax_{direction}", text, shapes, run)
     for direction in ("forward", "backward"):
-        for text, dtype in {"FP32": torch.float32, **_HALF}.items():
+        for text, dtype in DTYPES.items():
             for layout, shape in _SHAPES_OF_TOKENS.items():
                 for interleaved in (False, True):
                     variant = f"{text}, {layout}, {'interleaved' if interleaved else 'halves'}"
                     run = partial(_rope, direction=direction, dtype=dtype, layout=layout, interleaved=interleaved)
                     yield KernelCall("RoPE", f"fused_rope_{direction}", variant, str(list(shape)), run)
-        for text, dtype in {"FP32": torch.float32, **_HALF}.items():
+        for text, dtype in DTYPES.items():
             for layout, shape in _SHAPES_OF_TOKENS.items():
                 run = partial(_joint_rope, direction=direction, dtype=dtype, layout=layout)
                 yield KernelCall("RoPE", f"fused_qkv_rope_{direction}", f"{text}, {layout}", str(list(shape)), run)

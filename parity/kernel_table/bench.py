@@ -15,6 +15,9 @@ from torch import Tensor
 from parity.kernel_table.tape import Tape
 from parity.te import Kernels
 
+# By their names in the table.
+HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
+DTYPES = {"FP32": torch.float32, **HALF}
 E4M3, E5M2 = "kFloat8E4M3", "kFloat8E5M2"
 _DELAYED_SCALE = 37.5  # no power of two, so that products round
 
@@ -65,6 +68,10 @@ class Bench:
     def fixed(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """These values, on the device."""
         return self._drawn(lambda: torch.tensor(values, dtype=dtype))
+
+    def padding(self, lengths: Sequence[int], longest: int) -> Tensor:
+        """``[batch, longest]``, True from each sequence's length on."""
+        return self.fixed(lengths, torch.int64)[:, None] <= torch.arange(longest, device=self.device)
 
     def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
         return self.tape.next(lambda: draw().to(self.device))

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import E4M3, E5M2, QUANTIZERS, Bench
+from parity.kernel_table.bench import DTYPES, E4M3, E5M2, QUANTIZERS, Bench
 from parity.kernel_table.call import KernelCall
 
 _ROWS, _COLUMNS = 512, 1024
 _SHAPES = f"[{_ROWS}, {_COLUMNS}]"
-_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 _CODES = {"E4M3": E4M3, "E5M2": E5M2}
 _TENSORS, _HISTORY = 6, 16
 
@@ -33,7 +32,7 @@ def calls() -> Iterator[KernelCall]:
     for name in ("fp8_delayed", "fp8_current", "mxfp8"):
         run = partial(_bias_gradient, name=name)
         yield KernelCall("Casts", "bgrad_quantize", f"BF16 to {name} E5M2", _SHAPES, run, name)
-    for text, dtype in _DTYPES.items():
+    for text, dtype in DTYPES.items():
         yield KernelCall("Scales", "compute_amax", text, _SHAPES, partial(_amax, dtype=dtype))
     for algorithm in ("max", "most_recent"):
         for code_text, codes in _CODES.items():
@@ -48,7 +47,7 @@ def _codes(quantizer: str) -> dict[str, str]:
 
 def _dtypes(quantizer: str) -> dict[str, torch.dtype]:
     """TE's Hadamard transform reads BF16 only."""
-    return {"BF16": torch.bfloat16} if "Hadamard" in quantizer else _DTYPES
+    return {"BF16": torch.bfloat16} if "Hadamard" in quantizer else DTYPES
 
 
 def _quantize(bench: Bench, name: str, codes: str, dtype: torch.dtype) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import E4M3, E5M2, Bench
+from parity.kernel_table.bench import E4M3, E5M2, HALF, Bench
 from parity.kernel_table.call import KernelCall
 
 _TOKENS, _INNER, _OUTER = 256, 512, 384
@@ -35,10 +35,10 @@ _FORMATS = {
 
 
 def calls() -> Iterator[KernelCall]:
-    for dtype, text in ((torch.float32, "FP32 (TF32)"), (_BF16, "BF16"), (torch.float16, "FP16")):
+    for text, dtype in {"FP32 (TF32)": torch.float32, **HALF}.items():
         for layout, (use, _, _) in _LAYOUTS.items():
             yield _call(f"{text}, {use}", layout, partial(_plain, dtype=dtype, layout=layout))
-    for dtype, text in ((_BF16, "BF16"), (torch.float16, "FP16")):
+    for text, dtype in HALF.items():
         yield _call(f"{text}, bias", "TN", partial(_forward, dtype=dtype, gelu=False))
         yield _call(f"{text}, bias and GELU", "TN", partial(_forward, dtype=dtype, gelu=True))
         yield _call(f"{text}, gradient of GELU", "NN", partial(_gelu_gradient, dtype=dtype))

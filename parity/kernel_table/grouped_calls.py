@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import Bench
+from parity.kernel_table.bench import HALF, Bench
 from parity.kernel_table.call import KernelCall
 
 _SPLITS, _INNER, _OUTER = (128, 256, 128), 256, 384
 _SHAPES = f"{list(_SPLITS)} rows, {_INNER} to {_OUTER}"
-_DTYPES = {"FP32 (TF32)": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
+_DTYPES = {"FP32 (TF32)": torch.float32, **HALF}
 _RECIPES = {
     "fp8_delayed": "DelayedScaling",
     "fp8_current": "Float8CurrentScaling",

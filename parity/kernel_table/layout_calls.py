@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import E4M3, Bench
+from parity.kernel_table.bench import E4M3, HALF, Bench
 from parity.kernel_table.call import KernelCall
 
 _BATCH, _LONGEST, _HEADS, _FEATURES = 3, 64, 4, 32
 _LENGTHS = (64, 17, 40)
 _CACHED, _NEW, _CACHE = (5, 0, 31), (1, 9, 4), 64
-_HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
 
 def calls() -> Iterator[KernelCall]:
     yield KernelCall("Layouts", "fp8_transpose", "E4M3", "[256, 384]", _fp8_transpose)
-    for text, dtype in _HALF.items():
+    for text, dtype in HALF.items():
         run = partial(_swap, dtype=dtype)
         yield KernelCall("Layouts", "swap_first_dims", text, "[64, 3, 128]", run)
         lengths = f"lengths {list(_LENGTHS)} of {_LONGEST}"
@@ -46,7 +45,7 @@ def _pack(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     tokens, ends = bench.normal(_BATCH, _LONGEST, _HEADS, _FEATURES, dtype=dtype), _cumulative(bench, _LENGTHS)
     packed = bench.tex.convert_bshd_to_thd(tokens, ends, sum(_LENGTHS))
     unpacked = bench.tex.convert_thd_to_bshd(packed, ends, _BATCH, _LONGEST)
-    is_padding = bench.fixed(_LENGTHS, torch.int64)[:, None] <= torch.arange(_LONGEST, device=bench.device)
+    is_padding = bench.padding(_LENGTHS, _LONGEST)
     return {"packed": packed, "unpacked": unpacked.masked_fill(is_padding[:, :, None, None], 0.0)}
 
 

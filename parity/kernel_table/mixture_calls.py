@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.kernel_table.bench import Bench
+from parity.kernel_table.bench import DTYPES, Bench
 from parity.kernel_table.call import KernelCall
 
 _TOKENS, _EXPERTS, _CHOSEN, _HIDDEN = 256, 16, 4, 128
 _SIZES, _PADDED_SIZES = (100, 7, 0, 149), (112, 16, 0, 160)
 _SHAPES = f"[{_TOKENS}, {_HIDDEN}], {_CHOSEN} of {_EXPERTS} experts"
 _ROUTING_SHAPES = f"[{_TOKENS}, {_EXPERTS}], {_CHOSEN} chosen"
-_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 
 
 def calls() -> Iterator[KernelCall]:
-    for text, dtype in _DTYPES.items():
+    for text, dtype in DTYPES.items():
         for kind in ("mask", "index"):
             run = partial(_permute, kind=kind, dtype=dtype)
             yield KernelCall("Mixture of experts", "moe_permute, moe_unpermute", f"{text}, {kind} map", _SHAPES, run)
@@ -41,7 +40,7 @@ def calls() -> Iterator[KernelCall]:
             yield KernelCall("Mixture of experts", name, f"{text}, {function}", _ROUTING_SHAPES, run)
     for text in ("FP32", "BF16"):
         for graph_safe in (False, True):
-            run = partial(_auxiliary_loss, dtype=_DTYPES[text], graph_safe=graph_safe)
+            run = partial(_auxiliary_loss, dtype=DTYPES[text], graph_safe=graph_safe)
             variant = f"{text}, the number of tokens in a tensor" if graph_safe else text
             yield KernelCall("Mixture of experts", "fused_moe_aux_loss", variant, _ROUTING_SHAPES, run)
 

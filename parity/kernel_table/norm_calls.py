@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from parity.kernel_table.bench import Bench
+from parity.kernel_table.bench import DTYPES, Bench
 from parity.kernel_table.call import KernelCall
 
 _ROWS, _COLUMNS, _EPSILON = 256, 1024, 1e-5
 _SHAPES = f"[{_ROWS}, {_COLUMNS}]"
-_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 
 
 def calls() -> Iterator[KernelCall]:
     for norm in ("layernorm", "rmsnorm"):
-        for text, dtype in _DTYPES.items():
+        for text, dtype in DTYPES.items():
             for centered in (False, True):
                 variant = f"{text}, gamma - 1" if centered else text
                 forward = partial(_forward, norm=norm, dtype=dtype, centered=centered, quantizer=None)
@@ -26,7 +25,7 @@ def calls() -> Iterator[KernelCall]:
                 yield KernelCall("Norms", f"{norm}_fwd", variant, _SHAPES, forward)
                 yield KernelCall("Norms", f"{norm}_bwd", variant, _SHAPES, backward)
         if norm == "rmsnorm":
-            for text, dtype in _DTYPES.items():
+            for text, dtype in DTYPES.items():
                 yield KernelCall("Norms", "rmsnorm_bwd_add", text, _SHAPES, partial(_backward_and_add, dtype=dtype))
         for quantizer in ("fp8_delayed", "fp8_current", "mxfp8"):
             run = partial(_forward, norm=norm, dtype=torch.bfloat16, centered=False, quantizer=quantizer)

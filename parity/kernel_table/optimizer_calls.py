@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.kernel_table.bench import Bench
+from parity.kernel_table.bench import DTYPES, Bench
 from parity.kernel_table.call import KernelCall
 
 _LENGTHS = (5000, 33, 70000)  # more than one chunk, and less than one vector
@@ -40,7 +40,7 @@ def calls() -> Iterator[KernelCall]:
     for variant, options in _SGDS.items():
         run = partial(_step, optimizer="FusedSGD", dtype=torch.float32, options={"lr": 0.01, **options})
         yield KernelCall("Optimizers", "FusedSGD", variant, _SHAPES, run)
-    for text, dtype in (("FP32", torch.float32), ("BF16", _BF16), ("FP16", torch.float16)):
+    for text, dtype in DTYPES.items():
         yield KernelCall("Optimizers", "multi_tensor_l2norm", text, _SHAPES, partial(_norm, dtype=dtype))
         yield KernelCall("Optimizers", "multi_tensor_unscale_l2norm", text, _SHAPES, partial(_unscaled, dtype=dtype))
         yield KernelCall("Optimizers", "multi_tensor_scale", text, _SHAPES, partial(_scale, dtype=dtype))
