@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tabulate import tabulate
+from parity.report.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.14.1", "2.16.1", "2.18.0", "2.19.0", "2.20.2")
@@ -166,7 +166,7 @@ def draw(runs: Runs) -> str:
             (
                 "# The CPU kernels on versions of TransformerEngine",
                 f"Made by `make te-matrix` ({machine}). Passed / failed / skipped tests:",
-                table(rows, ["TE", *GROUPS]),
+                markdown_table(rows, ["TE", *GROUPS]),
                 *section("Skipped", skips(runs), ["why", *runs]),
                 *section("Failed", failures(runs), ["TE", "test", "what is wrong"]),
             )
@@ -177,12 +177,7 @@ def draw(runs: Runs) -> str:
 
 def section(title: str, rows: Sequence[Sequence[object]], headers: Sequence[str]) -> list[str]:
     """A heading and its table; a table without rows says so in a word."""
-    return [f"## {title}", table(rows, headers) if rows else "None."]
-
-
-def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return tabulate(escaped, headers, tablefmt="github", disable_numparse=True)
+    return [f"## {title}", markdown_table(rows, headers) if rows else "None."]
 
 
 def skips(runs: Runs) -> list[list[object]]:

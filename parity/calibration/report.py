@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
-from tabulate import tabulate
 
 from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.calibration.measure import Sample
 from parity.calibration.table import Table
 from parity.report.numbers import short
+from parity.report.tables import markdown_table
 
 _INTRODUCTION = f"""\
 How far faithful ports stray from the rounding model, by statistic (`parity/statistics.py`), kind of tensor and
@@ -66,7 +66,7 @@ def _provenance(provenance: Mapping[str, Mapping[str, object]]) -> str:
     rows = [
         [precision, *(_text(entry.get(column, "")) for column in columns)] for precision, entry in provenance.items()
     ]
-    return tabulate(rows, ["precision", *columns], tablefmt="github", disable_numparse=True)
+    return markdown_table(rows, ["precision", *columns])
 
 
 def _text(value: object) -> str:
@@ -80,7 +80,7 @@ def _laws(table: Table) -> str:
         for limit in [table.limit(*key)]
     ]
     headers = ["precision", "kind", "statistic", "center", "spread", "tensors", "samples", "largest", "limit"]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=["left"] * 3 + ["right"] * 6)
+    return markdown_table(rows, headers, left=3)
 
 
 def _key(sample: Sample) -> tuple[str, str, str]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
-from tabulate import tabulate
 
 from parity import te
 from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.calibration.table import packaged
 from parity.false_alarms.measure import DRAWN, Outcome, Port
 from parity.report import environment
+from parity.report.tables import markdown_table
 
 CONFIDENCE = 0.95
 _INTRODUCTION = f"""\
@@ -108,7 +108,7 @@ def _table(outcomes: Outcomes) -> str:
         "checks rejected",
         "at most",
     ]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=["left"] + ["right"] * 7)
+    return markdown_table(rows, headers, left=1)
 
 
 def _alarms(outcomes: Outcomes) -> str:
@@ -127,7 +127,7 @@ def _largest(outcomes: Outcomes) -> str:
         for precision, judged in _by_precision(outcomes).items()
     ]
     headers = ["largest margin", *statistics]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return markdown_table(rows, headers)
 
 
 def _text(margin: float) -> str:

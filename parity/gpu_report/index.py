@@ -7,10 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tabulate import tabulate
-
 from parity.gpu_report.step import Outcome, Step
 from parity.report.environment import Environment
+from parity.report.tables import markdown_table
 
 _MARKS = {"done": "✅", "failed": "❌", "broken": "💥", "out of time": "⌛"}
 
@@ -53,8 +52,8 @@ def draw(
         "# What a GPU tells" if not why_no_gpu else "# A trial without a GPU",
         *([f"**No real kernels ran: {why_no_gpu}. Nothing here is a GPU's figure.**"] if why_no_gpu else []),
         f"**{summary(steps, outcomes)}**",
-        tabulate([(k, v) for k, v in facts.items() if v], ("machine", ""), tablefmt="github", disable_numparse=True),
-        tabulate(rows, headers, tablefmt="github", disable_numparse=True),
+        markdown_table([fact for fact in facts.items() if fact[1]], ("machine", "")),
+        markdown_table(rows, headers),
         "✅ done, ❌ found something wrong, 💥 did not come to its end, ⌛ was ended at its limit of time.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -78,7 +77,7 @@ def _row(folder: Path, step: Step, outcome: Outcome | None) -> tuple[str, ...]:
     return (
         _MARKS[outcome.status],
         f"**{step.name}**: {question}",
-        outcome.verdict.replace("|", "\\|"),
+        outcome.verdict,
         f"{outcome.seconds:.0f}",
         f"{outcome.limit:.0f}",
         ", ".join(links),

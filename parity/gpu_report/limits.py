@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
 from parity.calibration import table
 from parity.calibration.table import Key
 from parity.report import record
 from parity.report.numbers import short
+from parity.report.tables import markdown_table
 from parity.result import Result
 from parity.user_error import UserError
 
@@ -103,7 +102,7 @@ def draw(found: Mapping[Key, Deviations], kernels: str) -> str:
         "# A run against the packaged limits",
         f"Kernels: **{kernels}**. **{verdict(found)}.**",
         _INTRODUCTION,
-        tabulate(rows, _HEADERS, tablefmt="github", disable_numparse=True),
+        markdown_table(rows, _HEADERS),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from parity.kernel_table.call import KernelCall
 from parity.kernel_table.distance import Distance, measure
 from parity.kernel_table.left_out import NOT_CALLED
 from parity.kernel_table.measure import Outcome
 from parity.report.environment import Environment
 from parity.report.numbers import short
+from parity.report.tables import markdown_table
 
 _HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps", "relative", "GPU µs")
 _TRIAL = "**A trial without a GPU: both sides are the CPU kernels, in two processes. It says nothing about real ones.**"
@@ -83,13 +82,13 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
         "whole call as the table makes it, a forward pass before its backward one and the casts of quantized operands "
         "included. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
         "be equal; casts, scales and amaxes of equal inputs are.",
-        _markdown([(name, value or "-") for name, value in facts.items()], ("", "")),
+        markdown_table([(name, value or "-") for name, value in facts.items()], ("", "")),
     ]
     for family, group in itertools.groupby(made, lambda comparison: comparison.call.family):
-        parts += [f"## {family}", _markdown([row for comparison in group for row in _rows(comparison)], _HEADERS)]
+        parts += [f"## {family}", markdown_table([row for comparison in group for row in _rows(comparison)], _HEADERS)]
     missing = [(c.call.kernel, c.call.variant, c.why_none) for c in made if c.why_none is not None]
-    parts += ["## Not compared", _markdown(missing, ("kernel", "variant", "why")) if missing else "None."]
-    parts += ["## CPU kernels that the table leaves out", _markdown(NOT_CALLED.items(), ("kernel", "why"))]
+    parts += ["## Not compared", markdown_table(missing, ("kernel", "variant", "why")) if missing else "None."]
+    parts += ["## CPU kernels that the table leaves out", markdown_table(NOT_CALLED.items(), ("kernel", "why"))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -114,8 +113,3 @@ def fraction(distance: Distance) -> str:
 
 def ulps(distance: Distance) -> str:
     return "NaN on one side" if math.isinf(distance.max_ulps) else f"{distance.max_ulps:.0f}"
-
-
-def _markdown(rows: Iterable[Iterable[str | None]], headers: Iterable[str]) -> str:
-    escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return tabulate(escaped, list(headers), tablefmt="github", disable_numparse=True)

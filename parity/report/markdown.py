@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tabulate import tabulate
-
 from parity.calibration import aim
 from parity.report import failure, matrix
 from parity.report.digest import Digest
 from parity.report.environment import Environment
 from parity.report.items import Item
 from parity.report.numbers import cosine, plural, ratio, seeds, short
+from parity.report.tables import markdown_table
 from parity.result import Determinism, Kind, Result, TensorResult
 
 _COLUMNS = (
@@ -98,7 +97,7 @@ def _environment(environment: Environment) -> str:
         ("date", environment.date),
     ]
     shown = [row for row in rows if row[1]]
-    return tabulate(shown, ["environment", ""], tablefmt="github", disable_numparse=True)
+    return markdown_table(shown, ["environment", ""])
 
 
 def _how_to_read(items: Sequence[Item]) -> str:
@@ -193,8 +192,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         many_seeds = any(len(item.results) > 1 for item in of_case)
         rows = [row for item in of_case for row in _rows(item, many_seeds)]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
-        alignment = ["left"] * _TEXT_COLUMNS + ["right"] * (len(headers) - _TEXT_COLUMNS)
-        yield tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=alignment)
+        yield markdown_table(rows, headers, left=_TEXT_COLUMNS)
         yield "</details>"
 
 

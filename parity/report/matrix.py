@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from parity.report.items import Item, precisions
 from parity.report.numbers import short
+from parity.report.tables import markdown_table
 
 PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
@@ -23,7 +22,7 @@ def draw(items: Sequence[Item]) -> str:
             for precision in columns
         }
         rows.append([f"`{case}`", *(_cell(by_precision[precision]) for precision in columns)])
-    return tabulate(rows, ["case", *columns], tablefmt="github", disable_numparse=True)
+    return markdown_table(rows, ["case", *columns])
 
 
 def verdict_of(item: Item) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
 
 from parity import te
 from parity.report import environment
+from parity.report.tables import markdown_table
 from parity.te import Kernels
 
 
@@ -41,12 +41,12 @@ def verdict(holds: Sequence[bool]) -> str:
 
 def numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
     """A markdown table aligned to the right."""
-    return _table(rows, headers, "right")
+    return markdown_table(rows, headers, left=0)
 
 
 def texts(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
     """A markdown table aligned to the left."""
-    return _table(rows, headers, "left")
+    return markdown_table(rows, headers, left=len(headers))
 
 
 def claims(found: Iterable[Claim]) -> str:
@@ -62,7 +62,3 @@ def made_on(kernels: Kernels) -> str:
         f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
         f"TransformerEngine {te.version()} and torch {torch.__version__}."
     )
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], alignment: str) -> str:
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=[alignment] * len(headers))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from tabulate import tabulate
 
 from parity import te
 from parity.report.environment import KERNELS
 from parity.report.matrix import FAILED, PASSED
 from parity.report.numbers import short
+from parity.report.tables import markdown_table
 from parity.studies.training_curves import Outcome, Settings
 from parity.te import Kernels
 
@@ -129,7 +129,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
         "largest difference",
         "margin",
     ]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return markdown_table(rows, headers)
 
 
 def _picture(model: str) -> str:

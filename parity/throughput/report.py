@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tabulate import tabulate
-
 from parity.report.environment import Environment
 from parity.report.numbers import short
+from parity.report.tables import markdown_table
 from parity.throughput.gpu_state import GpuState
 from parity.throughput.record import EMULATED, Record
 from parity.throughput.row import Peak, Row, Spread
@@ -87,7 +86,7 @@ def _environment(environment: Environment) -> str:
         "cuDNN": environment.cudnn,
         "date": environment.date,
     }
-    return _table([(name, value) for name, value in facts.items() if value], ("", ""))
+    return markdown_table([(name, value) for name, value in facts.items() if value], ("", ""))
 
 
 def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -102,7 +101,9 @@ def _summary(rows: Sequence[Row]) -> str:
     workloads = _by_workload(rows)
     cells = {name: {row.name: _bought(row, of) for row in of} for name, of in workloads.items()}
     names = dict.fromkeys(row.name for row in rows)
-    return _table([(name, *(cells[each].get(name, "") for each in workloads)) for name in names], ("", *workloads))
+    return markdown_table(
+        [(name, *(cells[each].get(name, "") for each in workloads)) for name in names], ("", *workloads)
+    )
 
 
 def _bought(row: Row, rows: Sequence[Row]) -> str:
@@ -117,11 +118,11 @@ def _peaks(peaks: Sequence[Peak]) -> str:
         (peak.format, "–", peak.why_none) if peak.why_none else (peak.format, _tera(peak.flops), f"{peak.size}³")
         for peak in peaks
     ]
-    return _table(rows, ("format", "TFLOP/s", "product"))
+    return markdown_table(rows, ("format", "TFLOP/s", "product"))
 
 
 def _rows(rows: Sequence[Row], found: Record) -> str:
-    return _table([(row.name, *_cells(row, found)) for row in rows], _ROW_HEADERS)
+    return markdown_table([(row.name, *_cells(row, found)) for row in rows], _ROW_HEADERS)
 
 
 def _cells(row: Row, found: Record) -> list[str]:
@@ -179,8 +180,3 @@ def _during(before: GpuState | None, after: GpuState | None, name: str) -> str:
     """``1980 → 1755``."""
     values = [None if state is None else getattr(state, name) for state in (before, after)]
     return "–" if values == [None, None] else " → ".join("–" if value is None else f"{value:.0f}" for value in values)
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return tabulate(escaped, headers, tablefmt="github", disable_numparse=True)

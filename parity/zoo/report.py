@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from parity import te
 from parity.report.environment import KERNELS, cpu_model, gpu_name
 from parity.report.numbers import plural, short
+from parity.report.tables import markdown_table
 from parity.zoo import catalogue, plot, summary
 from parity.zoo.runner import Plan
 from parity.zoo.signal import LEAST_SEEDS
@@ -98,7 +98,7 @@ def _told_apart(verdicts: Verdicts, precisions: Sequence[str]) -> str:
         trials = [trial for trial, _ in summary.judged(verdicts, False, precision)]
         counts = [summary.told_apart(verdicts, trials, method) for method in METHODS]
         rows.append([f"`{precision}`", *map(_count, counts)])
-    return _table(rows, ["precision", *METHODS])
+    return markdown_table(rows, ["precision", *METHODS])
 
 
 def _false_alarms(verdicts: Verdicts, precisions: Sequence[str]) -> str:
@@ -108,12 +108,12 @@ def _false_alarms(verdicts: Verdicts, precisions: Sequence[str]) -> str:
         ports = [summary.rejections(clean, method) for method in METHODS]
         checks = [summary.rejected_tensors(clean, method) for method in METHODS]
         rows.append([f"`{precision}`", *map(_count, ports), *map(_count, checks)])
-    return _table(rows, ["precision", *METHODS, *(f"{method}, checks" for method in METHODS)])
+    return markdown_table(rows, ["precision", *METHODS, *(f"{method}, checks" for method in METHODS)])
 
 
 def _naming(verdicts: Verdicts, precisions: Sequence[str]) -> str:
     counts = {name: summary.named_first(summary.judged(verdicts, False, name)) for name in precisions}
-    return _table([[_count(count) for count in counts.values()]], [f"`{name}`" for name in counts])
+    return markdown_table([[_count(count) for count in counts.values()]], [f"`{name}`" for name in counts])
 
 
 def _bugs(verdicts: Verdicts, plan: Plan) -> str:
@@ -126,7 +126,7 @@ def _bugs(verdicts: Verdicts, plan: Plan) -> str:
             cells = [_cell(verdicts, trials.get((bug.name, host, name), [])) for name in plan.precisions]
             if any(cells):
                 rows.append([catalogue.subject(bug), f"`{bug.name}`", f"`{host}`", *cells])
-    return _table(rows, ["subject", "bug", "host", *(f"`{precision}`" for precision in plan.precisions)])
+    return markdown_table(rows, ["subject", "bug", "host", *(f"`{precision}`" for precision in plan.precisions)])
 
 
 def _cell(verdicts: Verdicts, found: Sequence[tuple[Trial, Verdict]]) -> str:
@@ -177,7 +177,7 @@ def _misses(verdicts: Verdicts) -> str:
         "filter ratio",
         "seen by",
     ]
-    return _table(rows, headers)
+    return markdown_table(rows, headers)
 
 
 def _count(count: Count) -> str:
@@ -187,7 +187,3 @@ def _count(count: Count) -> str:
 def _told(trial: Trial) -> str:
     what = f"`{trial.bug}` in `{trial.host}`" if trial.bug else f"the right `{trial.host}`"
     return f"{what}, {trial.size}, `{trial.precision}`, seed {trial.seed}"
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
