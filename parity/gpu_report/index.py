@@ -37,22 +37,12 @@ def draw(
     """
     by_name = {outcome.step: outcome for outcome in outcomes}
     rows = [_row(folder, step, by_name.get(step.name)) for step in steps]
-    facts = {
-        "kernels": machine.kernels,
-        "device": machine.device,
-        "processor": machine.cpu,
-        "TransformerEngine": machine.transformer_engine,
-        "PyTorch": machine.torch,
-        "CUDA": machine.cuda,
-        "cuDNN": machine.cudnn,
-        "date": machine.date,
-    }
     headers = ("", "question", "verdict", "seconds", "of", "files")
     parts = [
         "# What a GPU tells" if not why_no_gpu else "# A trial without a GPU",
         *([f"**No real kernels ran: {why_no_gpu}. Nothing here is a GPU's figure.**"] if why_no_gpu else []),
         f"**{summary(steps, outcomes)}**",
-        markdown_table([fact for fact in facts.items() if fact[1]], ("machine", "")),
+        markdown_table(machine.facts.items(), ("machine", "")),
         markdown_table(rows, headers),
         "✅ done, ❌ found something wrong, 💥 did not come to its end, ⌛ was ended at its limit of time.",
     ]

@@ -63,16 +63,7 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
         emulated_gpu: the GPU that the CPU kernels emulated.
     """
     made = list(comparisons)
-    facts = {
-        "GPU": environment.device,
-        "TransformerEngine": environment.transformer_engine,
-        "torch": environment.torch,
-        "CUDA": environment.cuda,
-        "cuDNN": environment.cudnn,
-        "emulated": emulated_gpu,
-        "processor": environment.cpu,
-        "date": environment.date,
-    }
+    facts = {**environment.facts, "emulated GPU": emulated_gpu}
     parts = [
         "# CPU kernels against TransformerEngine's",
         *(() if environment.backend == "gpu" else (_TRIAL,)),
@@ -82,7 +73,7 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
         "whole call as the table makes it, a forward pass before its backward one and the casts of quantized operands "
         "included. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
         "be equal; casts, scales and amaxes of equal inputs are.",
-        markdown_table([(name, value or "-") for name, value in facts.items()], ("", "")),
+        markdown_table(facts.items(), ("environment", "")),
     ]
     for family, group in itertools.groupby(made, lambda comparison: comparison.call.family):
         parts += [f"## {family}", markdown_table([row for comparison in group for row in _rows(comparison)], _HEADERS)]

@@ -59,6 +59,26 @@ class Environment:
         """Whether the kernels were real or emulated, in words."""
         return KERNELS.get(self.backend, self.backend)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What every report shows, by what it is; what does not apply is left out."""
+        known = {
+            "kernels": self.kernels,
+            "device": self.device,
+            "processor": self.cpu,
+            "platform": self.platform,
+            "TransformerEngine": self.transformer_engine,
+            "PyTorch": self.torch,
+            "CUDA": self.cuda,
+            "cuBLAS": self.cublas,
+            "cuDNN": self.cudnn,
+            "driver": self.driver,
+            "Python": self.python,
+            "parity": self.parity,
+            "date": self.date,
+        }
+        return {name: value for name, value in known.items() if value}
+
 
 def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
     """The environment of this process."""

@@ -79,25 +79,12 @@ def _worst(items: Sequence[Item]) -> str:
 
 
 def _environment(environment: Environment) -> str:
-    rows = [
-        ("kernels", f"**{environment.kernels}**"),
-        ("device", environment.device),
-        ("processor", environment.cpu),
-        ("platform", environment.platform),
-        ("TransformerEngine", environment.transformer_engine),
-        ("PyTorch", environment.torch),
-        ("CUDA", environment.cuda),
-        ("cuBLAS", environment.cublas),
-        ("cuDNN", environment.cudnn),
-        ("driver", environment.driver),
-        ("Python", environment.python),
-        ("parity", environment.parity),
-        ("golden in FP64", environment.golden),
-        ("seeds", seeds(environment.seeds)),
-        ("date", environment.date),
-    ]
-    shown = [row for row in rows if row[1]]
-    return markdown_table(shown, ["environment", ""])
+    rows = environment.facts
+    rows["kernels"] = f"**{environment.kernels}**"
+    rows["seeds"] = seeds(environment.seeds)
+    if environment.golden:
+        rows["golden in FP64"] = environment.golden
+    return markdown_table(rows.items(), ["environment", ""])
 
 
 def _how_to_read(items: Sequence[Item]) -> str:

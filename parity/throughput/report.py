@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from parity.report.environment import Environment
 from parity.report.numbers import short
 from parity.report.tables import markdown_table
 from parity.throughput.gpu_state import GpuState
@@ -55,7 +54,7 @@ def _sections(found: Record, plot: str | None) -> Iterator[str]:
     if found.is_emulated:
         yield f"**{EMULATED}.** The plain module's times are this processor's."
     if found.environment is not None:
-        yield _environment(found.environment)
+        yield markdown_table(found.environment.facts.items(), ("environment", ""))
     yield _HOW_TO_READ
     yield "## What each precision buys and costs"
     yield (
@@ -73,20 +72,6 @@ def _sections(found: Record, plot: str | None) -> Iterator[str]:
         yield f"## {workload}"
         yield _rows(rows, found)
     yield "Made by `parity throughput`."
-
-
-def _environment(environment: Environment) -> str:
-    facts = {
-        "TE's kernels": environment.kernels,
-        "device": environment.device,
-        "processor": environment.cpu,
-        "TransformerEngine": environment.transformer_engine,
-        "PyTorch": environment.torch,
-        "CUDA": environment.cuda,
-        "cuDNN": environment.cudnn,
-        "date": environment.date,
-    }
-    return markdown_table([(name, value) for name, value in facts.items() if value], ("", ""))
 
 
 def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
