@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from parity import te
 from parity.cases.mlp import issue_407
@@ -30,7 +28,7 @@ from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
 from parity.rounding import PARTS
-from parity.studies import record
+from parity.studies import record, resume
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.growth import Law, Sizes, fit
 from parity.studies.pooled import pooled_relative_l2
@@ -156,16 +154,19 @@ def run(settings: Settings, folder: Path) -> Path:
 
 def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
     """Make the runs that the folder's record lacks, and append each when it is finished."""
-    finished = record.read(folder / RECORD)
-    pending = [entry for entry in runs(settings, kernels) if record.key(identity(entry, kernels)) not in finished]
-    for entry in track(pending, "measuring", console=Console(stderr=True), disable=not pending):
-        record.append(folder / RECORD, identity(entry, kernels), dataclasses.asdict(measure(entry, kernels)))
+    resume.make_missing(
+        folder / RECORD,
+        runs(settings, kernels),
+        functools.partial(identity, kernels=kernels),
+        lambda entry: dataclasses.asdict(measure(entry, kernels)),
+        "measuring",
+    )
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
     """All runs of the settings, from the record."""
-    recorded = record.read(folder / RECORD)
-    return {entry: Measured(**recorded[record.key(identity(entry, kernels))]) for entry in runs(settings, kernels)}
+    recorded = resume.recorded(folder / RECORD, runs(settings, kernels), functools.partial(identity, kernels=kernels))
+    return {entry: Measured(**result) for entry, result in recorded.items()}
 
 
 def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:

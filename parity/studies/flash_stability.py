@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from parity import te
-from parity.studies import record
+from parity.studies import record, resume
 from parity.studies.attention_deviation import Deviation, Result, inputs_of, result_of, shared_part
 from parity.studies.attention_inputs import DISTRIBUTIONS
 from parity.studies.attention_sweeps import Run, Settings, runs
@@ -55,22 +53,25 @@ def run(settings: Settings, folder: Path) -> Path:
     check(settings)
     kernels = kernels_on(settings.device)
     compute_missing(settings, folder, kernels)
-    finished = record.read(folder / RECORD)
-    found = {entry: _from_json(finished[record.key(_identity(entry, settings, kernels))]) for entry in runs(settings)}
+    recorded = resume.recorded(
+        folder / RECORD, runs(settings), functools.partial(_identity, settings=settings, kernels=kernels)
+    )
+    found = {entry: _from_json(result) for entry, result in recorded.items()}
     return flash_stability_report.write(found, settings, kernels, folder)
 
 
 def compute_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
     """Make the runs that the folder's record lacks, and append each when it is finished."""
-    path = folder / RECORD
-    finished = record.read(path)
-    pending = [entry for entry in runs(settings) if record.key(_identity(entry, settings, kernels)) not in finished]
-    # Runs that share a golden output follow each other, since only the last is kept.
-    pending.sort(key=lambda entry: (entry.keys * entry.queries, str(shared_part(entry))))
-    for entry in track(pending, "attending", console=Console(stderr=True), disable=not pending):
+
+    def attend(entry: Run) -> Any:
         with full_fp32_products():
-            result = dataclasses.asdict(result_of(entry, settings, kernels))
-        record.append(path, _identity(entry, settings, kernels), result)
+            return dataclasses.asdict(result_of(entry, settings, kernels))
+
+    # Runs that share a golden output follow each other, since only the last is kept.
+    ordered = sorted(runs(settings), key=lambda entry: (entry.keys * entry.queries, str(shared_part(entry))))
+    resume.make_missing(
+        folder / RECORD, ordered, functools.partial(_identity, settings=settings, kernels=kernels), attend, "attending"
+    )
 
 
 def check(settings: Settings) -> None:

@@ -8,6 +8,7 @@ product of the same FP8 numbers, so what is measured is the sum alone; the error
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from parity.cpu.products import accumulation
@@ -24,7 +23,7 @@ from parity.cpu.products.accumulation import HOPPER, Factor
 from parity.cpu.quantized import float8
 from parity.errors import measure
 from parity.inputs import Rng
-from parity.studies import distributions, record
+from parity.studies import distributions, record, resume
 from parity.studies.distributions import Draw
 from parity.user_error import UserError
 
@@ -112,13 +111,13 @@ def run(settings: Settings, folder: Path) -> Path:
 
     _check(settings)
     path = folder / RECORD
-    finished = record.read(path)
-    pending = [entry for entry in runs(settings) if record.key(_identity(entry, settings)) not in finished]
-    for entry in track(pending, "adding", console=Console(stderr=True), disable=not pending):
-        costs = {name: dataclasses.asdict(cost) for name, cost in costs_of(entry, settings).items()}
-        record.append(path, _identity(entry, settings), costs)
-    finished = record.read(path)
-    found = {entry: _costs(finished[record.key(_identity(entry, settings))]) for entry in runs(settings)}
+    identity = functools.partial(_identity, settings=settings)
+
+    def make(entry: Run) -> Any:
+        return {name: dataclasses.asdict(cost) for name, cost in costs_of(entry, settings).items()}
+
+    resume.make_missing(path, runs(settings), identity, make, "adding")
+    found = {entry: _costs(costs) for entry, costs in resume.recorded(path, runs(settings), identity).items()}
     return accumulation_report.write(found, settings, folder)
 
 

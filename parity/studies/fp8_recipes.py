@@ -8,19 +8,18 @@ FlashAttention-3's test of FP8 attention, whose outliers all of them share (``fp
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from parity import te
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
-from parity.studies import fp8_attention, module_sqnr, record, stale_scales, tensor_sqnr
+from parity.studies import fp8_attention, module_sqnr, record, resume, stale_scales, tensor_sqnr
 from parity.studies.distributions import DISTRIBUTIONS
 from parity.studies.fp8_attention import AttentionLoss, AttentionRun
 from parity.studies.gpu import why_nowhere
@@ -112,16 +111,19 @@ def run(settings: Settings, folder: Path) -> Path:
 
 def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
     """Make the runs that the folder's record lacks, and append each when it is finished."""
-    finished = record.read(folder / RECORD)
-    pending = [entry for entry in runs(settings) if record.key(identity(entry, kernels)) not in finished]
-    for entry in track(pending, "measuring", console=Console(stderr=True), disable=not pending):
-        record.append(folder / RECORD, identity(entry, kernels), dataclasses.asdict(measure(entry, kernels)))
+    resume.make_missing(
+        folder / RECORD,
+        runs(settings),
+        functools.partial(identity, kernels=kernels),
+        lambda entry: dataclasses.asdict(measure(entry, kernels)),
+        "measuring",
+    )
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
     """All runs of the settings, from the record."""
-    recorded = record.read(folder / RECORD)
-    return {entry: _result(entry, recorded[record.key(identity(entry, kernels))]) for entry in runs(settings)}
+    recorded = resume.recorded(folder / RECORD, runs(settings), functools.partial(identity, kernels=kernels))
+    return {entry: _result(entry, result) for entry, result in recorded.items()}
 
 
 def runs(settings: Settings) -> Iterator[Run]:

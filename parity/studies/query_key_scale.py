@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from parity import errors, te
 from parity.inputs import Rng
-from parity.studies import record, te_attention
+from parity.studies import record, resume, te_attention
 from parity.studies.score_arithmetic import attend, overflows, scores
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -150,12 +148,11 @@ def run(settings: Settings, folder: Path) -> Path:
     _check(settings)
     kernels = te.kernels()
     path = folder / RECORD
-    finished = record.read(path)
-    pending = [each for each in runs(settings) if record.key(_identity(each, settings, kernels)) not in finished]
-    for each in track(pending, "scaling", console=Console(stderr=True), disable=not pending):
-        record.append(path, _identity(each, settings, kernels), to_json(outcome_of(each, settings, kernels)))
-    finished = record.read(path)
-    found = {each: from_json(finished[record.key(_identity(each, settings, kernels))]) for each in runs(settings)}
+    identity = functools.partial(_identity, settings=settings, kernels=kernels)
+    resume.make_missing(
+        path, runs(settings), identity, lambda each: to_json(outcome_of(each, settings, kernels)), "scaling"
+    )
+    found = {each: from_json(result) for each, result in resume.recorded(path, runs(settings), identity).items()}
     return query_key_scale_report.write(found, settings, kernels, folder)
 
 

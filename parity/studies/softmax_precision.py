@@ -8,6 +8,7 @@ its gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from parity import errors, te
 from parity.inputs import Rng
-from parity.studies import kernel_traffic, record
+from parity.studies import kernel_traffic, record, resume
 from parity.studies.kernel_traffic import Traffic
 from parity.studies.softmax_ways import Precision, Way, ways
 from parity.te import Kernels
@@ -117,12 +116,11 @@ def run(settings: Settings, folder: Path) -> Path:
     _check(settings)
     kernels = te.kernels()
     path = folder / RECORD
-    finished = record.read(path)
-    pending = [each for each in runs(settings) if record.key(_identity(each, settings, kernels)) not in finished]
-    for each in track(pending, "softmax", console=Console(stderr=True), disable=not pending):
-        record.append(path, _identity(each, settings, kernels), to_json(outcome_of(each, settings, kernels)))
-    finished = record.read(path)
-    found = {each: from_json(finished[record.key(_identity(each, settings, kernels))]) for each in runs(settings)}
+    identity = functools.partial(_identity, settings=settings, kernels=kernels)
+    resume.make_missing(
+        path, runs(settings), identity, lambda each: to_json(outcome_of(each, settings, kernels)), "softmax"
+    )
+    found = {each: from_json(result) for each, result in resume.recorded(path, runs(settings), identity).items()}
     return softmax_precision_report.write(found, settings, kernels, folder)
 
 

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from parity import te
 from parity.cpu import cuda
 from parity.precision import PRECISIONS, why_unavailable
-from parity.studies import record
+from parity.studies import record, resume
 from parity.studies.dither import dithered
 from parity.studies.expectation import Band, prediction_band
 from parity.studies.language_model import ARCHITECTURES, LanguageModel, Size, initial_weights, load, load_candidate
@@ -163,21 +161,25 @@ def run(settings: Settings, folder: Path) -> Path:
 
 def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
     """Make the runs that the folder's record lacks and these kernels can make, and append each when it is finished."""
-    finished = _results(settings, folder, kernels)
-    pending = [
+
+    def train(entry: Run) -> Any:
+        losses = [round(loss, 6) for loss in losses_of(entry, settings, kernels)]
+        return {"losses": losses, "gpu": _gpu(kernels) if entry.kind == "te" else ""}
+
+    able = [
         entry
         for entry in _runs(settings)
-        if finished[entry] is None and not (entry.kind == "te" and why_unavailable(TRAINED[entry.precision], kernels))
+        if entry.kind != "te" or why_unavailable(TRAINED[entry.precision], kernels) is None
     ]
-    for entry in track(pending, "training", console=Console(stderr=True), disable=not pending):
-        losses = [round(loss, 6) for loss in losses_of(entry, settings, kernels)]
-        result = {"losses": losses, "gpu": _gpu(kernels) if entry.kind == "te" else ""}
-        record.append(folder / RECORD, _identity(entry, settings, kernels), result)
+    resume.make_missing(
+        folder / RECORD, able, functools.partial(_identity, settings=settings, kernels=kernels), train, "training"
+    )
 
 
 def _results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    recorded = record.read(folder / RECORD)
-    return {entry: recorded.get(record.key(_identity(entry, settings, kernels))) for entry in _runs(settings)}
+    entries = list(_runs(settings))
+    found = resume.recorded(folder / RECORD, entries, functools.partial(_identity, settings=settings, kernels=kernels))
+    return {entry: found.get(entry) for entry in entries}
 
 
 def _untrained(settings: Settings, found: Results, kernels: Kernels) -> dict[str, str]:

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
 from parity import te
 from parity.precision import PRECISIONS, why_unavailable
-from parity.studies import record, weight_distance
+from parity.studies import record, resume, weight_distance
 from parity.studies.device import kernels_on
 from parity.studies.drift_trajectory import FORMATS, Run, Settings, initial, rounds_alike, trajectory
 from parity.studies.language_model import ARCHITECTURES
@@ -91,24 +88,27 @@ def run(settings: Settings, folder: Path) -> Path:
 
 def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
     """Compare the pairs that the folder's record lacks, and append each when it is finished."""
-    path = folder / RECORD
-    finished = record.read(path)
-    pending = [
-        pair for pair in pairs(settings, kernels) if record.key(_identity(pair, settings, kernels)) not in finished
-    ]
-    for pair in track(pending, "training", console=Console(stderr=True), disable=not pending):
+
+    def train(pair: Pair) -> Any:
         with full_fp32_products():
-            drift = drift_of(pair, settings, kernels)
-        record.append(path, _identity(pair, settings, kernels), _to_json(drift))
+            return _to_json(drift_of(pair, settings, kernels))
+
+    resume.make_missing(
+        folder / RECORD,
+        pairs(settings, kernels),
+        functools.partial(_identity, settings=settings, kernels=kernels),
+        train,
+        "training",
+    )
     trajectory.cache_clear()
 
 
 def recorded(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
     """Every pair's drift, from the folder's record."""
-    finished = record.read(folder / RECORD)
-    return {
-        pair: _from_json(finished[record.key(_identity(pair, settings, kernels))]) for pair in pairs(settings, kernels)
-    }
+    finished = resume.recorded(
+        folder / RECORD, pairs(settings, kernels), functools.partial(_identity, settings=settings, kernels=kernels)
+    )
+    return {pair: _from_json(result) for pair, result in finished.items()}
 
 
 def drift_of(pair: Pair, settings: Settings, kernels: Kernels) -> Drift:
