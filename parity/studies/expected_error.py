@@ -31,6 +31,7 @@ from parity.rounding import PARTS
 from parity.studies import record, resume
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.growth import Law, Sizes, fit
+from parity.studies.names import check_names
 from parity.studies.pooled import pooled_relative_l2
 from parity.studies.te_modules import AS_TE, MODULES, Shape, placed
 from parity.te import Kernels
@@ -261,10 +262,8 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: names the field and what it may hold.
     """
-    for field, known in (("modules", MODULES), ("precisions", PRECISIONS)):
-        for name in getattr(settings, field):
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("modules", settings.modules, MODULES)
+    check_names("precisions", settings.precisions, PRECISIONS)
     for hidden in (settings.hidden, *settings.hiddens, settings.held_out_hidden):
         if hidden < 1 or hidden % 128:
             raise UserError(f"hiddens: {hidden} is no multiple of 128, which heads of 64 in groups of two make up")

@@ -21,6 +21,7 @@ from parity.studies.attention_deviation import Deviation, Result, inputs_of, res
 from parity.studies.attention_inputs import DISTRIBUTIONS
 from parity.studies.attention_sweeps import Run, Settings, runs
 from parity.studies.device import kernels_on
+from parity.studies.names import check_names
 from parity.studies.number_formats import HARDWARE, full_fp32_products
 from parity.studies.stepwise_attention import ALGORITHMS
 from parity.te import Kernels
@@ -80,14 +81,9 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: if not.
     """
-    for field, chosen, known in (
-        ("distributions", settings.distributions, DISTRIBUTIONS),
-        ("formats", settings.formats, HARDWARE),
-        ("format", (settings.format,), HARDWARE),
-    ):
-        for name in chosen:
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("distributions", settings.distributions, DISTRIBUTIONS)
+    check_names("formats", settings.formats, HARDWARE)
+    check_names("format", (settings.format,), HARDWARE)
     tiles = math.ceil(settings.length / settings.tile)
     if max(settings.rises) >= tiles:
         raise UserError(f"rises: {settings.length} keys in tiles of {settings.tile} allow for {tiles - 1} at most")

@@ -25,6 +25,7 @@ from parity.errors import measure
 from parity.inputs import Rng
 from parity.studies import distributions, record, resume
 from parity.studies.distributions import Draw
+from parity.studies.names import check_names
 from parity.user_error import UserError
 
 RECORD = "fp8_accumulation.jsonl"
@@ -188,9 +189,7 @@ def _identity(entry: Run, settings: Settings) -> dict[str, Any]:
 
 
 def _check(settings: Settings) -> None:
-    for name in settings.distributions:
-        if name not in DISTRIBUTIONS:
-            raise UserError(f"distributions: there is no {name!r}; there are {', '.join(DISTRIBUTIONS)}")
+    check_names("distributions", settings.distributions, DISTRIBUTIONS)
     for interval in settings.intervals:
         if interval < 1 or interval % HOPPER.products:
             raise UserError(f"intervals: {interval} is no multiple of the {HOPPER.products} products of an instruction")

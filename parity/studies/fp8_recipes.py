@@ -24,6 +24,7 @@ from parity.studies.distributions import DISTRIBUTIONS
 from parity.studies.fp8_attention import AttentionLoss, AttentionRun
 from parity.studies.gpu import why_nowhere
 from parity.studies.module_sqnr import ModuleLoss, ModuleRun
+from parity.studies.names import check_names
 from parity.studies.stale_scales import CHANGES, SIDES, Steps, StepsRun
 from parity.studies.te_modules import AS_TE, MODULES
 from parity.studies.tensor_sqnr import ROLES, TensorLoss, TensorRun
@@ -176,10 +177,9 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: names the field and what it may hold.
     """
-    for field, known in (("recipes", RECIPES), ("distributions", DISTRIBUTIONS), ("modules", MODULES)):
-        for name in getattr(settings, field):
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("recipes", settings.recipes, RECIPES)
+    check_names("distributions", settings.distributions, DISTRIBUTIONS)
+    check_names("modules", settings.modules, MODULES)
     for field, multiple in (("size", 32), ("seq", 32), ("steps_size", 32), ("hidden", 128)):
         if getattr(settings, field) < 1 or getattr(settings, field) % multiple:
             raise UserError(f"{field}: {getattr(settings, field)} is no multiple of {multiple}, which recipes need")

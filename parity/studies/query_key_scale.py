@@ -21,6 +21,7 @@ from torch import Tensor
 from parity import errors, te
 from parity.inputs import Rng
 from parity.studies import record, resume, te_attention
+from parity.studies.names import check_names
 from parity.studies.score_arithmetic import attend, overflows, scores
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -316,13 +317,8 @@ def _identity(each: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]
 
 
 def _check(settings: Settings) -> None:
-    for field, chosen, known in (
-        ("dtypes", settings.dtypes, DTYPES),
-        ("distributions", settings.distributions, DISTRIBUTIONS),
-    ):
-        for name in chosen:
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("dtypes", settings.dtypes, DTYPES)
+    check_names("distributions", settings.distributions, DISTRIBUTIONS)
     for head_dim in settings.head_dims:
         if head_dim < 8 or head_dim % 8:
             raise UserError(f"head_dims: TE's attention takes multiples of 8, not {head_dim}")

@@ -23,6 +23,7 @@ from parity import errors, te
 from parity.inputs import Rng
 from parity.studies import kernel_traffic, record, resume
 from parity.studies.kernel_traffic import Traffic
+from parity.studies.names import check_names
 from parity.studies.softmax_ways import Precision, Way, ways
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -279,10 +280,8 @@ def _identity(each: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]
 
 
 def _check(settings: Settings) -> None:
-    for field, chosen, known in (("dtypes", settings.dtypes, DTYPES), ("layouts", settings.layouts, LAYOUTS)):
-        for name in chosen:
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("dtypes", settings.dtypes, DTYPES)
+    check_names("layouts", settings.layouts, LAYOUTS)
     if min(settings.scales) > settings.largest_mixed:
         raise UserError(f"scales: heads of mixed scales need one up to largest_mixed={settings.largest_mixed}")
     if settings.rows % 16 or settings.keys % 8 or settings.keys <= 16:

@@ -29,6 +29,7 @@ from parity.studies import record, resume
 from parity.studies.dither import dithered
 from parity.studies.expectation import Band, prediction_band
 from parity.studies.language_model import ARCHITECTURES, LanguageModel, Size, initial_weights, load, load_candidate
+from parity.studies.names import check_names
 from parity.studies.text import VOCABULARY, batches
 from parity.studies.training import Pass, Schedule, plain_pass, rounded_pass, te_pass, train
 from parity.te import Kernels
@@ -190,13 +191,8 @@ def _untrained(settings: Settings, found: Results, kernels: Kernels) -> dict[str
 
 
 def _check(settings: Settings) -> None:
-    for field, chosen, known in (
-        ("models", settings.models, ARCHITECTURES),
-        ("precisions", settings.precisions, TRAINED),
-    ):
-        for name in chosen:
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("models", settings.models, ARCHITECTURES)
+    check_names("precisions", settings.precisions, TRAINED)
     if settings.draws < 2:
         raise UserError(f"draws: a spread takes at least 2, not {settings.draws}")
 

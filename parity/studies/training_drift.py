@@ -21,6 +21,7 @@ from parity.studies import record, resume, weight_distance
 from parity.studies.device import kernels_on
 from parity.studies.drift_trajectory import FORMATS, Run, Settings, initial, rounds_alike, trajectory
 from parity.studies.language_model import ARCHITECTURES
+from parity.studies.names import check_names
 from parity.studies.number_formats import full_fp32_products
 from parity.studies.text import batches
 from parity.studies.weight_distance import Distance, WeightDistance
@@ -152,14 +153,9 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: if not.
     """
-    for field, chosen, known in (
-        ("model", (settings.model,), ARCHITECTURES),
-        ("formats", settings.formats, FORMATS),
-        ("te_precisions", settings.te_precisions, PRECISIONS),
-    ):
-        for name in chosen:
-            if name not in known:
-                raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+    check_names("model", (settings.model,), ARCHITECTURES)
+    check_names("formats", settings.formats, FORMATS)
+    check_names("te_precisions", settings.te_precisions, PRECISIONS)
     if "fp32" not in settings.formats:
         raise UserError("formats: fp32 must be among them, since the others are compared with it")
 
