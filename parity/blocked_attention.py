@@ -245,6 +245,16 @@ def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
     return x[sample % x.shape[0], head // (heads // x.shape[1])]
 
 
+def _heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
+) -> Iterator[tuple[tuple[int, int, int], _Head]]:
+    """Every head of every sample, with what ``_of_head`` finds its part of a tensor by."""
+    samples, heads = query.shape[:2]
+    for at in product(range(samples), range(heads), (heads,)):
+        q, k, v = (_of_head(x, *at) for x in (query, key, value))
+        yield at, _Head(q, k, v, None if mask is None else _of_head(mask, *at), settings)
+
+
 class _Attention(torch.autograd.Function):
     """All tensors have four dimensions, see ``attention``."""
 
@@ -256,9 +266,7 @@ class _Attention(torch.autograd.Function):
         # In the order in which heads are joined again after attention, which then needs no copy.
         context = value.new_empty(samples, queries, heads, value.shape[-1]).transpose(1, 2)
         with settings.arithmetic.alone():
-            for at in product(range(samples), range(heads), (heads,)):
-                q, k, v = (_of_head(x, *at) for x in (query, key, value))
-                head = _Head(q, k, v, None if mask is None else _of_head(mask, *at), settings)
+            for at, head in _heads(query, key, value, mask, settings):
                 head.attend(_of_head(context, *at))
         ctx.save_for_backward(query, key, value, mask, context if settings.arithmetic.mean_from_context else None)
         ctx.settings = settings
@@ -269,14 +277,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, context = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        samples, heads = query.shape[:2]
         gradients = [torch.zeros_like(x) for x in (query, key, value)]
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         with settings.arithmetic.alone():
-            for at in product(range(samples), range(heads), (heads,)):
-                q, k, v = (_of_head(x, *at) for x in (query, key, value))
-                seen, stored, below = (None if x is None else _of_head(x, *at) for x in (mask, context, of_mask))
-                head = _Head(q, k, v, seen, settings)
+            for at, head in _heads(query, key, value, mask, settings):
+                stored, below = (None if x is None else _of_head(x, *at) for x in (context, of_mask))
                 parts = head.differentiate(_of_head(gradient, *at), stored, below)
                 for whole, part in zip(gradients, parts, strict=True):
                     _of_head(whole, *at).add_(part)
