@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +97,7 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
         path: of the record, JSON lines; of one version of parity and its limits.
         workers: processes, each with one thread.
     """
-    done = {Port(**json.loads(key)): _outcome(entry) for key, entry in record.read(path).items()}
+    done = {Port(**json.loads(key)): _from_json(entry) for key, entry in record.read(path).items()}
     groups = _groups(plan)
     missing = [group for group in groups if any(port not in done for port in group)]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -129,15 +129,14 @@ def _compare(plan: Plan, ports: Sequence[Port]) -> list[tuple[Port, Outcome]]:
 
     torch.set_num_threads(1)
     case = right_ports.case(ports[0].file, ports[0].case)
-    return [(port, outcome) for port in ports for outcome in _outcomes(plan, case, port)]
+    return [(port, _outcome(plan, case, port)) for port in ports]
 
 
-def _outcomes(plan: Plan, case: Case, port: Port) -> Iterator[Outcome]:
+def _outcome(plan: Plan, case: Case, port: Port) -> Outcome:
     kernels = te.kernels(plan.backend)
     sized = dataclasses.replace(case, sizes=(_size(case, port),))
-    for checked in check_case(sized, kernels.te):
-        result = compare_at(sized, checked, PRECISIONS[port.precision], port.seed, kernels, packaged())
-        yield _judged(result)
+    (checked,) = check_case(sized, kernels.te)
+    return _judged(compare_at(sized, checked, PRECISIONS[port.precision], port.seed, kernels, packaged()))
 
 
 def _size(case: Case, port: Port) -> Size:
@@ -168,5 +167,5 @@ def _judged(result: Result) -> Outcome:
     )
 
 
-def _outcome(entry: dict[str, Any]) -> Outcome:
+def _from_json(entry: dict[str, Any]) -> Outcome:
     return Outcome(**{**entry, "alarms": tuple(entry["alarms"])})
