@@ -68,6 +68,7 @@ def _place(config: pytest.Config) -> None:
 
 
 def _gpus(config: pytest.Config) -> list[Device]:
+    """The run's GPUs, listed once; xdist asks how many workers there are before the options are in the stash."""
     if _GPUS not in config.stash:
         try:
             config.stash[_GPUS] = staffing.gpus_of(options.read(config))

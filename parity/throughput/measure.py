@@ -127,9 +127,9 @@ def _measured(bench: _Bench, shared: Subject, implementation: Implementation, ro
     device = bench.kernels.device
     with implementation.passes_context():
         before = _state(device)
-        begin_memory = _memory(device)
+        taken = _restart_peak(device)
         times = time_passes(repeated, implementation.warmup, bench.plan.repeats, bench.clock)
-        memory = None if begin_memory is None else own + _memory_above(begin_memory, repeated, device)
+        memory = None if taken is None else own + _memory_above(taken, repeated, device)
         after = _loaded_state(repeated, times, device)
         error, why = _error(repeated, shared)
     row = dataclasses.replace(row, times=times, memory=memory, error=error, why_no_error=why)
@@ -182,8 +182,8 @@ def _watched_flops(plain: Passes) -> tuple[int, int]:
         return forward, counter.get_total_flops() - forward
 
 
-def _memory(device: torch.device) -> int | None:
-    """Bytes that are taken now on a GPU, whose peak is counted anew from here."""
+def _restart_peak(device: torch.device) -> int | None:
+    """Count the GPU's peak of memory anew from here; the bytes that are taken now, None on a CPU."""
     if device.type != "cuda":
         return None
     memory.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,8 @@ def _state(entry: Mapping[str, Any] | None) -> GpuState | None:
 def _without_nan(entry: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinities; as text they are read back."""
     return {
-        key: str(value) if isinstance(value, float) and value - value != 0 else value for key, value in entry.items()
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in entry.items()
     }
 
 

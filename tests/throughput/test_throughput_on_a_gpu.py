@@ -62,7 +62,7 @@ def test_events_tell_milliseconds_and_the_clock_seconds(gpu: list[str]) -> None:
 
 
 def test_memory_is_the_peak_above_what_was_there_without_what_only_rotates(gpu: list[str]) -> None:
-    begin = measure._memory(CUDA)
+    begin = measure._restart_peak(CUDA)
     assert begin == 1000
     assert gpu[-2:] == ["reset", "allocated"]
     assert measure._memory_above(begin, NOTHING, CUDA) == 5000 - 1000 - 300
