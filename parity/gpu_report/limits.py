@@ -115,6 +115,7 @@ def _figures(found: Deviations) -> tuple[str, ...]:
 
 
 def _main(file: str, report: str) -> int:
+    """The exit code: 0 where every value lies within its limit, 1 where one does not, 2 where there is none."""
     try:
         run = record.read(Path(file))
     except UserError as error:
@@ -123,6 +124,8 @@ def _main(file: str, report: str) -> int:
     found = deviations(run.results)
     Path(report).write_text(draw(found, run.environment.kernels), encoding="utf-8")
     print(verdict(found))
+    if not found:
+        return 2
     return int(any(each.beyond for each in found.values()))
 
 

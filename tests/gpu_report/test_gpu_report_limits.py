@@ -58,6 +58,13 @@ def test_the_command_writes_a_table_and_its_code_says_if_all_lie_within(tmp_path
     assert "| bf16" in report.read_text()
 
 
+def test_a_run_in_which_nothing_was_judged_is_no_pass(tmp_path: Path) -> None:
+    file = tmp_path / "suite.jsonl"
+    record.start(file, record.environment_line(fakes.ENVIRONMENT))
+    record.append(file, record.result_line(fakes.result(status="skipped", reason="no FP8", tensors=())))
+    assert limits._main(str(file), str(tmp_path / "limits.md")) == 2
+
+
 def test_without_a_record_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert limits._main(str(tmp_path / "absent.jsonl"), str(tmp_path / "limits.md")) == 2
     assert "cannot read" in capsys.readouterr().err
