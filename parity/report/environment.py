@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from parity import nvidia_smi
 
 KERNELS = {
     "gpu": "real: TransformerEngine's compiled CUDA kernels",
@@ -142,12 +143,8 @@ def version_text(number: int) -> str:
 
 def driver_version() -> str:
     """``580.65.06`` as nvidia-smi says; empty where it does not run."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said[0] if said else ""
+    answer = nvidia_smi.ask(["--query-gpu=driver_version", "--format=csv,noheader"])
+    return next(iter((answer or "").split()), "")
 
 
 def cpu_model() -> str:

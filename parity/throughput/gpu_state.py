@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from parity import nvidia_smi
 
 # Bits of NVML's "clocks event reasons" (nvml.h, nvmlClocksEventReason...) that slow a GPU that has work to do.
 _THROTTLES = {
@@ -18,9 +18,6 @@ _THROTTLES = {
 _FIELDS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 # The field had the second name before driver 535.
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-_LONGEST_ANSWER = 10  # seconds
-
-Ask = Callable[[Sequence[str]], str | None]
 
 
 @dataclass(frozen=True)
@@ -41,17 +38,17 @@ class GpuState:
     throttles: tuple[str, ...] = ()
 
 
-def query(uuid: str, ask: Ask | None = None) -> GpuState | None:
+def query(uuid: str, ask: Callable[[Sequence[str]], str | None] = nvidia_smi.ask) -> GpuState | None:
     """The state of the GPU with this UUID; None if ``nvidia-smi`` is not there or does not know it.
 
     Args:
         uuid: as PyTorch gives it, ``GPU-...`` or without the prefix.
-        ask: what ``nvidia-smi`` answers to arguments, None for no answer; the real one by default.
+        ask: what ``nvidia-smi`` answers to arguments, None for no answer.
     """
     device = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     for reasons in _REASONS:
         fields = ",".join((*_FIELDS, reasons))
-        answer = (ask or _ask)([f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"--id={device}"])
+        answer = ask([f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"--id={device}"])
         if answer is not None:
             return parse(answer)
     return None
@@ -79,16 +76,3 @@ def _throttles(mask: str) -> tuple[str, ...]:
     except ValueError:
         return ()
     return tuple(reason for bit, reason in _THROTTLES.items() if bits & bit)
-
-
-def _ask(arguments: Sequence[str]) -> str | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    try:
-        done = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=_LONGEST_ANSWER, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
