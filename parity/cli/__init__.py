@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from parity import host
 from parity.user_error import UserError
 
 MISTAKE = 2
@@ -134,7 +135,7 @@ def calibrate(
     backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
     seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "4",
     draws: Annotated[int, typer.Option(help="Random kernels a case, precision and seed.")] = 2,
-    workers: Annotated[int, typer.Option("-n", help="Processes.")] = os.cpu_count() or 1,
+    workers: Annotated[int, typer.Option("-n", help="Processes.")] = host.cores(),
     output: Annotated[Path, typer.Option("-o", help="The table.")] = Path("parity-calibration.json"),
     report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
 ) -> None:
@@ -158,7 +159,7 @@ def false_alarms(
     backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
     seeds: Annotated[str, typer.Option(help="100-149, or as for parity run; a size is drawn for each.")] = "100-103",
     own: Annotated[int, typer.Option(min=0, help="For so many of the seeds, the cases' own sizes, too.")] = 1,
-    workers: Annotated[int, typer.Option("-n", help="Processes.")] = os.cpu_count() or 1,
+    workers: Annotated[int, typer.Option("-n", help="Processes.")] = host.cores(),
     out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/false_alarms.md"),
 ) -> None:
     """Count how often right ports are rejected, on seeds and at sizes that no limit was fitted to."""

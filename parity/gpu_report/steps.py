@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from parity import built_in
+from parity import built_in, host
 from parity.gpu_report import limits, verdicts
 from parity.gpu_report.step import Step
 
@@ -100,7 +99,7 @@ def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
 
 def _processes() -> int:
     """Enough to keep a GPU busy with small modules; each takes memory of its own there."""
-    return min(6, os.cpu_count() or 1)
+    return min(6, host.cores())
 
 
 def _parity(*arguments: object) -> tuple[str, ...]:
