@@ -25,7 +25,7 @@ class Device:
         identifier: what ``CUDA_VISIBLE_DEVICES`` calls it: an index, or the UUID of a GPU or of a slice.
         name: the GPU's product name.
         uuid: of the GPU or slice; empty where NVML could not be asked.
-        free: bytes that no process held when it was listed; None where NVML could not be asked.
+        free: bytes that no process held when it was listed; None where NVML could not be asked or does not tell.
         slices: of a GPU in MIG mode, where a process uses a slice in place of the whole.
     """
 
@@ -135,7 +135,15 @@ def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
 
 def _measured(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
     uuid = pynvml.nvmlDeviceGetUUID(handle)
-    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, pynvml.nvmlDeviceGetMemoryInfo(handle).free, slices)
+    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, _free(pynvml, handle), slices)
+
+
+def _free(pynvml: Any, handle: Any) -> int | None:
+    """None of a GPU that has no memory of its own, and of one that a container may use only by its slices."""
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+    except pynvml.NVMLError:
+        return None
 
 
 def _counted_by_torch(value: str | None) -> list[Device]:

@@ -50,6 +50,8 @@ class FakeNvml:
         return "NVIDIA H100"
 
     def nvmlDeviceGetMemoryInfo(self, uuid: str) -> SimpleNamespace:
+        if uuid.startswith("GPU-unified"):
+            raise self.NVMLError("Not Supported")
         return SimpleNamespace(free=10 * GIB if uuid.startswith("MIG") else 79 * GIB)
 
 
@@ -97,6 +99,14 @@ def test_a_gpu_in_mig_mode_is_its_slices(monkeypatch: pytest.MonkeyPatch) -> Non
     assert identifiers() == ["MIG-a", "MIG-b", "GPU-two"]
     assert identifiers(CUDA_VISIBLE_DEVICES="MIG-b,MIG-a") == ["MIG-b", "MIG-a"]
     assert [device.free for device in devices.chosen({"CUDA_VISIBLE_DEVICES": "0"})] == [10 * GIB]
+
+
+def test_a_gpu_whose_memory_is_not_told_is_listed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, FakeNvml(("GPU-unified", ()), ("GPU-two", ())))
+    assert [(device.uuid, device.free) for device in devices.chosen({})] == [
+        ("GPU-unified", None),
+        ("GPU-two", 79 * GIB),
+    ]
 
 
 def test_parity_devices_chooses_among_the_visible_ones() -> None:
