@@ -52,7 +52,7 @@ def throughput(folder: Path) -> str:
     told = ""
     if best is not None:
         told = f"; the best share of a peak is {100 * best[0]:.0f} %, {best[1].name} `{best[1].workload}`"
-    slow = sum(bool(state.throttles) for row in measured for state in (row.after,) if state is not None)
+    slow = sum(row.after is not None and bool(row.after.throttles) for row in measured)
     throttled = f"; {slow} were throttled" if slow else ""
     return f"{len(measured)} of {len(found.rows)} rows measured{told}{throttled}"
 
