@@ -24,7 +24,7 @@ from parity.passes import tensors_of
 from parity.precision import Precision
 from parity.prepare import build, cast, draw_inputs
 from parity.te import Kernels
-from parity.validate import CheckedSize, parameter_shapes
+from parity.validate import CheckedSize
 
 
 def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
@@ -32,7 +32,7 @@ def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Ker
     pair = build(case, checked, 0, kernels)
     reference, candidate = pair.reference.to(precision.dtype), pair.candidate.to(precision.dtype)
     parameters = dict(candidate.named_parameters())
-    mapped = weights.to_candidate(pair.weights, dict(reference.named_parameters()), parameter_shapes(candidate))
+    mapped = weights.to_candidate(pair.weights, dict(reference.named_parameters()), weights.parameter_shapes(candidate))
     with torch.no_grad():
         for name, tensor in mapped.items():
             parameters[name].copy_(tensor)
@@ -49,7 +49,7 @@ def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Ker
     for (kind, name), tensor in tensors_of(actual).items():
         if (kind, name) in there:
             _compare(tensor, there[kind, name])
-    shapes = parameter_shapes(reference)
+    shapes = weights.parameter_shapes(reference)
     theirs = weights.gradients_to_reference(pair.weights, actual.weight_gradients, shapes)
     for name, tensor in theirs.items():
         _compare(tensor, expected.weight_gradients[name])

@@ -119,7 +119,7 @@ def run_candidate(
         for name, parameter in parameters.items()
     }
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
-    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+    shapes = weights.parameter_shapes(prepared.reference)
     in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
     tensors = tensors_of(dataclasses.replace(ran, weight_gradients=in_reference_layout))
     if prepared.probed:
@@ -131,10 +131,7 @@ def run_candidate(
 
 def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
     """The pair, its candidate in the precision's dtype and with the prepared weights."""
-    parameters = dict(pair.candidate.to(precision.dtype).named_parameters())
-    with torch.no_grad():
-        for name, tensor in prepared.candidate_weights.items():
-            parameters[name].copy_(tensor)
+    weights.fill(pair.candidate.to(precision.dtype), prepared.candidate_weights)
     return pair
 
 

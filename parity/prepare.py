@@ -146,7 +146,7 @@ def share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
         The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in pair.candidate.named_parameters()}
+    shapes = weights.parameter_shapes(pair.candidate)
     mapped = weights.to_candidate(pair.weights, reference, shapes)
     check_weights_fit(mapped, dtype)
     candidate = {name: tensor.to(dtype) for name, tensor in mapped.items()}

@@ -85,7 +85,9 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[tuple[int, ...]
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
         try:
-            weights.check(pair.weights, parameter_shapes(pair.reference), parameter_shapes(pair.candidate))
+            weights.check(
+                pair.weights, weights.parameter_shapes(pair.reference), weights.parameter_shapes(pair.candidate)
+            )
         except WeightMapError as error:
             raise WeightMapError(f"{error}\n{_advice(case)}") from None
         first = next(_tensors(drawn), None)
@@ -168,11 +170,6 @@ def _check_pair(pair: Any) -> None:
     ):
         if not (callable(function) or (function is None and role != "inputs")):
             raise UserError(f"{role} must be a function, not {_type_name(function)}")
-
-
-def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a module's parameters, by name."""
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:

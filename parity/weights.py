@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity.weight_terms import (
     SIDES,
@@ -146,6 +146,11 @@ def constant(value: float, *shape: int) -> Term:
     return Constant(float(value), shape)
 
 
+def parameter_shapes(module: nn.Module) -> dict[str, Shape]:
+    """The shapes of a module's parameters, by name."""
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
 def to_candidate(
     weights: WeightMap, reference_tensors: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
@@ -164,6 +169,14 @@ def to_candidate(
         for left, right in weights.items()
         for name, tensor in unpack(right, pack(left, reference_tensors, like), candidate_shapes).items()
     }
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the module's parameters of these names, in the parameters' dtypes."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
 
 
 def to_reference(

@@ -25,13 +25,14 @@ from parity.diagnosis.weight_mistakes import Heads, weight_hypotheses
 from parity.execute import outputs_of
 from parity.long_sequences import attention_in_blocks
 from parity.prepare import Prepared, cast
+from parity.weights import parameter_shapes
 
 _NEAR = 60  # of a query's ancestors, among which its projection is
 
 
 def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
     """Every known mistake, the likeliest subjects first."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+    shapes = parameter_shapes(prepared.reference)
     yield from weight_hypotheses(prepared.weights, shapes, _heads(trace), prepared.reference)
     yield from function_hypotheses(prepared, trace)
 

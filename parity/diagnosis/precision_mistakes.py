@@ -27,6 +27,7 @@ from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.rounding import FUSED, Rounding
 from parity.weight_terms import pack, unpack
+from parity.weights import parameter_shapes
 
 _NEARER = 0.7
 """Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
@@ -91,7 +92,7 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
     """Weights that are multiplied by the scale of their quantization where the inverse is due."""
     if precision.recipe not in _SCALED_BY_TENSOR:
         return
-    shapes = {name: tuple(parameter.shape) for name, parameter in prepared.reference.named_parameters()}
+    shapes = parameter_shapes(prepared.reference)
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
         others: dict[str, Tensor] = {}

@@ -115,7 +115,7 @@ def load_candidate(model: LanguageModel, architecture: Architecture, size: Size,
         WeightMapError: if the map does not use each parameter of both once.
     """
     weight_map = architecture.weight_map(size)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = weights.parameter_shapes(model)
     weights.check(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
     load(model, weights.to_candidate(weight_map, initial, shapes))
 

@@ -22,8 +22,8 @@ from parity.suggest.trial import Trial, prepare_trial
 from parity.suggest.units import Unit, units_of
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
-from parity.validate import build, located, parameter_shapes
-from parity.weights import WeightMap, names
+from parity.validate import build, located
+from parity.weights import WeightMap, names, parameter_shapes
 
 MAX_RUNS = 300
 

@@ -56,11 +56,9 @@ class Trial:
         Raises:
             UserError: if the candidate raises or returns outputs of other shapes than the reference's.
         """
-        parameters = dict(self.candidate.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        shapes = weights.parameter_shapes(self.candidate)
+        weights.fill(self.candidate, weights.to_candidate(weight_map, self.reference_weights, shapes))
         with torch.no_grad():
-            for name, tensor in weights.to_candidate(weight_map, self.reference_weights, shapes).items():
-                parameters[name].copy_(tensor)
             outputs = _outputs("candidate", self.candidate, self.call, self.inputs)
         return _worst_error(outputs, self.golden)
 

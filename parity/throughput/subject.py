@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import errors, execute
+from parity import errors, execute, weights
 from parity.case import Case, Pair
 from parity.inputs import Rng
 from parity.one_line import one_line
@@ -102,10 +102,7 @@ def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
 def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kernels) -> Pair:
     """A new pair whose candidate holds the subject's weights, in its dtype; TE's modules keep state between passes."""
     pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
-    parameters = dict(pair.candidate.to(subject.dtype).named_parameters())
-    with torch.no_grad():
-        for name, tensor in subject.candidate_weights.items():
-            parameters[name].copy_(tensor)
+    weights.fill(pair.candidate.to(subject.dtype), subject.candidate_weights)
     return pair
 
 
