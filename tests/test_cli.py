@@ -227,6 +227,18 @@ def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) 
     assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
 
 
+@pytest.mark.parametrize("command", ["calibrate", "false-alarms", "zoo"])
+def test_a_command_needs_a_process(tmp_path: Path, command: str) -> None:
+    assert_mistake(parity(tmp_path, command, "-n", "0"), "'-n'", "greater than or equal to 1")
+
+
+def test_a_pytest_id_lists_its_case_alone(tmp_path: Path) -> None:
+    write(tmp_path, FITS + FITS.replace("my_linear", "another"))
+    done = parity(tmp_path, "list", "my_pairs.py::another[fp32-2x16]")
+    assert "another" in done.stdout
+    assert "my_linear" not in done.stdout
+
+
 # parity suggest-map
 
 FORGOTTEN = FITS.replace('{"weight": "weight", "bias": "bias"}', "{}")

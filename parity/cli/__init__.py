@@ -13,6 +13,7 @@ from parity import host
 from parity.user_error import UserError
 
 MISTAKE = 2
+CORES = host.cores()
 
 app = typer.Typer(
     help="Tells whether a port from PyTorch to TransformerEngine is right, and if not, what is wrong.",
@@ -25,12 +26,15 @@ Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
 ]
+Precisions = Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")]
+BackendName = Annotated[str, typer.Option(help="auto, gpu or cpu.")]
+Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
 
 
 @app.command()
 def run(
     paths: Paths = None,
-    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
+    precision: Precisions = None,
     backend: Annotated[str | None, typer.Option(help="auto, gpu or cpu.")] = None,
     seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
@@ -72,7 +76,7 @@ def suggest_map(
     target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE where it declares one pair.")],
     size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
     seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
-    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    backend: BackendName = "auto",
     afresh: Annotated[bool, typer.Option("--afresh", help="Disregard the entries that the pair has.")] = False,
     max_runs: Annotated[int, typer.Option(help="How many alternatives are run at most.", min=1)] = 300,
 ) -> None:
@@ -131,11 +135,11 @@ def execute(
 @app.command()
 def calibrate(
     paths: Paths = None,
-    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    precision: Precisions = None,
+    backend: BackendName = "auto",
     seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "4",
-    draws: Annotated[int, typer.Option(help="Random kernels a case, precision and seed.")] = 2,
-    workers: Annotated[int, typer.Option("-n", help="Processes.")] = host.cores(),
+    draws: Annotated[int, typer.Option(min=0, help="Random kernels a case, precision and seed.")] = 2,
+    workers: Processes = CORES,
     output: Annotated[Path, typer.Option("-o", help="The table.")] = Path("parity-calibration.json"),
     report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
 ) -> None:
@@ -155,11 +159,11 @@ def calibrate(
 @app.command()
 def false_alarms(
     paths: Paths = None,
-    precision: Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    precision: Precisions = None,
+    backend: BackendName = "auto",
     seeds: Annotated[str, typer.Option(help="100-149, or as for parity run; a size is drawn for each.")] = "100-103",
     own: Annotated[int, typer.Option(min=0, help="For so many of the seeds, the cases' own sizes, too.")] = 1,
-    workers: Annotated[int, typer.Option("-n", help="Processes.")] = host.cores(),
+    workers: Processes = CORES,
     out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/false_alarms.md"),
 ) -> None:
     """Count how often right ports are rejected, on seeds and at sizes that no limit was fitted to."""
@@ -200,7 +204,7 @@ def kernels(
 def throughput(
     paths: Paths = None,
     precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, all.")] = "",
-    backend: Annotated[str, typer.Option(help="auto, gpu or cpu.")] = "auto",
+    backend: BackendName = "auto",
     sizes: Annotated[
         str, typer.Option(help="Of the built-in cases: large, declared, or auto for large on a GPU.")
     ] = "auto",
@@ -258,7 +262,7 @@ def zoo(
     seeds: Annotated[
         str, typer.Option(help="3 for the seeds 0 to 2; 3,1 for 3 of the first size and 1 of the next.")
     ] = "1",
-    workers: Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")] = 1,
+    workers: Processes = 1,
     out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/zoo.md"),
 ) -> None:
     """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
