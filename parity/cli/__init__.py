@@ -144,14 +144,13 @@ def calibrate(
     report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
 ) -> None:
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
-    from parity.calibration import command, right_ports
+    from parity.calibration import command
     from parity.cli import suite
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
 
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
-    files = (*suite.files(paths), *(() if paths else (right_ports.ZOO,)))
-    settings = command.Settings(files, chosen, parse_seeds(seeds), draws, parse_backend(backend))
+    settings = command.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
     command.make_table(settings, workers, output, report)
     print(f"table: {output}")
 
@@ -168,15 +167,13 @@ def false_alarms(
 ) -> None:
     """Count how often right ports are rejected, on seeds and at sizes that no limit was fitted to."""
     from parity import te
-    from parity.calibration import right_ports
     from parity.cli import suite
     from parity.false_alarms import measure, report
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
 
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
-    files = (*suite.files(paths), *(() if paths else (right_ports.ZOO,)))
-    plan = measure.Plan(files, chosen, parse_seeds(seeds), own, parse_backend(backend))
+    plan = measure.Plan(suite.right_ports(paths), chosen, parse_seeds(seeds), own, parse_backend(backend))
     outcomes = measure.run(plan, out.with_suffix(".jsonl"), workers)
     if not outcomes:
         raise UserError("nothing was compared: no precision of these cases runs on this machine")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from parity import built_in
+from parity.source import imports_parity
 from parity.user_error import UserError
 
 if TYPE_CHECKING:  # which files to compare is known without torch, in the process that only starts workers
     from parity.case import Case, Size
-from parity.source import imports_parity
 
 GROUP = "parity.pairs"
 
@@ -39,6 +39,17 @@ def files(paths: Sequence[str] | None) -> list[str]:
             f"there is no default suite: no package declares an entry point {GROUP!r}; name a file of pairs"
         )
     return list(dict.fromkeys(found))
+
+
+def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
+    """Files of pairs that are known to agree: those that are named, or the default suite and the zoo's hosts.
+
+    Raises:
+        UserError: as ``files``.
+    """
+    from parity.calibration.right_ports import ZOO
+
+    return (*files(paths), *(() if paths else (ZOO,)))
 
 
 def cases(paths: Sequence[str] | None) -> list[Case]:
