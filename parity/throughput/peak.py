@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from parity.flops import linear
 from parity.one_line import one_line
 from parity.throughput.clock import Clock, Mark
 from parity.throughput.row import Peak, Spread
@@ -38,13 +39,8 @@ def measure(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
                 seconds = _seconds(_product(format, size, device), _REPEATS[device.type], clock)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return Peak(format, float("nan"), why_none=one_line(error))
-        best = max(best, Peak(format, flops(size) / seconds, size), key=lambda peak: peak.flops)
+        best = max(best, Peak(format, linear(size, size, size).forward / seconds, size), key=lambda peak: peak.flops)
     return best
-
-
-def flops(size: int) -> int:
-    """Of a product of two square matrices: a multiplication and an addition for each term."""
-    return 2 * size**3
 
 
 @contextmanager
