@@ -31,6 +31,7 @@ class Settings:
 
     Attributes:
         batch, seq, hidden, heads, groups: sizes of the layers that the report takes apart; ``groups`` of the llama.
+        vocabulary: width of the logits that follow the last layer.
         seqs: lengths over which the components' shares are plotted.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     hidden: int = 4096
     heads: int = 32
     groups: int = 8
+    vocabulary: int = 32000
     seqs: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 

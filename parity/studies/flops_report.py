@@ -23,7 +23,7 @@ _FORMULAS = {
     "gate": ("2 B s h f", "Megatron-DeepSpeed, pull request 283"),
     "up": ("2 B s h f", "Narayanan et al., appendix"),
     "down": ("2 B s h f", "ibid."),
-    "attention norm": ("4 B s h", "counted from RMSNorm's definition; backward 9"),
+    "attention norm": ("4 B s h", "counted from RMSNorm's definition; backward 9 (LayerNorm: 7 and 13)"),
     "mlp norm": ("4 B s h", "ditto"),
 }
 _GROUPS = {
@@ -81,9 +81,10 @@ def _sections(found: Mapping[Run, Count], settings: Settings) -> Iterator[str]:
     sizes = llama(settings)
     yield (
         f"RMSNorm, {sizes.heads} heads in {sizes.groups} groups, a gated MLP with f = 4 h, causal: batch {sizes.batch},"
-        f" s = {sizes.seq}, h = {sizes.hidden}. Counts are in GFLOP."
+        f" s = {sizes.seq}, h = {sizes.hidden}. Counts are in GFLOP. Logits come once a model, after the last layer; "
+        f"here V = {settings.vocabulary}."
     )
-    yield _by_component(sizes)
+    yield _by_component(sizes, settings.vocabulary)
     yield "![Share of each component over the sequence's length](flops.png)"
     yield "## What a gate costs: 24 becomes 32"
     yield _of_the_gate(sizes)
@@ -97,7 +98,7 @@ def _sections(found: Mapping[Run, Count], settings: Settings) -> Iterator[str]:
     yield "Made by `parity study flops`."
 
 
-def _by_component(sizes: LayerSizes) -> str:
+def _by_component(sizes: LayerSizes, vocabulary: int) -> str:
     rows = []
     components = flops.layer(sizes)
     whole = flops.total(components.values())
@@ -106,7 +107,10 @@ def _by_component(sizes: LayerSizes) -> str:
         share = f"{100 * flops.total([each]) / whole:.2g} %"
         rows.append([name, formula, _giga(each.forward), _giga(each.backward), share, source])
     sums = [sum(getattr(each, direction) for each in components.values()) for direction in ("forward", "backward")]
-    rows.append(["**all**", "", *map(_giga, sums), "100 %", ""])
+    rows.append(["**all of a layer**", "", *map(_giga, sums), "100 %", ""])
+    logits = flops.logits(sizes.tokens, sizes.hidden, vocabulary)
+    source = "Narayanan et al., appendix: 6 B s h V with both passes"
+    rows.append(["logits", "2 B s h V", _giga(logits.forward), _giga(logits.backward), "", source])
     return tables.texts(rows, ["component", "formula, forward", "forward", "backward", "share", "source"])
 
 
@@ -182,7 +186,7 @@ def _plot(settings: Settings) -> Figure:
         layers = [flops.layer(replace(llama(settings), seq=seq, causal=causal)) for seq in settings.seqs]
         shares = [[_share(layer, names) for layer in layers] for names in _GROUPS.values()]
         axis.stackplot(settings.seqs, shares, labels=list(_GROUPS), alpha=0.85)
-        axis.set(title="causal" if causal else "all pairs", xlabel="sequence length", xscale="log", ylim=(0, 1))
+        axis.set(title="causal" if causal else "all pairs", xlabel="sequence length, tokens", xscale="log", ylim=(0, 1))
     axes[0].set_ylabel("share of a layer's FLOPs")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_GROUPS))
     return figure
