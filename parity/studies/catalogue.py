@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ STUDIES = {
     "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",
     "training_drift": "How far flash attention, low precision and TE move the weights that training ends with.",
 }
+
+_ANSWERS = ("yes", "no")
 
 
 def load(name: str) -> ModuleType:
@@ -41,12 +44,14 @@ def load(name: str) -> ModuleType:
 def with_options(settings: Any, options: Sequence[str]) -> Any:
     """A study's settings with options such as ``steps=20`` or ``models=gpt,llama``, parsed as the default's type.
 
+    Numbers whose defaults are all positive, sizes and counts, must be so; of others, none below 0 unless a default is.
+
     Args:
-        settings: a dataclass instance whose fields are numbers, strings, or tuples of either.
-        options: ``field=value``; the elements of a tuple are separated by commas.
+        settings: a dataclass instance whose fields are numbers, strings, tuples of either, or yes and no.
+        options: ``field=value``; the elements of a tuple are separated by commas, and count once.
 
     Raises:
-        UserError: for a field that is not there, or a value that is not of its type.
+        UserError: for a field that is not there, or a value that is not of its type or range.
     """
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     chosen: dict[str, Any] = {}
@@ -59,14 +64,31 @@ def with_options(settings: Any, options: Sequence[str]) -> Any:
             chosen[name] = _parsed(text, fields[name])
         except ValueError:
             raise UserError(f"{option!r}: {text!r} cannot stand where {_written(fields[name])!r} does") from None
+        _check_range(option, chosen[name], fields[name])
     return dataclasses.replace(settings, **chosen)
 
 
 def _parsed(text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return _ANSWERS.index(text) == 0
     if isinstance(default, tuple):
-        return tuple(type(default[0])(element) for element in text.split(","))
+        return tuple(dict.fromkeys(type(default[0])(element) for element in text.split(",")))
     return type(default)(text)
 
 
+def _check_range(option: str, value: Any, default: Any) -> None:
+    values, defaults = (x if isinstance(x, tuple) else (x,) for x in (value, default))
+    if isinstance(defaults[0], str | bool):
+        return
+    if not all(math.isfinite(each) for each in values):
+        raise UserError(f"{option!r}: a finite number must stand there")
+    if min(defaults) > 0 >= min(values):
+        raise UserError(f"{option!r}: a number above 0 must stand there")
+    if min(defaults) == 0 > min(values):
+        raise UserError(f"{option!r}: a number from 0 on must stand there")
+
+
 def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return _ANSWERS[0] if value else _ANSWERS[1]
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

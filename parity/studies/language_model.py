@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from parity import weights
 from parity.inputs import Rng
+from parity.precision import Precision
 from parity.reference import GPTLayer, LlamaLayer, NormLinear
 from parity.te import Kernels
+from parity.user_error import UserError
 from parity.weights import WeightMap, stack
 
 # Of weight matrices and embeddings, as in GPT-2; norms start at 1, biases at 0.
 INITIAL_STD = 0.02
+# What block-scaled GEMMs sum over in each direction; the other recipes need less.
+_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,30 @@ class Size:
     heads: int
     groups: int
     ffn: int
+
+
+def check(size: Size, batch: int, precisions: Iterable[Precision]) -> None:
+    """Refuse sizes that no model has, or that TE does not take.
+
+    Args:
+        size: of the model.
+        batch: sequences a step.
+        precisions: that TE computes in.
+
+    Raises:
+        UserError: names the sizes and what they must be.
+    """
+    if size.hidden % (2 * size.heads) or size.heads % size.groups:
+        raise UserError(
+            f"hidden={size.hidden}, heads={size.heads}, groups={size.groups}: groups must divide heads, and a head "
+            "must have an even width, hidden / heads"
+        )
+    needs_blocks = any(precision.recipe is not None for precision in precisions)
+    if needs_blocks and (size.hidden % _BLOCK or batch * size.seq % _BLOCK):
+        raise UserError(
+            f"hidden={size.hidden}, batch={batch}, seq={size.seq}: FP8 and FP4 need a hidden size and a number of "
+            f"tokens, batch times seq, that are multiples of {_BLOCK}"
+        )
 
 
 class LanguageModel(nn.Module):
