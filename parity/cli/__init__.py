@@ -241,6 +241,7 @@ def study(
     names: Annotated[list[str] | None, typer.Argument(help="Which studies; without any, shows what there is.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Compute again what other code computed.")] = False,
     options: Annotated[list[str] | None, typer.Option("--set", help="A study's option: steps=20; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option("-o", help="Folder of the reports [reports/studies].")] = None,
 ) -> None:
@@ -248,7 +249,7 @@ def study(
     from parity.cli import studies
     from parity.studies.catalogue import STUDIES
 
-    studies.run(list(STUDIES) if every else names or [], quick, options or [], output)
+    studies.run(list(STUDIES) if every else names or [], quick, again, options or [], output)
 
 
 @app.command()

@@ -6,18 +6,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.studies import catalogue
+from parity.studies import catalogue, provenance, record
 from parity.user_error import UserError
 
 FOLDER = Path("reports/studies")
+_CHANGES_TOLD = 5
 
 
-def run(names: Sequence[str], quick: bool, options: Sequence[str], folder: Path | None) -> None:
+def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], folder: Path | None) -> None:
     """Run studies one after the other, each with its report.
 
     Args:
         names: of ``catalogue.STUDIES``; none prints what there is.
         quick: use small settings; the reports then go to ``reports/studies/quick`` by default.
+        again: do not use results that other code computed, but compute them again.
         options: ``field=value`` of a study's settings.
         folder: of reports and records.
 
@@ -37,4 +39,32 @@ def run(names: Sequence[str], quick: bool, options: Sequence[str], folder: Path 
             print(f"study {position} of {len(names)}: {name}", file=sys.stderr)
         study = catalogue.load(name)
         settings = catalogue.with_options(study.QUICK if quick else study.FULL, options)
-        print(f"report: {study.run(settings, folder)}")
+        if hasattr(study, "RECORD"):
+            _look_after(folder / study.RECORD, provenance.of(study.__name__), again)
+        try:
+            print(f"report: {study.run(settings, folder)}")
+        except KeyboardInterrupt:
+            print(
+                f"interrupted; {folder} has what is finished, and the same command goes on from there",
+                file=sys.stderr,
+            )
+            raise
+
+
+def _look_after(path: Path, code: record.Code, again: bool) -> None:
+    """Tell which results of a record are of other code; or remove them, so that they are computed again."""
+    outdated = record.outdated(path, code)
+    if outdated is None:
+        return
+    if again:
+        record.forget_outdated(path, code)
+        return
+    told = ", ".join(outdated.changed[:_CHANGES_TOLD])
+    more = len(outdated.changed) - _CHANGES_TOLD
+    reasons = [f"changed since: {told}{f' and {more} more' if more > 0 else ''}"] if told else []
+    reasons += [f"of {outdated.unnamed} the code is not known"] if outdated.unnamed else []
+    print(
+        f"{path}: {outdated.results} of {outdated.of} results are not of this code ({'; '.join(reasons)}); they are "
+        "used as they are, --again computes them again",
+        file=sys.stderr,
+    )

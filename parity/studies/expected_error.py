@@ -28,7 +28,7 @@ from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
 from parity.rounding import PARTS
-from parity.studies import record, resume
+from parity.studies import provenance, record, resume
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.growth import Law, Sizes, fit
 from parity.studies.names import check_names
@@ -60,7 +60,7 @@ class Settings:
         hidden, seq, depth: the sizes that the others are measured by.
         hiddens, seqs, depths: that each of them takes in its turn.
         held_out_hidden, held_out_seq, held_out_depth: sizes that the law is to predict and was not fitted to.
-        parts: 1 if the error is also taken apart, 0 if not.
+        parts: whether the error is also taken apart.
         seeds: how many, from 0, at the sizes that others are measured by; elsewhere seed 0 alone.
     """
 
@@ -75,7 +75,7 @@ class Settings:
     held_out_hidden: int = 512
     held_out_seq: int = 256
     held_out_depth: int = 4
-    parts: int = 1
+    parts: bool = True
     seeds: int = 2
 
 
@@ -161,6 +161,7 @@ def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
         functools.partial(identity, kernels=kernels),
         lambda entry: dataclasses.asdict(measure(entry, kernels)),
         "measuring",
+        provenance.of(__name__),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from parity import te
-from parity.studies import record, resume
+from parity.studies import provenance, record, resume
 from parity.studies.attention_deviation import Deviation, Result, inputs_of, result_of, shared_part
 from parity.studies.attention_inputs import DISTRIBUTIONS
 from parity.studies.attention_sweeps import Run, Settings, runs
@@ -71,7 +71,12 @@ def compute_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
     # Runs that share a golden output follow each other, since only the last is kept.
     ordered = sorted(runs(settings), key=lambda entry: (entry.keys * entry.queries, str(shared_part(entry))))
     resume.make_missing(
-        folder / RECORD, ordered, functools.partial(_identity, settings=settings, kernels=kernels), attend, "attending"
+        folder / RECORD,
+        ordered,
+        functools.partial(_identity, settings=settings, kernels=kernels),
+        attend,
+        "attending",
+        provenance.of(__name__),
     )
 
 

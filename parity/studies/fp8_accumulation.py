@@ -23,7 +23,7 @@ from parity.cpu.products.accumulation import HOPPER, Factor
 from parity.cpu.quantized import float8
 from parity.errors import measure
 from parity.inputs import Rng
-from parity.studies import distributions, record, resume
+from parity.studies import distributions, provenance, record, resume
 from parity.studies.distributions import Draw
 from parity.studies.names import check_names
 from parity.user_error import UserError
@@ -117,7 +117,7 @@ def run(settings: Settings, folder: Path) -> Path:
     def make(entry: Run) -> Any:
         return {name: dataclasses.asdict(cost) for name, cost in costs_of(entry, settings).items()}
 
-    resume.make_missing(path, runs(settings), identity, make, "adding")
+    resume.make_missing(path, runs(settings), identity, make, "adding", provenance.of(__name__))
     found = {entry: _costs(costs) for entry, costs in resume.recorded(path, runs(settings), identity).items()}
     return accumulation_report.write(found, settings, folder)
 

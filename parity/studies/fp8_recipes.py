@@ -19,7 +19,7 @@ import torch
 from parity import te
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
-from parity.studies import fp8_attention, module_sqnr, record, resume, stale_scales, tensor_sqnr
+from parity.studies import fp8_attention, module_sqnr, provenance, record, resume, stale_scales, tensor_sqnr
 from parity.studies.distributions import DISTRIBUTIONS
 from parity.studies.fp8_attention import AttentionLoss, AttentionRun
 from parity.studies.gpu import why_nowhere
@@ -118,6 +118,7 @@ def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
         functools.partial(identity, kernels=kernels),
         lambda entry: dataclasses.asdict(measure(entry, kernels)),
         "measuring",
+        provenance.of(__name__),
     )
 
 

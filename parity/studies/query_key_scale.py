@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parity import errors, te
 from parity.inputs import Rng
-from parity.studies import record, resume, te_attention
+from parity.studies import provenance, record, resume, te_attention
 from parity.studies.names import check_names
 from parity.studies.score_arithmetic import attend, overflows, scores
 from parity.te import Kernels
@@ -151,7 +151,12 @@ def run(settings: Settings, folder: Path) -> Path:
     path = folder / RECORD
     identity = functools.partial(_identity, settings=settings, kernels=kernels)
     resume.make_missing(
-        path, runs(settings), identity, lambda each: to_json(outcome_of(each, settings, kernels)), "scaling"
+        path,
+        runs(settings),
+        identity,
+        lambda each: to_json(outcome_of(each, settings, kernels)),
+        "scaling",
+        provenance.of(__name__),
     )
     found = {each: from_json(result) for each, result in resume.recorded(path, runs(settings), identity).items()}
     return query_key_scale_report.write(found, settings, kernels, folder)

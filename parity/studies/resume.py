@@ -16,7 +16,7 @@ Identity = Callable[[Run], Mapping[str, Any]]
 
 
 def make_missing(
-    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str
+    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str, code: record.Code
 ) -> None:
     """Make the runs that the record lacks, and append each when it is finished.
 
@@ -26,11 +26,12 @@ def make_missing(
         identity: all that a run's result depends on, see ``record.key``.
         make: the result of a run, as JSON types.
         doing: what the progress bar says.
+        code: that makes them, of ``provenance.of``.
     """
     finished = record.read(path)
     pending = [run for run in runs if record.key(identity(run)) not in finished]
     for run in track(pending, doing, console=Console(stderr=True), disable=not pending):
-        record.append(path, identity(run), make(run))
+        record.append(path, identity(run), make(run), code)
 
 
 def recorded(path: Path, runs: Iterable[Run], identity: Identity[Run]) -> dict[Run, Any]:

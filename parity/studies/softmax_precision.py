@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parity import errors, te
 from parity.inputs import Rng
-from parity.studies import kernel_traffic, record, resume
+from parity.studies import kernel_traffic, provenance, record, resume
 from parity.studies.kernel_traffic import Traffic
 from parity.studies.names import check_names
 from parity.studies.softmax_ways import Precision, Way, ways
@@ -119,7 +120,12 @@ def run(settings: Settings, folder: Path) -> Path:
     path = folder / RECORD
     identity = functools.partial(_identity, settings=settings, kernels=kernels)
     resume.make_missing(
-        path, runs(settings), identity, lambda each: to_json(outcome_of(each, settings, kernels)), "softmax"
+        path,
+        runs(settings),
+        identity,
+        lambda each: to_json(outcome_of(each, settings, kernels)),
+        "softmax",
+        provenance.of(__name__),
     )
     found = {each: from_json(result) for each, result in resume.recorded(path, runs(settings), identity).items()}
     return softmax_precision_report.write(found, settings, kernels, folder)
@@ -202,11 +208,26 @@ def te_agrees(dtype: str, settings: Settings, kernels: Kernels) -> float:
     return (every["TE"](scores, precision) == every["FP32"](scores, precision)).double().mean().item()
 
 
-def autocast_dtype(kernels: Kernels) -> torch.dtype:
-    """What ``torch.softmax`` of BF16 scores returns under autocast on this device."""
-    device = kernels.device.type
-    with torch.autocast(device, torch.bfloat16):
-        return torch.softmax(torch.zeros(2, 2, dtype=torch.bfloat16, device=device), -1).dtype
+def autocast_dtypes(device: str, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What ``torch.softmax`` of scores in ``dtype`` returns under autocast to it, and what the next product takes.
+
+    PyTorch is asked with tensors that have no storage, so it answers for a device that this machine lacks, too.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        dtype: FP16 or BF16.
+    """
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        with FakeTensorMode():
+            scores = torch.empty(2, 2, dtype=dtype, device=device)
+            probabilities = torch.softmax(scores, -1)
+            return probabilities.dtype, (probabilities @ scores).dtype
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
 
 
 @dataclass(frozen=True)

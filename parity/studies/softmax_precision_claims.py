@@ -24,15 +24,15 @@ class Measured:
         traffic: what each way moves.
         scores: how many scores ``traffic`` is for.
         agreement: share of probabilities in which TE's softmax has the bits of ``FP32``.
-        autocast: what softmax returns under autocast.
-        device: that autocast was asked for.
+        autocast: by device, what softmax returns under autocast, and what the next product takes.
+        device: that bytes were counted on.
     """
 
     frontiers: Mapping[str, float]
     traffic: Mapping[str, Traffic]
     scores: int
     agreement: float
-    autocast: torch.dtype
+    autocast: Mapping[str, tuple[torch.dtype, torch.dtype]]
     device: str
 
     def bytes_a_score(self, way: str) -> float:
@@ -139,11 +139,19 @@ def _cost(measured: Measured) -> Claim:
 
 
 def _autocast(measured: Measured) -> Claim:
-    returned = str(measured.autocast).removeprefix("torch.")
+    told = "; ".join(
+        f"on {device.upper()} softmax returns {_name(softmax)}, and the product with the values takes {_name(product)}"
+        for device, (softmax, product) in measured.autocast.items()
+    )
     return Claim(
         "PyTorch, `torch.amp`, operations that autocast to float32 on CUDA",
         "softmax runs in float32 under autocast",
-        f"on {measured.device}: {returned}",
-        "yes" if measured.autocast == torch.float32 else "does not apply",
-        "each device has its own list. The result is FP32 there, and twice the memory, until the next product casts it",
+        f"PyTorch, asked for FP16: {told}",
+        "yes" if measured.autocast["cuda"] == (torch.float32, torch.float16) else "no",
+        "each device has its own list. On a GPU the numbers are those of `FP32`, since the cast back is the product's, "
+        "and the result takes twice the memory until then",
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

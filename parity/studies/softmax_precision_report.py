@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 
 from parity.report.environment import cpu_model, gpu_name
@@ -19,7 +20,7 @@ from parity.studies.softmax_precision import (
     Outcome,
     Run,
     Settings,
-    autocast_dtype,
+    autocast_dtypes,
     error,
     frontier,
     scales_of,
@@ -36,7 +37,7 @@ _MEANS = {
     "PB-Relax": "CogView's: scores stored divided by alpha, less the head's maximum, times alpha; `torch.softmax`",
     "PB-Relax by rows": "ditto with each row's maximum (Hugging Face's LayoutLMv3)",
     "torch.softmax": "PyTorch's kernel for the dtype",
-    "FP32": "`torch.softmax(x, dtype=torch.float32)`, rounded to the dtype",
+    "FP32": "`torch.softmax(x, dtype=torch.float32)`, rounded to the dtype; what autocast makes of it on a GPU",
     "FP32, layer scaling": "GLM-130B's: scores stored divided by the layer's number, multiplied back in FP32",
     "FP32 scores": "as `FP32` on scores that were never stored in the dtype, as in flash and fused attention",
     "TE": "the kernel of TE's unfused attention (`FusedScaleMaskSoftmax`)",
@@ -151,7 +152,7 @@ def measured(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings, ker
         traffic=costs["fp16"],
         scores=_scores(settings),
         agreement=te_agrees("fp16", settings, kernels),
-        autocast=autocast_dtype(kernels),
+        autocast={name: autocast_dtypes(name, torch.float16) for name in ("cuda", "cpu")},
         device=gpu_name() if kernels.backend == "gpu" else f"a CPU ({cpu_model()})",
     )
 

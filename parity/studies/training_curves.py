@@ -25,7 +25,7 @@ import torch
 from parity import te
 from parity.cpu import cuda
 from parity.precision import PRECISIONS, why_unavailable
-from parity.studies import record, resume
+from parity.studies import language_model, provenance, record, resume
 from parity.studies.dither import dithered
 from parity.studies.expectation import Band, prediction_band
 from parity.studies.language_model import ARCHITECTURES, LanguageModel, Size, initial_weights, load, load_candidate
@@ -173,7 +173,12 @@ def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
         if entry.kind != "te" or why_unavailable(TRAINED[entry.precision], kernels) is None
     ]
     resume.make_missing(
-        folder / RECORD, able, functools.partial(_identity, settings=settings, kernels=kernels), train, "training"
+        folder / RECORD,
+        able,
+        functools.partial(_identity, settings=settings, kernels=kernels),
+        train,
+        "training",
+        provenance.of(__name__),
     )
 
 
@@ -195,6 +200,11 @@ def _check(settings: Settings) -> None:
     check_names("precisions", settings.precisions, TRAINED)
     if settings.draws < 2:
         raise UserError(f"draws: a spread takes at least 2, not {settings.draws}")
+    if settings.false_alarms >= 1:
+        raise UserError(f"false_alarms: a share below 1, not {settings.false_alarms:g}")
+    for name in settings.models:
+        size = size_of(name, settings)
+        language_model.check(size, settings.batch, [TRAINED[each] for each in settings.precisions])
 
 
 def losses_of(entry: Run, settings: Settings, kernels: Kernels) -> list[float]:

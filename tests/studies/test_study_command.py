@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +24,46 @@ def test_options_are_parsed_as_their_defaults() -> None:
     assert settings == Settings(lengths=(64, 128), seeds=2, distributions=("normal",))
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    counts: tuple[int, ...] = (1, 2)
+    rises: tuple[int, ...] = (0, 1)
+    exponents: tuple[int, ...] = (-3, 0)
+    rate: float = 1e-3
+    parts: bool = True
+
+
+def test_an_element_that_is_named_twice_counts_once() -> None:
+    assert catalogue.with_options(Settings(), ["lengths=64,128,64"]).lengths == (64, 128)
+
+
+@pytest.mark.parametrize(("answer", "meant"), [("yes", True), ("no", False)])
+def test_yes_and_no_are_options(answer: str, meant: bool) -> None:
+    assert catalogue.with_options(Options(), [f"parts={answer}"]).parts is meant
+
+
+def test_numbers_may_be_as_small_as_their_defaults_say() -> None:
+    settings = catalogue.with_options(Options(), ["rises=0", "exponents=-12,4"])
+    assert settings == Options(rises=(0,), exponents=(-12, 4))
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("length=64", "its options and their values are distributions=normal"),
-        ("seeds", "is no option of this study"),
-        ("seeds=many", "'many' cannot stand where '4' does"),
+        ("length=64", "its options and their values are counts=1,2, rises=0,1, exponents=-3,0, rate=0.001, parts=yes"),
+        ("counts", "is no option of this study"),
+        ("counts=many", "'many' cannot stand where '1,2' does"),
+        ("counts=", "'' cannot stand where '1,2' does"),
+        ("counts=3,0", "a number above 0"),
+        ("rises=-1", "a number from 0 on"),
+        ("rate=nan", "a finite number"),
+        ("rate=-1", "a number above 0"),
+        ("parts=maybe", "'maybe' cannot stand where 'yes' does"),
     ],
 )
 def test_options_that_do_not_fit_are_told(option: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        catalogue.with_options(Settings(), [option])
+        catalogue.with_options(Options(), [option])
 
 
 def test_a_study_that_there_is_not_is_told() -> None:
@@ -55,6 +86,45 @@ def test_the_command_runs_a_study_with_options_and_names_its_report(tmp_path: Pa
     assert result.exit_code == 0, result.output
     assert (tmp_path / "fp8_accumulation.md").is_file()
     assert str(tmp_path / "fp8_accumulation.md") in result.output
+
+
+SMALL = ["rows=4", "seeds=1", "lengths=64", "distributions=normal", "interval_length=64", "intervals=32"]
+
+
+def run_small(folder: Path, *further: str) -> Any:
+    arguments = [argument for option in SMALL for argument in ("--set", option)]
+    result = CliRunner().invoke(app, ["study", "fp8_accumulation", "-o", str(folder), *arguments, *further])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_results_of_other_code_are_used_and_told_and_computed_again_when_asked_for(tmp_path: Path) -> None:
+    assert "not of this code" not in run_small(tmp_path).stderr
+    assert "not of this code" not in run_small(tmp_path).stderr
+    path = tmp_path / "fp8_accumulation.jsonl"
+    code, *results = path.read_text().splitlines()
+    other = json.loads(code)
+    other["code"]["parity.formats"] = "of before"
+    spoiled = results[0].replace(": 0.", ": 9.")
+    path.write_text("\n".join([json.dumps(other), spoiled]) + "\n")
+    told = run_small(tmp_path).stderr
+    assert "1 of 1 results are not of this code (changed since: parity.formats)" in told
+    assert "--again" in told
+    assert spoiled in path.read_text()
+    run_small(tmp_path, "--again")
+    assert path.read_text().splitlines() == [code, *results]
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(settings: Any, folder: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        catalogue, "load", lambda name: SimpleNamespace(QUICK=Settings(), FULL=Settings(), run=interrupted)
+    )
+    result = CliRunner().invoke(app, ["study", "fp8_accumulation", "-o", str(tmp_path)])
+    assert result.exit_code == 130
+    assert "the same command goes on from there" in result.stderr
 
 
 def test_without_a_name_the_command_shows_what_there_is() -> None:

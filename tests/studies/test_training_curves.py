@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import training_curves
+from parity.studies import record, training_curves
 from parity.studies.language_model import ARCHITECTURES, Size
 from parity.studies.text import batches
 from parity.studies.training import Schedule, plain_pass, train
@@ -161,12 +161,12 @@ def test_a_run_on_other_data_is_not_taken_for_a_recorded_one(
 ) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=2, draws=2, final=1)
     training_curves.train_missing(tiny, tmp_path, kernels)
-    lines = len((tmp_path / training_curves.RECORD).read_text().splitlines())
+    runs = len(record.read(tmp_path / training_curves.RECORD))
     monkeypatch.setattr(training_curves, "batches", lambda seed, *sizes: batches(seed + 100, *sizes))
     training_curves._fingerprint.cache_clear()
     training_curves.train_missing(tiny, tmp_path, kernels)
     training_curves._fingerprint.cache_clear()
-    assert len((tmp_path / training_curves.RECORD).read_text().splitlines()) == 2 * lines
+    assert len(record.read(tmp_path / training_curves.RECORD)) == 2 * runs
 
 
 def test_recipes_that_differ_in_when_they_scale_share_their_expectation() -> None:

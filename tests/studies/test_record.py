@@ -1,0 +1,89 @@
+"""The record of a study, and which code its results are of."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from parity.studies import catalogue, provenance, record
+
+NOW = {"torch": "2", "parity.errors": "a", "parity.te": "b"}
+BEFORE = NOW | {"parity.errors": "c"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "record.jsonl"
+
+
+def test_a_run_is_found_by_everything_that_it_depends_on(path: Path) -> None:
+    record.append(path, {"seed": 0, "size": 4}, 1.5, NOW)
+    assert record.read(path) == {record.key({"size": 4, "seed": 0}): 1.5}
+
+
+def test_a_line_that_was_cut_short_is_left_out_and_spoils_none_after_it(path: Path) -> None:
+    record.append(path, {"seed": 0}, 0, NOW)
+    with path.open("a") as file:
+        file.write('{"run": {"see')
+    record.append(path, {"seed": 1}, 1, NOW)
+    assert list(record.read(path).values()) == [0, 1]
+
+
+def test_the_code_is_written_where_it_changes(path: Path) -> None:
+    for seed, code in enumerate([NOW, NOW, BEFORE, NOW]):
+        record.append(path, {"seed": seed}, seed, code)
+    assert [line.startswith('{"code":') for line in path.read_text().splitlines()] == [
+        *(True, False, False),
+        *(True, False),
+        *(True, False),
+    ]
+    assert len(record.read(path)) == 4
+
+
+def test_results_of_this_code_are_not_outdated(path: Path) -> None:
+    assert record.outdated(path, NOW) is None
+    record.append(path, {"seed": 0}, 0, NOW)
+    assert record.outdated(path, NOW) is None
+
+
+def test_outdated_results_come_with_what_has_changed(path: Path) -> None:
+    record.append(path, {"seed": 0}, 0)
+    record.append(path, {"seed": 1}, 0, BEFORE)
+    record.append(path, {"seed": 2}, 0, NOW)
+    assert record.outdated(path, NOW) == record.Outdated(results=2, of=3, unnamed=1, changed=("parity.errors",))
+
+
+def test_a_result_that_was_computed_again_is_outdated_no_more(path: Path) -> None:
+    record.append(path, {"seed": 0}, 0, BEFORE)
+    record.append(path, {"seed": 0}, 1, NOW)
+    assert record.outdated(path, NOW) is None
+
+
+def test_outdated_results_can_be_forgotten(path: Path) -> None:
+    for seed, code in enumerate([None, BEFORE, NOW]):
+        record.append(path, {"seed": seed}, seed, code)
+    record.forget_outdated(path, NOW)
+    assert list(record.read(path).values()) == [2]
+    assert record.outdated(path, NOW) is None
+
+
+@pytest.mark.parametrize("study", [name for name in catalogue.STUDIES if name != "flops"])
+def test_a_study_depends_on_what_computes_and_not_on_what_draws(study: str) -> None:
+    code = provenance.of(f"parity.studies.{study}")
+    assert f"parity.studies.{study}" in code
+    assert "torch" in code
+    assert not [name for name in code if name.endswith(("_report", "_plots", "_claims"))]
+
+
+def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
+    assert "parity.cpu.products.gemm" in provenance.of("parity.studies.expected_error")
+
+
+def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout_does_not() -> None:
+    text = 'def f(x):\n    """Twice."""\n    return 2 * x\n'
+    same = 'def f(x):\n    """The double."""\n    # in FP32\n    return (2*x)\n'
+    other = 'def f(x):\n    """Twice."""\n    return 3 * x\n'
+    first, second, third = (provenance.checksum(ast.parse(each)) for each in (text, same, other))
+    assert first == second != third
