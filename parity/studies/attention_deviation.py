@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -9,6 +10,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -47,8 +49,8 @@ class Result:
     Attributes:
         deviation: None where the backend refused.
         refusal: of the backend, in its library's words.
-        peak_bytes: the most memory that this process had used when the run ended: all of it on the CPU, PyTorch's
-            libraries included; tensors on a GPU.
+        peak_bytes: the most memory that this process used during the run and its golden output: all of it on the CPU,
+            PyTorch's libraries included; tensors on a GPU.
         outputs: checksum of the outputs, which are equal bit for bit where it is.
     """
 
@@ -63,6 +65,7 @@ Results = Mapping[Run, Result]
 
 def result_of(entry: Run, settings: Settings, kernels: Kernels) -> Result:
     """Attend once, and compare with FP64."""
+    _forget_peak(kernels)
     inputs, exact = _with_golden(shared_part(entry), settings.head_dim, settings.tile, kernels.device)
     try:
         attended = _attended(entry, inputs, kernels)
@@ -152,6 +155,14 @@ def _attended(entry: Run, inputs: Inputs, kernels: Kernels) -> Attended:
         return baseline(*tensors, steps_of(entry), entry.causal)
     cut = Tiles(entry.rows, entry.columns, entry.outer)
     return flash(*tensors, steps_of(entry), cut, entry.causal, entry.maximum_known)
+
+
+def _forget_peak(kernels: Kernels) -> None:
+    """Begin to watch memory anew, or the peak of an earlier study counts; elsewhere than on Linux it does."""
+    if kernels.backend == "gpu":
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the resident set's peak (proc(5))
 
 
 def _peak_bytes(kernels: Kernels) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -24,6 +27,7 @@ from parity.studies.attention_sweeps import (
     plain_run,
     runs,
     untiled,
+    whole_runs,
 )
 from parity.studies.flash_stability_claims import flash_over_baseline, growth, of_length
 from parity.te import Kernels
@@ -180,8 +184,8 @@ def test_a_study_computes_only_what_its_record_lacks(
     text = report.read_text()
     assert "emulated" in text
     path = tmp_path / flash_stability.RECORD
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-2]) + lines[-2][:20])
+    code, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text(code + "".join(lines[:-2]) + lines[-2][:20])
     computed: list[Run] = []
 
     def noted(entry: Run, settings: Settings, kernels: Kernels) -> Result:
@@ -192,6 +196,24 @@ def test_a_study_computes_only_what_its_record_lacks(
     flash_stability.compute_missing(TINY, tmp_path, kernels)
     assert len(computed) == 2
     assert len(record.read(path)) == len(lines) == len(runs(TINY))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot forget the peak of its memory")
+def test_long_sequences_take_memory_that_grows_with_their_length_and_not_its_square(kernels: Kernels) -> None:
+    """Twice, in one process: what was used before must not count, as it would if studies follow each other."""
+    settings = dataclasses.replace(SMALL, whole_length=4096)
+    held = torch.ones(1 << 28)  # 1 GiB, as an earlier study may have used
+    del held
+    for entry in whole_runs(settings):
+        whole = dataclasses.replace(entry, rounded=AS_KERNELS)
+        before = resident_bytes()
+        taken = result_of(whole, settings, kernels).peak_bytes - before
+        # A matrix of scores would be 64 MiB in FP32 and 128 MiB in FP64, and attention holds several of them.
+        assert taken < 100 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize(
