@@ -13,6 +13,7 @@ from torch import Tensor
 from parity import weights
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
+from parity.studies.gpu import gpu_with
 from parity.studies.language_model import (
     ARCHITECTURES,
     LanguageModel,
@@ -42,7 +43,8 @@ class Settings:
         model: name of ``language_model.ARCHITECTURES``.
         formats: names of ``FORMATS`` in which baseline and flash attention train; FP32 must be among them.
         te_precisions: names of ``PRECISIONS`` in which TE trains.
-        steps: of training.
+        steps: of training on a CPU.
+        gpu_steps: of training on a GPU.
         every: steps between two looks at the weights.
         seeds: of initial weights and batches: how many, from 0.
         batch: sequences a step.
@@ -57,8 +59,9 @@ class Settings:
 
     model: str = "llama"
     formats: tuple[str, ...] = FORMATS
-    te_precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
+    te_precisions: tuple[str, ...] = tuple(PRECISIONS)
     steps: int = 300
+    gpu_steps: int = 2000
     every: int = 20
     seeds: int = 2
     batch: int = 4
@@ -111,6 +114,14 @@ _Named = Callable[[Sequence[Tensor]], dict[str, Tensor]]
 @functools.lru_cache(maxsize=16)
 def trajectory(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
     """Train once; the last few are kept, since a training is part of several pairs."""
+    torch.manual_seed(entry.seed)  # of stochastic rounding
+    if entry.kind != "te":
+        return _trained(entry, settings, kernels)
+    with gpu_with(PRECISIONS[entry.precision], kernels):
+        return _trained(entry, settings, kernels)
+
+
+def _trained(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
     model, named, dtype = _model(entry, settings, kernels)
     scale = settings.loss_scale if dtype == torch.float16 else 1.0
     seen: dict[int, dict[str, Tensor]] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
-from parity.precision import Precision, why_unavailable
+from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.te import Kernels
 
 
@@ -37,6 +37,15 @@ def gpu_with(precision: Precision, kernels: Kernels) -> Iterator[str]:
     (gpu,) = choice
     with nullcontext() if gpu is None else emulated(gpu):
         yield torch.cuda.get_device_name() if gpu is None else gpu.name
+
+
+def told(precisions: Iterable[str], kernels: Kernels) -> str:
+    """Sentences that say on which GPU each of these precisions runs, by name of ``PRECISIONS``."""
+    by_gpu: dict[str, list[str]] = {}
+    for name in precisions:
+        with gpu_with(PRECISIONS[name], kernels) as gpu:
+            by_gpu.setdefault(gpu, []).append(f"`{name}`")
+    return " ".join(f"On an {gpu}: {', '.join(names)}." for gpu, names in by_gpu.items())
 
 
 @functools.lru_cache(maxsize=64)

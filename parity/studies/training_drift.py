@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from parity import te
-from parity.precision import PRECISIONS, why_unavailable
-from parity.studies import record, resume, weight_distance
+from parity.precision import PRECISIONS
+from parity.studies import language_model, provenance, record, resume, weight_distance
 from parity.studies.device import kernels_on
-from parity.studies.drift_trajectory import FORMATS, Run, Settings, initial, rounds_alike, trajectory
+from parity.studies.drift_trajectory import FORMATS, Run, Settings, initial, rounds_alike, size_of, trajectory
+from parity.studies.gpu import why_nowhere
 from parity.studies.language_model import ARCHITECTURES
 from parity.studies.names import check_names
 from parity.studies.number_formats import full_fp32_products
@@ -32,7 +33,7 @@ RECORD = "training_drift.jsonl"
 
 
 FULL = Settings()
-QUICK = Settings(formats=("fp32", "bf16"), te_precisions=("bf16",), steps=40, every=10, seeds=1, layers=1)
+QUICK = Settings(formats=("fp32", "bf16"), te_precisions=("bf16",), steps=40, gpu_steps=40, every=10, seeds=1, layers=1)
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,10 @@ def run(settings: Settings, folder: Path) -> Path:
 
     check(settings)
     kernels = kernels_on(settings.device)
+    if kernels.backend == "gpu":
+        settings = dataclasses.replace(settings, steps=settings.gpu_steps)
     train_missing(settings, folder, kernels)
-    refused = {name: why_unavailable(PRECISIONS[name], kernels) for name in settings.te_precisions}
+    refused = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.te_precisions}
     missing = {name: reason for name, reason in refused.items() if reason is not None}
     return training_drift_report.write(recorded(settings, folder, kernels), missing, settings, kernels, folder)
 
@@ -100,6 +103,7 @@ def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
         functools.partial(_identity, settings=settings, kernels=kernels),
         train,
         "training",
+        provenance.of(__name__),
     )
     trajectory.cache_clear()
 
@@ -144,11 +148,11 @@ def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
 
 def available(settings: Settings, kernels: Kernels) -> list[str]:
     """The precisions that TE can compute in here."""
-    return [name for name in settings.te_precisions if why_unavailable(PRECISIONS[name], kernels) is None]
+    return [name for name in settings.te_precisions if why_nowhere(PRECISIONS[name], kernels) is None]
 
 
 def check(settings: Settings) -> None:
-    """Whether all names are known and FP32, which others are compared with, is there.
+    """Whether all names are known, sizes fit, and FP32, which others are compared with, is there.
 
     Raises:
         UserError: if not.
@@ -158,11 +162,12 @@ def check(settings: Settings) -> None:
     check_names("te_precisions", settings.te_precisions, PRECISIONS)
     if "fp32" not in settings.formats:
         raise UserError("formats: fp32 must be among them, since the others are compared with it")
+    language_model.check(size_of(settings), settings.batch, [PRECISIONS[name] for name in settings.te_precisions])
 
 
 def _identity(pair: Pair, settings: Settings, kernels: Kernels) -> dict[str, Any]:
     """All that a drift depends on; not which other pairs there are."""
-    selection = {"formats", "te_precisions", "seeds", "device"}
+    selection = {"formats", "te_precisions", "seeds", "gpu_steps", "device"}
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
     start = _fingerprint(pair.run, settings), _fingerprint(pair.against, settings)
     identity |= dataclasses.asdict(pair) | {"start": list(start), "device": kernels.backend}

@@ -10,7 +10,7 @@ import torch
 from parity import te
 from parity.report.environment import KERNELS
 from parity.report.numbers import ratio, seeds, short
-from parity.studies import tables, training_drift_plots
+from parity.studies import gpu, tables, training_drift_plots
 from parity.studies.device import name_of
 from parity.studies.drift_trajectory import Run, Settings, initial, rounds_alike
 from parity.studies.training_drift import Drift, Drifts, Pair
@@ -95,7 +95,7 @@ def _sections(
     yield (
         f"Trained on {name_of(kernels)}, torch {torch.__version__}. Formats of "
         "the plain model are emulated on any device; TransformerEngine "
-        f"{te.version()} is {KERNELS[kernels.backend]}."
+        f"{te.version()} is {KERNELS[kernels.backend]}. {gpu.told(precisions, kernels)}"
     )
     yield "## Claims"
     yield "Figures are after the last step."

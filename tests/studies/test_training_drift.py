@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.studies import record, training_drift
-from parity.studies.drift_trajectory import Run, Settings, Trajectory, trajectory
+from parity.studies.drift_trajectory import Kind, Run, Settings, Trajectory, trajectory
 from parity.studies.training_drift import Drift, Drifts, Pair, drift_of, pairs
 from parity.studies.training_drift_claims import of_algorithm, of_format, of_other_start, of_rounding, of_te
 from parity.te import Kernels
@@ -32,6 +33,7 @@ SMALL = Settings(
     groups=1,
 )
 TINY = dataclasses.replace(SMALL, steps=2, every=1, warmup=1, te_precisions=("bf16", "mxfp8"))
+GPU = te.Kernels("gpu", torch.device("cpu"), types.ModuleType("te"))
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +97,37 @@ def test_fp16_s_loss_scale_leaves_the_weights_where_they_would_be(kernels: Kerne
     assert 0 < moved(drift) < 1e-4
 
 
+def test_on_a_gpu_it_trains_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def noted(settings: Settings, folder: Path, kernels: Kernels) -> None:
+        steps.append(settings.steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training_drift, "train_missing", noted)
+    for kernels in (te.kernels("cpu"), GPU):
+        monkeypatch.setattr(training_drift, "kernels_on", lambda device, kernels=kernels: kernels)
+        with pytest.raises(KeyboardInterrupt):
+            training_drift.run(training_drift.FULL, tmp_path)
+    assert steps == [300, 2000]
+
+
+@pytest.mark.parametrize("kind", ["te", "rounded"])
+def test_stochastic_rounding_is_the_same_twice(kernels: Kernels, kind: Kind) -> None:
+    one, again = (trajectory.__wrapped__(Run(kind, "nvfp4", 0), TINY, kernels).losses for _ in range(2))
+    assert one == again
+
+
 def test_a_study_trains_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = training_drift.run(TINY, tmp_path)
     assert all((tmp_path / f"training_drift{part}.png").is_file() for part in ("", "_te", "_tensors"))
     text = report.read_text()
-    assert "`mxfp8` did not run: Device compute capability 10.0 or higher" in text
+    assert "On an emulated Hopper: `bf16`. On an emulated Blackwell: `mxfp8`." in text
     path = tmp_path / training_drift.RECORD
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]))
+    code, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text(code + "".join(lines[:-1]))
     trained: list[Run] = []
 
     def noted(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
@@ -126,6 +149,9 @@ def test_a_study_trains_only_what_its_record_lacks(
         (dict(model="bert"), "model: there is no 'bert'"),
         (dict(formats=("bf16",)), "formats: fp32 must be among them"),
         (dict(te_precisions=("int8",)), "te_precisions: there is no 'int8'"),
+        (dict(heads=3), "groups must divide heads, and a head must have an even width"),
+        (dict(heads=2, groups=3), "groups must divide heads"),
+        (dict(seq=33, te_precisions=("bf16", "fp8_current")), "multiples of 32"),
         (dict(device="gpu"), "device: no real TransformerEngine kernels here: no GPU"),
     ],
 )
