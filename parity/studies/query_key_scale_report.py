@@ -173,7 +173,7 @@ def _plot(found: Mapping[Run, Outcome], settings: Settings) -> Figure:
         for way in (way for way in _LINES if way in ways(dtypes[0])):
             values = [frontier(found, dtypes[0], distribution, each, way) for each in settings.head_dims]
             top.loglog(settings.head_dims, values, label=way, **_LINES[way])
-        top.set(title=f"{dtypes[0].upper()}, {distribution}", xlabel="width of a head", ylabel="largest RMS")
+        top.set(title=f"{dtypes[0].upper()}, {distribution}", xlabel="width of a head", ylabel="largest RMS that fits")
         top.set_xticks(settings.head_dims, labels=map(str, settings.head_dims), minor=False)
         top.set_xticks([], minor=True)
         for row, dtype in enumerate(dtypes, start=1):
@@ -191,7 +191,7 @@ def _plot_errors(axis: Any, found: Mapping[Run, Outcome], settings: Settings, dt
     axis.set(
         title=f"{dtype.upper()}, {distribution}, d = {head_dim}",
         xlabel="RMS of queries and keys",
-        ylabel="output error",
+        ylabel="relative L2 error of the output",
     )
     axis.set_ylim(bottom=_LOWEST_SHOWN)
     axis.grid(True, alpha=0.3)

@@ -149,7 +149,7 @@ def _plot(outcomes: Sequence[Outcome]) -> Figure:
         below.axhline(0, color="black", linewidth=0.5)
         below.set_xlabel("step")
     axes[0][0].set_ylabel("loss, nats a byte")
-    axes[1][0].set_ylabel("difference")
+    axes[1][0].set_ylabel("difference, nats a byte")
     axes[0][0].legend(fontsize="small")
     axes[1][0].legend(fontsize="small")
     return figure
