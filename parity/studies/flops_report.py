@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 
 from parity import flops
@@ -77,6 +78,7 @@ def _sections(found: Mapping[Run, Count], settings: Settings) -> Iterator[str]:
     yield "# FLOPs, in the open"
     yield f"**{equal} of {len(found)} cases: the formulas and PyTorch's counter agree to the last operation.**"
     yield _INTRODUCTION
+    yield f"Counted with torch {torch.__version__}; a count is the same on any device."
     yield "## A layer, component by component"
     sizes = llama(settings)
     yield (
