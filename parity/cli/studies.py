@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], 
         folder: of reports and records.
 
     Raises:
-        UserError: for an unknown study or option, and for options of several studies at once.
+        UserError: for an unknown study or option, for options of several studies at once, and for a folder that cannot
+            be written to.
     """
     if not names:
         width = max(map(len, catalogue.STUDIES))
@@ -33,7 +35,7 @@ def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], 
     if options and len(names) > 1:
         raise UserError("--set is an option of one study; run them one by one")
     folder = folder or (FOLDER / "quick" if quick else FOLDER)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     for position, name in enumerate(names, start=1):
         if len(names) > 1:
             print(f"study {position} of {len(names)}: {name}", file=sys.stderr)
@@ -49,6 +51,15 @@ def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], 
                 file=sys.stderr,
             )
             raise
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"-o: cannot make the folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"-o: cannot write to {folder}")
 
 
 def _look_after(path: Path, code: record.Code, again: bool) -> None:

@@ -73,8 +73,8 @@ def parts(found: Results, settings: Settings) -> Figure:
             left += share
         axis.set(title=precision, xlim=(0, 1), yticks=range(len(names)), xticks=[0, 0.5, 1])
         axis.set_yticklabels([MODULES[name].title for name in names])
+        axis.set_xlabel("share of squared error", fontsize="small")
     axes[0].invert_yaxis()
-    figure.supxlabel("share of the output's squared error", fontsize="medium")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     return figure

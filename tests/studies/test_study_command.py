@@ -150,6 +150,13 @@ def test_all_runs_each_study_after_the_other_and_says_which(tmp_path: Path, monk
         assert f"report: {tmp_path / name}.md" in result.output
 
 
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["study", "flops", "-o", str(tmp_path / "file" / "folder")])
+    assert isinstance(result.exception, UserError)
+    assert "cannot make the folder" in str(result.exception)
+
+
 def test_options_of_several_studies_at_once_are_refused() -> None:
     result = CliRunner().invoke(app, ["study", "--all", "--quick", "--set", "seeds=1"])
     assert isinstance(result.exception, UserError)
