@@ -4,6 +4,7 @@ A study is a module of ``catalogue.STUDIES`` with
 
 * ``Settings``, a frozen dataclass whose fields are the study's options;
 * ``FULL`` and ``QUICK``, the settings of a whole run and of one that takes less than a minute;
+* ``RECORD``, the name of its record in a folder, if it keeps one (``record``);
 * ``run(settings, folder)``, which does what ``folder`` has no record of yet, writes the report there and returns its
   path.
 
