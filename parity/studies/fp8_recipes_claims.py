@@ -39,7 +39,7 @@ def _quantization_noise(found: Results, settings: Settings) -> Iterator[Claim]:
         yield Claim(
             source=f"Widrow and Kollár, Quantization Noise, 2008: {title}, {bits} significand bits",
             claimed=f"noise of 0.180 x 2^-{2 * bits} of the power: {theory:.1f} dB",
-            found=f"{min(measured):.1f} to {max(measured):.1f} dB",
+            found=" to ".join(dict.fromkeys(f"{each:.1f}" for each in (min(measured), max(measured)))) + " dB",
             agrees="yes" if all(abs(ratio - theory) < 0.5 for ratio in measured) else "no",
             why="whatever shares a scale: far from the format's limits the mantissa alone counts",
         )

@@ -152,11 +152,14 @@ def _meaning(found: Results, settings: Settings) -> str:
         for recipe in settings.recipes
         if "normal" in settings.distributions
     }
+    alike: dict[str, list[str]] = {}
     for recipe, (loss, role, distribution) in worst.items():
-        lines.append(
-            f"- `{recipe}`: against normal values, others cost a tensor at most {_decibels(max(0.0, loss))} dB"
-            + (f" ({role}, {distribution})." if loss > AS_GOOD_DB else ".")
-        )
+        where = f" ({role}, {distribution})" if loss > AS_GOOD_DB else ""
+        alike.setdefault(f"{_decibels(max(0.0, loss))} dB{where}", []).append(f"`{recipe}`")
+    lines += [
+        f"- {', '.join(recipes)}: against normal values, others cost a tensor at most {cost}."
+        for cost, recipes in alike.items()
+    ]
     lines.append(
         "- FP8 is a floating-point format: an outlier moves the scale of the others by some powers of two, which their "
         "exponents make up for. Finer blocks gain little on any of these tensors; E5M2 in place of E4M3, which "

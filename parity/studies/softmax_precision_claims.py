@@ -61,9 +61,9 @@ def _overflow(found: Mapping[Run, Outcome], settings: Settings, measured: Measur
     return Claim(
         f"{_GLM}, README, after CogView",
         "scores of 1e4 and 1e-3 in different heads lead to frequent overflows or underflows under FP16 in softmax",
-        f"at a standard deviation of 1e{largest}, {100 * plain:.3g} % of rows are spoiled in plain FP16, which ends at "
-        f"a score of {short(measured.frontiers['plain'])}; with the maximum subtracted {100 * subtracted:.3g} %, up to "
-        f"{short(measured.frontiers['max subtracted'])}",
+        f"at a standard deviation of 1e{largest}, {short(100 * plain)} % of rows are spoiled in plain FP16, which ends "
+        f"at a score of {short(measured.frontiers['plain'])}; with the maximum subtracted {short(100 * subtracted)} %, "
+        f"up to {short(measured.frontiers['max subtracted'])}",
         "only if no maximum is subtracted" if plain == 1 and subtracted == 0 else "in part",
         "exp(11.1) is past FP16's 65504. PyTorch's and TE's softmax subtract the maximum, and work in FP32; then only "
         "scores that are stored as infinity spoil a row. What underflows were probabilities below 3e-8",
@@ -79,8 +79,8 @@ def _relaxed_range(found: Mapping[Run, Outcome], settings: Settings, measured: M
         "CogView, arXiv 2105.13290, section 2.4",
         "PB-Relax keeps attention from overflowing",
         f"the largest score that survives in FP16: {short(measured.frontiers['PB-Relax'])}, without it "
-        f"{short(measured.frontiers['torch.softmax'])}. At a standard deviation of 1e{largest} {100 * head:.2g} % of "
-        f"rows are spoiled, by rows {100 * rows:.2g} %, without it {100 * usual:.2g} %",
+        f"{short(measured.frontiers['torch.softmax'])}. At a standard deviation of 1e{largest} {short(100 * head)} % "
+        f"of rows are spoiled, by rows {short(100 * rows)} %, without it {short(100 * usual)} %",
         {(True, True): "yes", (False, True): "with each row's own maximum"}.get((head == 0, rows == 0), "no"),
         f"scores are stored divided by alpha = {settings.alpha:g}. But a row whose largest score lies 65504 below the "
         "head's becomes minus infinity throughout when it is multiplied back, and softmax makes NaN of it",
@@ -96,8 +96,8 @@ def _relaxed_precision(found: Mapping[Run, Outcome], settings: Settings) -> Clai
         f"{_GLM}, arXiv 2210.02414, on training stability",
         "PB-Relax does not help avoid divergence",
         f"a head with rows of several scales, FP16, the rows of standard deviation 1e{scale}: PB-Relax puts "
-        f"{100 * head:.2g} % of the probability on wrong keys, by rows {100 * rows:.2g} %, `torch.softmax` "
-        f"{100 * usual:.2g} %",
+        f"{short(100 * head)} % of the probability on wrong keys, by rows {short(100 * rows)} %, `torch.softmax` "
+        f"{short(100 * usual)} %",
         "consistent" if head > 10 * usual else "no",
         "the maximum of the whole head moves every row far from 0, where FP16 has few bits left for it; multiplying "
         "back restores the size, not the bits. Heads of one scale, or each row's own maximum, do not suffer",

@@ -183,7 +183,7 @@ def _by_scale(
 def _cell(value: float, spoiled: float) -> str:
     if math.isnan(value):
         return "∞" if spoiled == 1 else "–"
-    return short(value) + (f" ({100 * spoiled:.2g} %)" if spoiled else "")
+    return short(value) + (f" ({short(100 * spoiled)} %)" if spoiled else "")
 
 
 def _costs(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings) -> str:
