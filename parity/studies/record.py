@@ -83,7 +83,9 @@ def forget_outdated(path: Path, code: Code) -> None:
     """Leave only the results that this code computed, so that a study computes the others again."""
     kept = [entry.line for entry in _entries(path) if entry.code == code]
     text = "".join(line + "\n" for line in [json.dumps({"code": code}), *kept])
-    path.write_text(text if kept else "", encoding="utf-8")
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text if kept else "", encoding="utf-8")
+    beside.replace(path)  # an interruption leaves the one or the other, and no half
 
 
 def _entries(path: Path) -> Iterator[_Entry]:
