@@ -6,6 +6,7 @@ where CUDA shows a process one.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,11 @@ def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
 
 
 def list_devices() -> list[Device] | None:
-    """Every GPU of the machine, from NVML; empty without NVIDIA's driver, None without the package nvidia-ml-py."""
+    """Every GPU of the machine, from NVML; None where it cannot be asked.
+
+    It needs the package nvidia-ml-py and the library of NVIDIA's driver, which a container may leave out though CUDA
+    works in it.
+    """
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -115,25 +120,30 @@ def list_devices() -> list[Device] | None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        return None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [_measured(pynvml, handle, _slices(pynvml, handle)) for handle in handles]
+        return [_described(pynvml, handle, _slices(pynvml, handle)) for handle in handles]
+    except pynvml.NVMLError:  # such as a GPU that has fallen off the bus
+        return None
     finally:
         pynvml.nvmlShutdown()
 
 
 def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
-    slices = []
+    """In the order of their indices, between which slices that were given up leave gaps."""
     try:
-        for i in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-            slices.append(_measured(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)))
-    except pynvml.NVMLError:  # the GPU has no MIG mode, or no slice at this index and after it
-        pass
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
+    except pynvml.NVMLError:  # the GPU has no MIG mode
+        return ()
+    slices = []
+    for i in range(count):
+        with contextlib.suppress(pynvml.NVMLError):  # no slice has this index
+            slices.append(_described(pynvml, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)))
     return tuple(slices)
 
 
-def _measured(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
+def _described(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
     uuid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, _free(pynvml, handle), slices)
 

@@ -122,3 +122,14 @@ def test_memory_is_kept_while_nobody_waits_to_be_alone(tmp_path: Path) -> None:
     with DeviceLock(tmp_path / "device", lambda: released.append("memory")).shared():
         pass
     assert released == []
+
+
+def test_who_waits_for_another_to_be_done_alone_keeps_no_memory_meanwhile(tmp_path: Path) -> None:
+    order: list[str] = []
+    released: list[str] = []
+    with DeviceLock(tmp_path / "device", list).alone():
+        later = enter(DeviceLock(tmp_path / "device", lambda: released.append("memory")).shared, order, "later")
+        later.join(0.2)
+        assert (order, released) == ([], ["memory"])
+    later.join(10)
+    assert order == ["later"]

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class FakeNvml:
-    """The part of NVML that is asked, for GPUs given as (uuid, uuids of its slices)."""
+    """The part of NVML that is asked, for GPUs given as (uuid, uuids of its slices); an empty uuid is a gap."""
 
     NVMLError = type("NVMLError", (Exception,), {})
 
@@ -39,7 +39,7 @@ class FakeNvml:
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, uuid: str, index: int) -> str:
         slices = dict(self.gpus)[uuid]
-        if index >= len(slices):
+        if index >= len(slices) or not slices[index]:
             raise self.NVMLError("Not Found")
         return slices[index]
 
@@ -52,6 +52,8 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, uuid: str) -> SimpleNamespace:
         if uuid.startswith("GPU-unified"):
             raise self.NVMLError("Not Supported")
+        if dict(self.gpus).get(uuid):
+            raise self.NVMLError("Insufficient Permissions")  # as in a container that sees slices alone
         return SimpleNamespace(free=10 * GIB if uuid.startswith("MIG") else 79 * GIB)
 
 
@@ -109,6 +111,11 @@ def test_a_gpu_whose_memory_is_not_told_is_listed_all_the_same(monkeypatch: pyte
     ]
 
 
+def test_a_slice_that_was_given_up_hides_none_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, FakeNvml(("GPU-one", ("MIG-a", "", "MIG-c"))))
+    assert identifiers() == ["MIG-a", "MIG-c"]
+
+
 def test_parity_devices_chooses_among_the_visible_ones() -> None:
     assert identifiers(PARITY_DEVICES="1") == ["GPU-two"]
     assert identifiers(PARITY_DEVICES="1, 0") == ["GPU-two", "GPU-one"]
@@ -130,13 +137,15 @@ def test_a_device_that_is_asked_for_twice_is_an_error() -> None:
 
 def test_a_machine_without_a_driver_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, FakeNvml(driver=False))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert devices.chosen({}) == []
     with pytest.raises(UserError, match="none at all"):
         devices.chosen({"PARITY_DEVICES": "0"})
 
 
-def test_without_nvml_pytorch_counts_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, None)
+@pytest.mark.parametrize("nvml", [None, FakeNvml(driver=False)], ids=["no package", "no library"])
+def test_without_nvml_pytorch_counts_the_devices(monkeypatch: pytest.MonkeyPatch, nvml: object) -> None:
+    machine(monkeypatch, nvml)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert identifiers() == ["0", "1"]
     assert identifiers(CUDA_VISIBLE_DEVICES="3,GPU-x") == ["3", "GPU-x"]

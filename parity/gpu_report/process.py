@@ -57,7 +57,8 @@ def run(arguments: Sequence[str], limit: float, log: Path, grace: float = _GRACE
                 process.wait(timeout=grace)
         finally:
             _signal(process, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let a process end at once
+                process.wait(timeout=grace)
     return Ended(code, time.monotonic() - began)
 
 

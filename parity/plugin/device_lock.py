@@ -17,7 +17,7 @@ class DeviceLock:
 
     Attributes:
         path: of the lock; another file, its gate, lies beside it.
-        release_memory: called when this process stops using the device and another waits to have it alone.
+        release_memory: called where this process does not use the device and another has it alone or waits for that.
     """
 
     def __init__(self, path: Path, release_memory: Callable[[], None]) -> None:
@@ -27,6 +27,8 @@ class DeviceLock:
     def shared(self) -> Iterator[None]:
         """Within the context, others may use the device too, but nobody has it alone."""
         with self._open("gate") as gate, self._open("device") as device:
+            if not _free(gate):
+                self.release_memory()
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(device, fcntl.LOCK_SH)
             fcntl.flock(gate, fcntl.LOCK_UN)
