@@ -40,6 +40,7 @@ def run(
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto: what the machine holds.")] = "auto",
+    timeout: Annotated[str | None, typer.Option(help="Seconds for an item at one seed, 0 for no limit [600].")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
@@ -55,6 +56,7 @@ def run(
         "--parity-seeds": seeds,
         "--parity-attention": attention,
         "--parity-determinism": "yes" if determinism else None,
+        "--parity-timeout": timeout,
         "--parity-report": None if report is None else str(report),
         "--parity-name": name,
     }
@@ -187,13 +189,14 @@ def kernels(
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     report: Annotated[Path, typer.Option(help="The table.")] = Path("reports/kernel-table.md"),
     reference: Annotated[str, typer.Option(help="gpu, or cpu to try the command without one.")] = "gpu",
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="After this, draw what was compared.")] = None,
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
     from parity.kernel_table import command
 
     if reference not in ("gpu", "cpu"):
         raise UserError(f"--reference is {reference!r}, but must be gpu or cpu")
-    command.make_table(keyword, seed, report, "gpu" if reference == "gpu" else "cpu")
+    command.make_table(keyword, seed, report, "gpu" if reference == "gpu" else "cpu", minutes)
     print(f"report: {report}")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from parity.te import Backend
 from parity.user_error import UserError
 
 
-def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu") -> None:
+def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu", minutes: float | None = None) -> None:
     """Compare the kernels whose calls contain the keyword with the reference's, and write the report and its record.
 
     Args:
@@ -28,6 +29,7 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
         seed: of the inputs.
         report: markdown; the record has its name with ``.jsonl``.
         reference: ``gpu``; ``cpu`` tries the table without a GPU: both sides are the CPU kernels.
+        minutes: after which calls that were not made are left out, with this reason; None for no limit.
 
     Raises:
         UserError: if there are no compiled kernels or no GPU here, no such calls, or the report cannot be written.
@@ -40,7 +42,8 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
             "with --reference cpu"
         )
     gpu = nearest_gpu(*torch.cuda.get_device_capability()) if reference == "gpu" else "hopper"
-    comparisons = compare_backends(reference, gpu, keyword, seed)
+    ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    comparisons = compare_backends(reference, gpu, keyword, seed, ends)
     measured = environment.measure(reference, [seed], len(comparisons))
     try:
         report.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,9 @@ def _capability(name: str) -> tuple[int, int]:
     return cuda.GPUS[name].major, cuda.GPUS[name].minor
 
 
-def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: int) -> list[Comparison]:
+def compare_backends(
+    reference: Backend, emulated_gpu: str, keyword: str, seed: int, ends: float = math.inf
+) -> list[Comparison]:
     """Make the calls on the reference's kernels and on the CPU's, and compare them.
 
     Args:
@@ -69,6 +74,7 @@ def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: 
         emulated_gpu: a name in ``cuda.GPUS``.
         keyword: of the calls.
         seed: of the inputs.
+        ends: ``time.monotonic()`` after which no more calls are made.
     """
     calls = catalogue.select(keyword)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +84,7 @@ def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: 
         with ThreadPoolExecutor() as threads:  # both kinds of kernels run side by side
             made = threads.map(
                 lambda backend, place: processes.outcomes(
-                    lambda first: _run(backend, emulated_gpu, keyword, seed, place, first), len(calls), place
+                    lambda first: _run(backend, emulated_gpu, keyword, seed, place, first, ends), len(calls), place
                 ),
                 (reference, "cpu"),
                 places,
@@ -87,7 +93,7 @@ def compare_backends(reference: Backend, emulated_gpu: str, keyword: str, seed: 
     return [compare(call, *pair) for call, pair in zip(calls, zip(*outcomes, strict=True), strict=True)]
 
 
-def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int) -> int:
-    """Run a process that makes the calls from the first on; its exit code."""
+def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int, ends: float) -> int | None:
+    """Run a process that makes the calls from the first on; see ``processes.run``."""
     command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place), str(first)]
-    return subprocess.run(command, env={**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, check=False).returncode
+    return processes.run(command, {**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, place, ends)

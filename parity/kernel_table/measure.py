@@ -96,13 +96,16 @@ def file(index: int, folder: Path) -> Path:
 
 
 def write(outcome: Outcome, index: int, folder: Path) -> None:
-    torch.save(vars(outcome), file(index, folder))
+    """Whole or not at all, whenever the process is ended."""
+    draft = folder / "draft"
+    torch.save(vars(outcome), draft)
+    draft.replace(file(index, folder))
 
 
-def read(index: int, folder: Path) -> Outcome:
-    """The outcome of the call with this index, or the error that there is none."""
+def read(index: int, folder: Path) -> Outcome | None:
+    """The outcome of the call with this index, or None if there is none."""
     if not file(index, folder).exists():
-        return Outcome(error="no process came to this call")
+        return None
     return Outcome(**torch.load(file(index, folder), weights_only=True))
 
 

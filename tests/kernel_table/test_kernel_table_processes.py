@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 
 from parity.kernel_table import measure
 from parity.kernel_table.measure import GPU_LOST, Outcome
-from parity.kernel_table.processes import ENDED, outcomes
+from parity.kernel_table.processes import ENDED, TIME_OVER, outcomes, run
 
 COUNT = 12
 
@@ -62,6 +66,27 @@ def test_processes_that_do_not_come_to_life_are_not_started_for_ever(tmp_path: P
     found = outcomes(processes(tmp_path, set(range(COUNT)), set(), begun), COUNT, tmp_path)
     assert begun == [0, 1, 2]
     assert [outcome.error for outcome in found[3:]] == ["no process came to this call"] * (COUNT - 3)
+
+
+def test_when_the_time_is_over_what_was_made_stays_and_the_rest_says_so(tmp_path: Path) -> None:
+    def start(first: int) -> None:
+        measure.write(Outcome({"x": torch.tensor([first])}), first, tmp_path)
+
+    first, *others = outcomes(start, 3, tmp_path)
+    assert first.buffers
+    assert others == [TIME_OVER, TIME_OVER]
+
+
+def python(program: str, folder: Path, **limits: float) -> int | None:
+    limits = {"ends": time.monotonic() + 100, **limits}
+    return run([sys.executable, "-c", program], dict(os.environ), folder, **limits)
+
+
+def test_a_process_ends_by_itself_at_the_time_that_is_set_or_when_a_kernel_hangs(tmp_path: Path) -> None:
+    hangs = "import time; time.sleep(1000)"
+    assert python("raise SystemExit(3)", tmp_path) == 3
+    assert python(hangs, tmp_path, ends=time.monotonic()) is None
+    assert python(hangs, tmp_path, longest=0.0) == -signal.SIGKILL
 
 
 def test_after_an_error_of_the_gpu_the_process_gives_up_only_if_the_gpu_is_lost(
