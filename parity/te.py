@@ -57,7 +57,8 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
     A process runs one of the two: TE's Python is imported once, for real kernels or for the CPU's.
 
     Raises:
-        BackendUnavailable: if the GPU is asked for and cannot be had, or the other backend is loaded already.
+        BackendUnavailable: if the GPU is asked for and cannot be had, TE's kernels are there but do not load, or the
+            other backend is loaded already.
     """
     reason = why_no_gpu()
     if backend == "gpu" and reason is not None:
@@ -67,7 +68,14 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
             return Kernels("cpu", torch.device("cpu"), _import())
     if loader.is_loaded():
         raise BackendUnavailable("this process has already loaded TransformerEngine on the CPU kernels")
-    return Kernels("gpu", torch.device("cuda", torch.cuda.current_device()), _import())
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return Kernels("gpu", device, _import())
+    except Exception as error:  # each of TE's libraries, and its own checks of them, raises another
+        raise BackendUnavailable(
+            f"TransformerEngine's compiled kernels are installed, but do not load: {type(error).__name__}: {error}; "
+            "install a build for this PyTorch and its CUDA, or choose the backend cpu"
+        ) from error
 
 
 @contextmanager

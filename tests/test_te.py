@@ -41,6 +41,18 @@ def test_asking_for_a_gpu_that_is_not_there_says_what_is_missing():
         te.kernels("gpu")
 
 
+def test_compiled_kernels_that_do_not_load_are_told_in_te_s_words_with_what_to_do():
+    """Here TransformerEngine has no compiled part, which it finds out when it is imported."""
+    run = run_python(
+        "import torch; torch.cuda.is_available = lambda: True; torch.cuda.current_device = lambda: 0\n"
+        "from parity import extension, te; extension.is_installed = lambda: True\n"
+        "try: te.kernels()\n"
+        "except te.BackendUnavailable as error: print(error)"
+    )
+    assert "kernels are installed, but do not load: RuntimeError: Found empty `transformer-engine`" in run.stdout
+    assert "or choose the backend cpu" in run.stdout
+
+
 def test_cuda_is_as_absent_after_a_forward_and_backward_pass_as_before(linear):
     linear(torch.randn(8, 32)).sum().backward()
     assert_nothing_leaked()

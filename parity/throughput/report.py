@@ -15,7 +15,8 @@ from parity.throughput.row import Peak, Row, Spread
 
 _BASE = ("eager", "bf16")
 _HOW_TO_READ = """\
-*Eager* and *compiled* (`torch.compile`) are the plain module, *TE* is its port. A time is the median of the repeated
+*Eager* and *compiled* (`torch.compile`) are the plain module, the built-in ones with `F.scaled_dot_product_attention`
+in place of attention written out, *TE* is its port. A time is the median of the repeated
 passes with the quartiles around it, on inputs in turn; a forward pass keeps what the backward pass needs, and in FP8
 casts the weights again, as in a step without gradient accumulation. FLOPs are those of the matrix products
 (`parity/flops.py`), the same for all implementations, without pairs of a query and a key that a mask hides. *Of peak*

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity import errors, execute, weights
 from parity.case import Case, Pair
 from parity.inputs import Rng
+from parity.long_sequences import attention_in_blocks
 from parity.one_line import one_line
 from parity.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.te import Kernels
 from parity.throughput.clock import Passes
+from parity.throughput.fused_attention import with_fused_attention
 from parity.validate import CheckedSize
 
 _SEED = 0
@@ -47,8 +49,8 @@ class Subject:
     why_no_golden: str = ""
 
     def plain(self) -> nn.Module:
-        """The reference in the dtype, in which its weights are exact."""
-        return self.pair.reference.to(self.dtype)
+        """The reference in the dtype, in which its weights are exact, from now on with PyTorch's fused attention."""
+        return with_fused_attention(self.pair.reference).to(self.dtype)
 
     def worst_error(self, outputs: Sequence[Tensor]) -> float:
         """The largest relative L2 error of any output against golden; NaN or infinite where an output is.
@@ -66,7 +68,7 @@ class Subject:
 
 
 def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kernels) -> Subject:
-    """Build the workload, round its weights and inputs to the dtype, and compute golden.
+    """Build the workload, round its weights and inputs to the dtype, and compute golden, long attention in blocks.
 
     Golden may not fit into memory, or the reference may not run in FP64: then only the errors are missing.
     """
@@ -83,7 +85,7 @@ def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kerne
     golden: dict[str, Tensor] = {}
     why = ""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), attention_in_blocks():
             golden = execute.outputs_of(pair.reference, pair.call_reference, cast(first, torch.float64))
     except (RuntimeError, NotImplementedError) as error:
         why = f"the plain module in FP64: {one_line(error)}"
