@@ -1,0 +1,86 @@
+"""Compares some pairs on a device that is not the CPU, and writes a line of JSON for each result.
+
+Everything but TransformerEngine's module is there, whose CPU kernels stay on the CPU: its inputs are fetched, and its
+results placed, as the emulation of kernels ends where those of a GPU would begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import second_device
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity import blocked_attention, built_in, comparison, passes, prepare, reference, registry, te, weights
+from parity.case import Case, Pair
+
+BUILT_IN = ("layernorm_mlp_swiglu", "attention_padding_gqa", "multihead_attention_interleaved_qkv")
+PRECISIONS = ("bf16", "fp8_current")
+CPU = torch.device("cpu")
+
+
+def up_over_gate(te: Any, **_: int) -> Pair:
+    """A bug, so that its search runs there too."""
+    return Pair(
+        reference.SwiGLUMLP(64, 128),
+        te.LayerNormMLP(64, 128, normalization="RMSNorm", activation="swiglu", bias=False),
+        weights={
+            "norm.weight": "layer_norm_weight",
+            "down_proj.weight": "fc2_weight",
+            weights.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight",
+        },
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
+    )
+
+
+def moved(tensors: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda x: x.detach().to(device), tensors)
+
+
+def install(device: torch.device, cpu: te.Kernels) -> None:
+    """Parity's kernels are on the device; TE's modules compute on the CPU."""
+    run_candidate = passes.run_candidate
+
+    def fetched(
+        case: Case,
+        checked: Any,
+        prepared: prepare.Prepared,
+        precision: Any,
+        seed: int,
+        kernels: te.Kernels,
+        change: Callable[[nn.Module], None] = lambda module: None,
+    ) -> tuple[passes.Tensors, tuple[str, ...]]:
+        assert kernels.device == device
+        names = ("inputs", "candidate_weights", "cotangents", "probe")
+        there = dataclasses.replace(prepared, **{name: moved(getattr(prepared, name), CPU) for name in names})
+        tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change)
+        return moved(tensors, device), unreached
+
+    comparison.run_candidate = fetched
+    te.kernels = lambda backend="auto": te.Kernels("cpu", device, cpu.te)
+
+
+def main() -> None:
+    cpu = te.kernels("cpu")
+    install(second_device.install(), cpu)
+    files = built_in.folder().glob("[!_]*.py")
+    cases = [case for file in sorted(files) for case in registry.load_file(file) if case.name in BUILT_IN]
+    cases = [dataclasses.replace(case, sizes=case.sizes[:1]) for case in cases]
+    cases.append(Case("up_over_gate", up_over_gate, sizes=(dict(batch=2, seq=32),), path=Path(__file__)))
+    for blocks in (False, True):
+        blocked_attention.WRITTEN_OUT = 2**10 if blocks else 2**25
+        for case in cases if not blocks else cases[:1]:
+            for result in comparison.compare(case, PRECISIONS, determinism=True):
+                codes = [finding.code for finding in result.findings]
+                line = dict(case=case.name, precision=result.precision, blocks=blocks, status=result.status)
+                print(json.dumps({**line, "reason": result.reason, "findings": codes, "notes": result.notes}))
+
+
+if __name__ == "__main__":
+    main()
