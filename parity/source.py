@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,8 +16,10 @@ def imports_parity(file: Path) -> bool:
     return any(line.strip().startswith(_IMPORTS) for line in text.splitlines())
 
 
-def any_imports_parity(paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]) -> bool:
-    """Whether one of these files does, or one below these folders; looks no further than the first.
+def that_import_parity(
+    paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]
+) -> Iterator[Path]:
+    """Those of these files that do, and of those below these folders.
 
     Args:
         paths: files and folders.
@@ -27,11 +29,9 @@ def any_imports_parity(paths: Iterable[Path], patterns: Sequence[str], ignored_f
     for path in paths:
         if path.is_file():
             if imports_parity(path):
-                return True
+                yield path
             continue
         for folder, subfolders, files in os.walk(path):
             subfolders[:] = [name for name in subfolders if not any(fnmatch(name, p) for p in ignored_folders)]
             candidates = (Path(folder, name) for name in files)
-            if any(any(file.match(p) for p in patterns) and imports_parity(file) for file in candidates):
-                return True
-    return False
+            yield from (file for file in candidates if any(file.match(p) for p in patterns) and imports_parity(file))

@@ -48,8 +48,17 @@ def test_workers_are_as_many_as_find_a_core_and_memory(
     assert staffing.how_many(devices) == expected
 
 
+@pytest.mark.parametrize(("largest", "expected"), [(1, 18), (10, 14), (30, 4), (39, 4), (60, 4), (1000, 4)])
+def test_a_worker_has_room_for_the_largest_case_unless_that_needs_more_than_half_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, largest: int, expected: int
+) -> None:
+    machine(monkeypatch, 64, 512 * GIB)
+    assert staffing.how_many(gpus(79 * GIB, 79 * GIB), largest * GIB) == expected
+
+
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.plugin.largest_need", lambda files: 0)
     fakes.install_gpus(monkeypatch, [dataclasses.replace(gpu, free=17 * GIB) for gpu in fakes.GPUS])
 
 
@@ -66,6 +75,18 @@ def test_auto_counts_what_the_visible_gpus_hold(pytester: pytest.Pytester, monke
     assert auto(pytester, "test_pairs.py::mlp[fp32-2]") == 4
     monkeypatch.setenv("PARITY_DEVICES", "0")
     assert auto(pytester) == 2
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_auto_asks_for_the_largest_case_of_the_files_of_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(test_pairs=PAIR, test_others=PAIR, test_nothing="def test_it(): pass")
+    needs = {"test_pairs.py": 4 * GIB, "test_others.py": 12 * GIB}
+    monkeypatch.setattr("parity.plugin.largest_need", lambda files: max(needs[file.name] for file in files))
+    fakes.install_gpus(monkeypatch, [dataclasses.replace(gpu, free=40 * GIB) for gpu in fakes.GPUS])
+    assert auto(pytester, "test_pairs.py") == 10
+    assert auto(pytester) == 6
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -18,6 +18,7 @@ from parity.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.lasting import lasting
 from parity.plugin import ending, lines, options, staffing
 from parity.plugin.item import BrokenCase, ParityItem
+from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.plugin.workers import Workers
@@ -82,7 +83,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """For runs with cases; a number that the user's environment sets stays."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not staffing.has_cases(config):
         return None
-    return staffing.how_many(_gpus(config))
+    gpus = _gpus(config)
+    return staffing.how_many(gpus, largest_need(staffing.files_of_cases(config)) if gpus else None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,52 @@
+"""How much memory the largest case of a run needs, known before anything is collected: ``python -m ... FILE...``.
+
+A process of its own finds out, on the CPU kernels and without allocating a tensor, so that the controller imports
+neither torch nor TransformerEngine and no GPU is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from parity.devices import CUDA_VISIBLE_DEVICES
+
+_LONGEST = 120.0  # seconds; a file of pairs may do anything when it is imported
+
+
+def largest_need(files: Iterable[Path]) -> int | None:
+    """Bytes that the largest comparison of these files' cases takes, about; None where that cannot be told."""
+    command = [sys.executable, "-m", __name__, *map(str, files)]
+    environment = {**os.environ, CUDA_VISIBLE_DEVICES: ""}
+    try:
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    last = ran.stdout.split()[-1:]  # whatever the files print, this is printed after it
+    return int(last[0]) if ran.returncode == 0 and last and last[0].isdecimal() else None
+
+
+def _needs(files: Sequence[str]) -> Iterator[int]:
+    """Of each case at each size; what cannot be imported or does not fit together is told when it is collected."""
+    from parity import memory, registry, te
+    from parity.validate import check_case
+
+    kernels = te.kernels("cpu")
+    for file in files:
+        try:
+            cases = registry.load_file(Path(file))
+        except Exception:  # a user's file
+            continue
+        for case in cases:
+            try:
+                sizes = check_case(case, kernels.te)
+            except Exception:  # a user's factory
+                continue
+            yield from (memory.estimate(case, checked, kernels.te) or 0 for checked in sizes)
+
+
+if __name__ == "__main__":
+    print(max(_needs(sys.argv[1:]), default=0))
