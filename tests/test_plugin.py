@@ -16,7 +16,7 @@ import pytest
 from parity import registry
 from parity.plugin import scheduling
 from parity.precision import PRECISIONS
-from parity.report import record
+from parity.report import environment, record
 
 pytest_plugins = ["pytester"]
 
@@ -340,6 +340,26 @@ def test_without_workers_a_broken_device_is_not_blamed_on_the_ports_that_follow(
     assert (after.status, after.device_error) == ("error", "")
     assert after.reason.startswith("not compared, since my_pairs.py::breaks_the_device[fp32-8] broke CUDA's context")
     assert "with -n 1 or more" in after.reason
+
+
+def test_what_is_reported_of_the_gpu_was_asked_before_an_item_could_break_it(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_the_device, measure = fakes.MISHAPS["breaks_the_device"], environment.measure
+    is_broken: list[bool] = []
+
+    def breaks() -> None:
+        is_broken.append(True)
+        break_the_device()
+
+    monkeypatch.setitem(fakes.MISHAPS, "breaks_the_device", breaks)
+    monkeypatch.setattr(environment, "measure", lambda *asked: break_the_device() if is_broken else measure(*asked))
+    write(
+        pytester,
+        "import parity\n@parity.pair('breaks_the_device', sizes=[dict(n=8)], precisions=['fp32'])\ndef k(te, n): ...",
+    )
+    run(pytester, "my_pairs.py").assert_outcomes(failed=1)
+    assert recorded(pytester).results[0].device_error == "broken"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -155,11 +155,12 @@ class ParityItem(pytest.Item):
     def _write_diary(self) -> None:
         from parity.report import record
 
+        environment = lines.environment_line(self)  # asks the GPU, which answers no more if the comparison breaks it
         diary = self.workplace.diary
         if diary is None:
             return
         running = record.result_line(self.without_comparison(""))
-        entry = Entry(self.nodeid, running, lines.environment_line(self), self.options.timeout)
+        entry = Entry(self.nodeid, running, environment, self.options.timeout)
         diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
