@@ -32,6 +32,7 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
     Raises:
         UserError: for an unknown step, if the GPU is asked for and cannot be had, or the folder cannot be written to.
     """
+    ends = time.monotonic() + 60 * minutes
     reason = te.why_no_gpu() or ""
     if backend == "gpu" and reason:
         raise UserError(f"no real TransformerEngine kernels here: {reason}")
@@ -45,7 +46,6 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     machine = environment.measure("cpu" if why_no_gpu else "gpu", [0], len(chosen))
-    ends = time.monotonic() + 60 * minutes
     outcomes: list[Outcome] = []
     for position, step in enumerate(chosen):
         limit = share_of(ends - time.monotonic(), chosen[position:])
