@@ -14,6 +14,7 @@ import torch
 
 from parity import te
 from parity.cpu import cuda
+from parity.devices import CUDA_VISIBLE_DEVICES
 from parity.kernel_table import catalogue, measure, processes, record
 from parity.kernel_table.table import Comparison, compare, draw
 from parity.report import environment
@@ -96,4 +97,7 @@ def compare_backends(
 def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int, ends: float) -> int | None:
     """Run a process that makes the calls from the first on; see ``processes.run``."""
     command = [sys.executable, "-m", measure.__name__, backend, keyword, str(seed), str(place), str(first)]
-    return processes.run(command, {**os.environ, cuda.GPU_VARIABLE: emulated_gpu}, place, ends)
+    environment = {**os.environ, cuda.GPU_VARIABLE: emulated_gpu}
+    if backend == "cpu":
+        environment[CUDA_VISIBLE_DEVICES] = ""  # the GPU and its memory are the other process's
+    return processes.run(command, environment, place, ends)

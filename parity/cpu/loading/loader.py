@@ -3,13 +3,14 @@
 TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
 happens on the syntax tree (``rewrite.py``) while a ``transformer_engine.*`` module is imported, so nothing
 outside TE is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after
-any exception. Two more names have stand-ins in TE's sources:
+any exception. Three more names have stand-ins in TE's sources:
 
 =====================================  =====================================  =======================================
 TE writes                              is read as                             because
 =====================================  =====================================  =======================================
 ``torch.compile``                      ``parity.cpu.loading.fusion.fuse``     it rounds as the compiled GPU code does
 ``triton``                             ``parity.cpu.triton.stand_in``         it has no CPU target
+``from importlib.metadata import``     ``parity.cpu.loading.packages``        flash-attention may be installed here
 =====================================  =====================================  =======================================
 
 Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity.cpu.triton``.
@@ -34,12 +35,13 @@ from parity.cpu.triton import replacements
 
 _ROOT = "transformer_engine"
 _TRITON_MODULE = "parity.cpu.triton.stand_in"
+_PACKAGES_MODULE = "parity.cpu.loading.packages"
 # What TE's modules find ``parity.cpu.loading.fusion.fuse`` under; it is set before a module is executed.
 _COMPILE_NAME = "__parity_compile__"
 
 
 class _StandIns(ast.NodeTransformer):
-    """What only TE's own source needs: stand-ins for a compiler and for Triton."""
+    """What only TE's own source needs: stand-ins for a compiler, for Triton, and for who tells what is installed."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -57,6 +59,8 @@ class _StandIns(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if node.level == 0 and node.module is not None and _is_triton(node.module):
             node.module = _TRITON_MODULE
+        elif node.module == "importlib.metadata":
+            node.module = _PACKAGES_MODULE
         return node
 
 
