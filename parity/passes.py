@@ -115,7 +115,7 @@ def run_candidate(
             forward_context=precision.autocast(kernels),
         )
     gradients = {
-        name: ran.weight_gradients.get(name, torch.zeros_like(parameter)).double()
+        name: (ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)).double()
         for name, parameter in parameters.items()
     }
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
