@@ -23,6 +23,8 @@ class Format(Protocol):
     def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor: ...
 
 
+# The exponent field of an FP32 number, whose remaining bits are the power of two below its magnitude.
+_FP32_EXPONENT = 0xFF << 23
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -35,7 +37,7 @@ def tf32(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     Gaussian matrices of 10240; rounding to nearest predicts 0.16, truncation more than 0.4).
     """
     scaled = x * (2.0**13 + 1.0)
-    return scaled - (scaled - x)
+    return scaled.sub_(scaled - x)
 
 
 def e4m3(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
@@ -105,19 +107,35 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
 
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude, a scalar; 0 of nothing."""
-    return x.abs().amax() if x.numel() else x.new_zeros(())
+    return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())
+
+
+def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 values, none beyond the dtype's largest, rounded to nearest, ties to even; NaN for what is not finite.
+
+    Adding a number whose last place in FP32 is where the dtype's is, and taking it away again, does what a cast there
+    and back does in an eighth of the time (E4M3, torch 2.13 on a CPU).
+
+    Args:
+        x: FP32, of any shape.
+        dtype: float8_e4m3fn or float8_e5m2.
+    """
+    info, fp32 = torch.finfo(dtype), torch.finfo(torch.float32)
+    exponent = (x.view(torch.int32) & _FP32_EXPONENT).view(torch.float32)
+    last_place = exponent.clamp_(min=info.smallest_normal).mul_(1.5 * info.eps / fp32.eps)
+    return (x + last_place).sub_(last_place)
 
 
 def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
-    return (x * scale).to(dtype).to(x.dtype) / scale
+    return nearest_fp8(x * scale, dtype).div_(scale)
 
 
 def _cast_power_of_two(block: Tensor, dims: tuple[int, ...]) -> Tensor:
     """E4M3 with the largest power-of-two scale that lets nothing overflow."""
     amax = block.abs().amax(dims, keepdim=True)
     exponent = torch.where(amax > 0, (448.0 / amax).log2().floor(), 0.0).clamp(max=127)
-    return torch.ldexp(torch.ldexp(block, exponent).to(torch.float8_e4m3fn).to(block.dtype), -exponent)
+    return torch.ldexp(nearest_fp8(torch.ldexp(block, exponent), torch.float8_e4m3fn), -exponent)
 
 
 def _cast_nvfp4(block: Tensor, dims: tuple[int, ...], amax: Tensor, to_e2m1: Callable[[Tensor], Tensor]) -> Tensor:

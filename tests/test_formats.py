@@ -1,5 +1,7 @@
 """Number formats of GEMM operands."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from parity.formats import (
     e4m3_squares,
     e5m2,
     hadamard,
+    nearest_fp8,
     nvfp4_blocks,
     nvfp4_squares,
     nvfp4_stochastic,
@@ -40,6 +43,23 @@ def test_an_fp8_format_maps_the_largest_magnitude_to_the_largest_code(fp8, dtype
     assert fp8(x)[1].item() == pytest.approx(-1.7, rel=1e-6)
     codes = fp8(x) * torch.finfo(dtype).max / 1.7
     assert torch.allclose(codes.to(dtype).float(), codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_values_are_those_of_a_cast_there_and_back(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].unique()
+    ties = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat((ties, codes))
+    largest = torch.finfo(dtype).max
+    spread = torch.randn(10_000) * torch.logspace(-10, 0, 10_000) * largest
+    x = torch.cat((near, near * (1 + 2.0**-20), near * (1 - 2.0**-20), spread)).clamp(-largest, largest)
+    assert torch.equal(nearest_fp8(x, dtype), x.to(dtype).float())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so_in_fp8(value):
+    assert nearest_fp8(torch.tensor([value]), torch.float8_e4m3fn).isnan().all()
 
 
 def test_an_fp8_format_takes_zeros_and_empty_tensors():
