@@ -1,10 +1,10 @@
 """What TransformerEngine on the CPU kernels costs next to plain PyTorch.
 
-    python benchmarks/cpu_kernels.py [--repeats 5] [--precisions bf16 nvfp4 ...]
+    python benchmarks/cpu_kernels.py [--precisions bf16 nvfp4 ...] [--out benchmarks/results/cpu_kernels.json]
 
 A llama-like layer (hidden 1024, seq 512, batch 2) runs forward and backward, as TE's ``TransformerLayer`` in each
 precision and as the plain layer of ``parity.reference`` in the same dtype. The two alternate, and the ratio of their
-median times is printed; then, for BF16, the ratio of the memory that a pass adds at its peak. A process emulates one
+median times is reported; and for BF16, the ratio of the memory that a pass adds at its peak. A process emulates one
 GPU, so each has its own: a precision runs on the first of ``GPUS`` that has it. Memory is measured in processes of its
 own, too.
 
@@ -14,10 +14,8 @@ layer takes half a minute a pass, and the ratio says nothing about the kernels.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
-import platform
 import re
 import statistics
 import time
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
+from measuring import Measure, machine, parser, report
 
 from parity import reference, te
 from parity.cpu import cuda
@@ -36,6 +34,10 @@ from parity.precision import PRECISIONS, Precision, why_unavailable
 BATCH, SEQ, HIDDEN, FFN, HEADS, GROUPS = 2, 512, 1024, 2816, 16, 4
 GPUS = ("hopper", "blackwell")
 DEFAULT = [name for name in PRECISIONS if name != "fp16"]
+# Of the time; other precisions are quantized.
+LIMITS = {"fp32": 1.5, "bf16": 1.5, "fp16": None}
+QUANTIZED_LIMIT = 4.0
+MEMORY_LIMIT = 1.5
 
 
 def plain_pass(dtype: torch.dtype) -> Callable[[], None]:
@@ -113,23 +115,24 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--precisions", nargs="+", default=DEFAULT, choices=list(PRECISIONS), metavar="PRECISION")
-    options = parser.parse_args()
-    rows, missing = [], list(options.precisions)
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--precisions", nargs="+", default=DEFAULT, choices=list(PRECISIONS), metavar="PRECISION")
+    arguments = made.parse_args()
+    rows, measures, missing = [], [], list(arguments.precisions)
     for gpu in GPUS:
-        measured = in_new_process(ratios_on, gpu, missing, options.repeats)
+        measured = in_new_process(ratios_on, gpu, missing, arguments.repeats)
         missing = [name for name in missing if name not in measured]
         for name, (ours, plain) in measured.items():
-            rows.append((name, gpu, f"{ours:.3f}", f"{plain:.3f}", f"{ours / plain:.2f}"))
-    print(tabulate(rows, ["precision", "emulated GPU", "TE (s)", "plain (s)", "ratio"], disable_numparse=True))
+            rows.append((name, gpu, f"{ours:.3f}", f"{plain:.3f}"))
+            measures.append(
+                Measure(f"TE's pass over the plain one, {name}", ours / plain, LIMITS.get(name, QUANTIZED_LIMIT))
+            )
     ours, plain = (in_new_process(added_memory, name) / 2**20 for name in ("te", "plain"))
-    print(f"\nbf16, peak memory of a pass: TE {ours:.0f} MiB, plain {plain:.0f} MiB, ratio {ours / plain:.2f}")
-    print(
-        f"CPU kernels, TransformerEngine {te.version()}, torch {torch.__version__}, "
-        f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
+    memory = f"peak memory of a pass, bf16: TE's {ours:.0f} MiB over the plain one's {plain:.0f} MiB"
+    measures.append(Measure(memory, ours / plain, MEMORY_LIMIT))
+    headers = ("precision", "emulated GPU", "TE (s)", "plain (s)")
+    report(__doc__, measures, headers, rows, arguments.out, machine(torch.get_num_threads(), "cpu"))
 
 
 if __name__ == "__main__":
