@@ -69,6 +69,8 @@ def check_weights_fit(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None
 
 
 def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
+    if _all_finite(value.to(dtype)):
+        return
     lost = value.isfinite() & ~value.to(dtype).isfinite()
     if lost.any():
         raise NothingToJudge(
