@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.summed import Summed
+from parity.summed import Summed, over_rows
 
 # A slice of fewer elements says too little about its own error.
 SMALLEST_SLICE = 32
@@ -194,7 +194,7 @@ def _scatter(products: Tensor) -> float:
     if products.dim() > 1:
         rows = products.sum(-1)
         first = rows.flatten(1).sum(1) if rows.dim() > 1 else rows
-        for sums in (rows, first, products.flatten(0, -2).sum(0)):
+        for sums in (rows, first, over_rows(products)):
             if sums.numel() >= _FEWEST_CLUSTERS:
                 scatter = max(scatter, _norm(sums))
     return scatter
@@ -202,8 +202,7 @@ def _scatter(products: Tensor) -> float:
 
 def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
     """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
-    leading = tuple(range(error.values.dim() - 1))
-    shifted, *modelled = [_norm(x.values.sum(leading)) ** 2 for x in (error, *model_errors)]
+    shifted, *modelled = [_norm(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
     return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
 
 
