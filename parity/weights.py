@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -259,16 +259,17 @@ def _map_problems(
     for kind, side in (("reference", 0), ("TE", 1)):
         for name, entries in _users(weights, side).items():
             if len(entries) > 1:
-                yield f'{kind} parameter "{name}" is used {len(entries)} times: in {" and in ".join(entries)}'
+                described = " and in ".join(_describe_entry(*entry) for entry in entries)
+                yield f'{kind} parameter "{name}" is used {len(entries)} times: in {described}'
 
 
-def _users(weights: WeightMap, side: int) -> dict[str, list[str]]:
-    """The entries that mention each parameter on their left (0) or right (1) side, as a user would write them."""
-    users: dict[str, list[str]] = defaultdict(list)
+def _users(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
+    """The entries that mention each parameter on their left (0) or right (1) side."""
+    users: dict[str, list[tuple[Side, Side]]] = defaultdict(list)
     for entry in weights.items():
         if isinstance(entry[0], SIDES) and isinstance(entry[1], SIDES):
             for name in names(entry[side]):
-                users[name].append(_describe_entry(*entry))
+                users[name].append(entry)
     return users
 
 
@@ -310,7 +311,7 @@ def _unknown_names(kind: str, side: Side, shapes: Mapping[str, Shape], entry: st
             yield f'{entry}: there is no {kind} parameter "{name}"{advice}'
 
 
-def _unused(kind: str, shapes: Mapping[str, Shape], users: Mapping[str, list[str]]) -> Iterator[str]:
+def _unused(kind: str, shapes: Mapping[str, Shape], users: Container[str]) -> Iterator[str]:
     """Parameters that no entry mentions."""
     for name, shape in shapes.items():
         if name in users:

@@ -145,13 +145,13 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     from parity.result import item_name
     from parity.validate import attention_of, check_case
 
-    config = module.config
-    asked = config.stash[_OPTIONS].precisions or tuple(PRECISIONS)
-    chosen = [PRECISIONS[name] for name in asked if case.runs_at(name)]
-    kernels = _kernels(config)
+    options = module.config.stash[_OPTIONS]
+    chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]
+    kernels = _kernels(module.config)
     for checked in check_case(case, kernels.te) if chosen else ():
+        forced = attention_of(case, checked, options.attention)
         for precision in chosen:
-            for attention in attention_of(case, checked, config.stash[_OPTIONS].attention):
+            for attention in forced:
                 name = item_name(case.name, precision.name, checked.label, attention or "")
                 yield ParityItem.from_parent(
                     module,
@@ -162,7 +162,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
                     precision=precision,
                     attention=attention,
                     kernels=kernels,
-                    options=config.stash[_OPTIONS],
+                    options=options,
                 )
 
 
