@@ -61,10 +61,11 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
         code: that computed it, of ``provenance.of``; written where it is not that of the result before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = [json.dumps({"run": run, "result": result})]
-    if code is not None and code != _last_code(path):
+    if code is not None and code != _last_code(text):
         lines.insert(0, json.dumps({"code": code}))
-    cut_short = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    cut_short = text != "" and not text.endswith("\n")
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut_short else "") + "".join(line + "\n" for line in lines))
 
@@ -105,10 +106,9 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
 
 
-def _last_code(path: Path) -> Code | None:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    last = next((line for line in reversed(lines) if line.startswith('{"code":')), None)
-    return None if last is None else json.loads(last)["code"]
+def _last_code(text: str) -> Code | None:
+    start = ("\n" + text).rfind('\n{"code":')
+    return None if start < 0 else json.loads(text[start:].partition("\n")[0])["code"]
 
 
 def key(run: Mapping[str, Any]) -> str:
