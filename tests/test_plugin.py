@@ -375,6 +375,29 @@ def test_attention_backends_of_one_case_and_size_are_of_its_group() -> None:
     assert {scheduling.group_of(node_id) for node_id in ids} == {"cases/attention.py::causal[2x64]"}
 
 
+def test_workers_are_given_the_largest_sizes_first(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        import parity
+
+        @parity.pair("mlp", sizes=[dict(batch=batch, hidden=64) for batch in (1, 4, 3, 2)], precisions=["bf16"])
+        def mlp(te, batch, hidden): ...
+        """,
+    )
+    result = run_with_workers(pytester, 1, "my_pairs.py", "-v")
+    begun = re.findall(r"PASSED \S+mlp\[bf16-(\d)x64\]", result.stdout.str())
+    assert begun == ["4", "3", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("node_id", "elements"),
+    [("cases/mlp.py::mlp[bf16-2x8x64-ffn_8]", 1024), ("cases/mlp.py::mlp[bf16-scalar]", 0), ("test_x.py::y[4x4]", 0)],
+)
+def test_a_size_is_as_large_as_the_shape_in_its_items_id_says(node_id: str, elements: int) -> None:
+    assert scheduling.first_input(node_id) == elements
+
+
 @pytest.mark.parametrize("node_id", ["tests/test_x.py::test_y", "tests/test_x.py::test_y[a-b]", "t.py::A::test_y[1-2]"])
 def test_any_other_test_is_a_group_of_its_own(node_id: str) -> None:
     assert scheduling.group_of(node_id) == node_id

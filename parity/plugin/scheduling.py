@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,24 @@ def group_of(node_id: str) -> str:
     return f"{match['case']}[{match['size']}]" if match else node_id
 
 
+def first_input(node_id: str) -> int:
+    """Elements of the first input of the item's size, whose label begins with its shape; 0 for any other test."""
+    match = _ITEM_ID.fullmatch(node_id)
+    shape = re.match(r"\d+(x\d+)*", match["size"]) if match else None
+    return math.prod(map(int, shape[0].split("x"))) if shape else 0
+
+
 class GroupScheduling(LoadScopeScheduling):
-    """xdist's scheduling by scope, where a scope is a case at a size."""
+    """xdist's scheduling by scope, where a scope is a case at a size.
+
+    The largest size goes first: one that a worker begins last keeps the others waiting at the end.
+    """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if not any(self.assigned_work.values()):
+            for group in sorted(self.workqueue, key=lambda group: -first_input(next(iter(self.workqueue[group])))):
+                self.workqueue.move_to_end(group)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
