@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from parity.band import Band
@@ -72,13 +72,19 @@ def _is_served(
     shares = groups[0] == groups[1] and (groups[0] in (1, heads) or (enable_gqa and heads % groups[0] == 0))
     if attn_mask is not None and (is_causal or attn_mask.dim() > query.dim()):
         return False
-    knows_mask = attn_mask is None or type(attn_mask) in (Tensor, torch.nn.Parameter, CausalBias)
+    knows_mask = attn_mask is None or type(attn_mask) in (Tensor, torch.nn.Parameter) or _is_causal_bias(attn_mask)
     return knows_mask and dropout_p == 0.0 and shares and query.dtype == key.dtype == value.dtype
+
+
+def _is_causal_bias(mask: Tensor | None) -> bool:
+    """Whether it is of PyTorch's class, whose import takes most of a second: whoever has one has imported it."""
+    bias = sys.modules.get("torch.nn.attention.bias")
+    return bias is not None and isinstance(mask, bias.CausalBias)
 
 
 def _is_linear_already(attn_mask: Tensor | None, **call: Any) -> bool:
     """Whether PyTorch has a kernel that holds no matrix of scores, as the CPU's for FP64; it is faster than blocks."""
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
         return False
     return SDPBackend(torch._fused_sdp_choice(attn_mask=attn_mask, **call)) is not SDPBackend.MATH
 
@@ -94,7 +100,10 @@ def _scaled_dot_product(
     **_: Any,
 ) -> Tensor:
     band = Band(right=0) if is_causal else Band()
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
+        from torch.nn.attention.bias import CausalBias, CausalVariant
+
+        assert isinstance(attn_mask, CausalBias)
         lower_right = attn_mask.variant is CausalVariant.LOWER_RIGHT
         band = Band(right=attn_mask.seq_len_kv - attn_mask.seq_len_q if lower_right else 0)
         attn_mask = None

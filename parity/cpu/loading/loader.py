@@ -81,6 +81,8 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == _ROOT:
+            _import_dynamo_without_triton()
         vars(module).update({rewrite.CUDA_NAME: cuda, _COMPILE_NAME: fusion.fuse})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
@@ -125,6 +127,23 @@ class CpuFinder(importlib.abc.MetaPathFinder):
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _CpuLoader(fullname, spec.loader.path)
         return spec
+
+
+def _import_dynamo_without_triton() -> None:
+    """TE imports ``torch._dynamo``, and that Triton, whose code has no CPU target, which takes 0.1 s and at exit 1.2 s.
+
+    PyTorch imports Triton later where it compiles for a GPU; who has imported it already keeps it.
+    """
+    if "triton" in sys.modules or "torch._dynamo" in sys.modules:
+        return
+    from torch.utils._triton import has_triton_package
+
+    sys.modules["triton"] = None  # type: ignore[assignment]  # which says that there is none
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        del sys.modules["triton"]
+        has_triton_package.cache_clear()
 
 
 @contextmanager
