@@ -19,10 +19,9 @@ from parity import te, weights
 from parity.case import Case
 from parity.execute import positional_names, run
 from parity.inputs import Rng
-from parity.kept import forget
 from parity.passes import tensors_of
 from parity.precision import Precision
-from parity.prepare import build, cast, draw_inputs
+from parity.prepare import build, cast, draw_inputs, forget
 from parity.te import Kernels
 from parity.validate import CheckedSize
 

@@ -26,9 +26,8 @@ from parity import te
 from parity.case import Case
 from parity.directions import directions
 from parity.execute import outputs_of, run
-from parity.kept import forget
 from parity.precision import Precision
-from parity.prepare import Prepared, build, cast, prepare
+from parity.prepare import Prepared, build, cast, forget, prepare
 from parity.te import Kernels
 from parity.validate import CheckedSize
 

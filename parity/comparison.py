@@ -22,10 +22,9 @@ from parity.directions import directions
 from parity.explanation import explain
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
-from parity.kept import forget
 from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import Prepared, prepare
+from parity.prepare import Prepared, forget, prepare
 from parity.result import Determinism, Result, Status, TensorResult
 from parity.rounding import FUSED, UNFUSED
 from parity.second_look import remark, second_look

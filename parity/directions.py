@@ -7,9 +7,8 @@ direction averages the noise of all elements out, so a mistake shows that is far
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -17,7 +16,7 @@ from parity.diagnosis import Hypothesis, subtle_hypotheses, trace_of
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.products import Products
 from parity.diagnosis.trial import outputs_under
-from parity.prepare import Prepared
+from parity.prepare import Prepared, size_in_bytes
 from parity.result import Finding, TensorResult
 from parity.statistics import Statistic, component, has_component
 from parity.summed import Summed
@@ -41,10 +40,18 @@ class Direction:
     changes: Mapping[str, Summed]
 
 
-@lru_cache(maxsize=2)
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
-    began, found = time.process_time(), []
+    if directions not in prepared.kept:
+        began = time.process_time()
+        found = prepared.kept[directions] = tuple(_directions(prepared))
+        changes = [change.values for direction in found for change in direction.changes.values()]
+        prepared.held["directions"] = 2 * size_in_bytes(changes)  # their squares are kept as well
+        prepared.spent["directions"] = time.process_time() - began
+    return prepared.kept[directions]
+
+
+def _directions(prepared: Prepared) -> Iterator[Direction]:
     products = Products()
     with products.recorded():
         trace = trace_of(prepared)
@@ -56,9 +63,7 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
         changes = {name: Summed(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
         changes = {name: change for name, change in changes.items() if change.norm}
         if changes:
-            found.append(Direction(mistake, changes))
-    prepared.spent["directions"] = time.process_time() - began
-    return tuple(found)
+            yield Direction(mistake, changes)
 
 
 def resemblance(

@@ -17,6 +17,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def workers() -> int:
+    """How many processes of pytest-xdist share the machine; 1 without it."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
 def free_memory(root: Path = _ROOT) -> int | None:
     """Bytes that can be had without swapping, within the limit of a container; None where the system does not tell.
 

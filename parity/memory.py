@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import host
 from parity.case import Case, draw_inputs
 from parity.execute import as_arguments
 from parity.inputs import Rng
-from parity.kept import forget
 from parity.meta_build import without_memory
-from parity.prepare import cast
+from parity.prepare import cast, forget
 from parity.validate import CheckedSize
 
 # FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of
@@ -71,15 +69,3 @@ def release() -> None:
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # a broken context, which the comparison that broke it has told
             torch.cuda.empty_cache()
-
-
-def free() -> int | None:
-    """Bytes that are free on the GPU, or where none is in use, on the machine; None where the system does not tell."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.mem_get_info()[0]
-    return host.free_memory()
-
-
-def in_words(number: int | None) -> str:
-    """``3.2 GiB``."""
-    return "an unknown amount" if number is None else f"{number / 2**30:.1f} GiB"

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from parity import weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
-from parity.prepare import Prepared, build, cast
+from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.result import PROBED, Kind
 from parity.rounding import Freedom, Rounding, rounded
 from parity.te import Kernels
@@ -46,10 +45,15 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
     return {(PROBED, name): output.detach() for name, output in outputs.items()}
 
 
-@lru_cache(maxsize=2)
 def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """As ``run_model``, kept for the next precision: FP8 with delayed and with current scaling round alike."""
-    return run_model(prepared, rounding, freedom)
+    models = prepared.kept.setdefault(model_tensors, {})
+    if any(kept != rounding for kept, _ in models):
+        models.clear()
+    if (rounding, freedom) not in models:
+        models[rounding, freedom] = run_model(prepared, rounding, freedom)
+        prepared.held["models"] = size_in_bytes(list(models.values()))
+    return models[rounding, freedom]
 
 
 def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:

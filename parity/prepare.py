@@ -1,18 +1,22 @@
-"""What all precisions of one dtype share: the rounded weights and inputs of a case, and its golden pass."""
+"""What all precisions of one dtype share: the rounded weights and inputs of a case, and its golden pass.
+
+It is kept for all seeds, with what others compute of it, until a comparison of another case or size begins: pytest runs
+a case's precisions one after another, each with all seeds.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import weights
+from parity import free_memory, host, weights
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
@@ -26,6 +30,9 @@ from parity.weights import WeightMap
 
 # Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
 CONSTANT_NOISE = 0.1
+
+# Of the memory that is free, which what is kept may take, besides the latest of two dtypes.
+_SHARE_OF_MEMORY = 1 / 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,9 @@ class Prepared:
         golden: the reference's pass in FP64.
         probe: the probing inputs, like ``inputs``; None where the case has no probe.
         probed: golden outputs for ``probe``, FP64.
-        spent: processor time, in seconds, that went into what is kept with this for the next precision, by what it is.
+        spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
+        held: bytes that they take, by the same names.
+        kept: what was computed of this and is asked for again.
     """
 
     reference: nn.Module
@@ -57,6 +66,19 @@ class Prepared:
     probe: Any
     probed: dict[str, Tensor]
     spent: dict[str, float] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+
+
+class _Key(NamedTuple):
+    case: Case
+    checked: CheckedSize
+    dtype: torch.dtype
+    seed: int
+    kernels: Kernels
+
+
+_KEPT: OrderedDict[_Key, Prepared] = OrderedDict()  # the latest last
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
@@ -70,7 +92,6 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     return pair
 
 
-@lru_cache(maxsize=2)
 def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
     """Weights, inputs and the golden pass; kept for the next precision of the same dtype.
 
@@ -80,6 +101,35 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     Raises:
         NothingToJudge: if a comparison would pass whatever the candidate computed.
     """
+    key = _Key(case, checked, dtype, seed, kernels)
+    if key not in _KEPT:
+        _make_room(key)
+        _KEPT[key] = _prepared(*key)
+    _KEPT.move_to_end(key)
+    return _KEPT[key]
+
+
+def forget() -> None:
+    """Let go of everything that is kept."""
+    _KEPT.clear()
+
+
+def _make_room(coming: _Key) -> None:
+    """Let go of other cases and sizes, of a third dtype, and of what takes too much memory, the oldest first.
+
+    FP8's dtype is BF16, with FP16 between the two: so two dtypes are kept.
+    """
+    last = next((key.dtype for key in reversed(_KEPT) if key.dtype is not coming.dtype), None)
+    for key in list(_KEPT):
+        if key[:2] != coming[:2] or key.dtype not in (coming.dtype, last):
+            del _KEPT[key]
+    free = free_memory.free()
+    allowed = None if free is None else _SHARE_OF_MEMORY * free / host.workers()
+    while len(_KEPT) > 1 and allowed is not None and sum(sum(one.held.values()) for one in _KEPT.values()) > allowed:
+        _KEPT.popitem(last=False)
+
+
+def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
     began = time.process_time()
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
@@ -107,7 +157,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
         exact = cast(probing, torch.float64, faster)
         probed = outputs_of(pair.reference, pair.call_reference, exact) if case.probe else {}
     pair.reference.to(kernels.device)
-    return Prepared(
+    made = Prepared(
         pair.reference,
         pair.call_reference,
         inputs,
@@ -118,8 +168,15 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
         Pass(**on_device(vars(golden), kernels.device)),
         probing,
         on_device(probed, kernels.device),
-        {"golden": time.process_time() - began},
     )
+    made.held["golden"] = size_in_bytes([list(made.reference.parameters()), *vars(made).values(), vars(made.golden)])
+    made.spent["golden"] = time.process_time() - began
+    return made
+
+
+def size_in_bytes(tree: Any) -> int:
+    """The memory that the tree's tensors take together."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def cast(inputs: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:

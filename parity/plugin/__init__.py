@@ -186,7 +186,7 @@ def _kernels(config: pytest.Config) -> Kernels:
 
 def _share_cores() -> None:
     """Under xdist, divide the cores among the workers; a thread count that the user set stays."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = host.workers()
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 

@@ -32,7 +32,7 @@ def attempt(
     Returns:
         The result; a skip with the reason if memory runs out even so.
     """
-    from parity import memory
+    from parity import free_memory, memory
 
     def run(alone: bool) -> Result:
         with _device(workplace, alone), time_limit():
@@ -47,8 +47,8 @@ def attempt(
         return dataclasses.replace(second, notes=(*second.notes, RETRIED))
     memory.release()
     reason = (
-        f"does not fit in memory, alone on its device and tried twice: it needs about {memory.in_words(need())}, "
-        f"{memory.in_words(memory.free())} are free; {second.reason}"
+        f"does not fit in memory, alone on its device and tried twice: it needs about {free_memory.in_words(need())}, "
+        f"{free_memory.in_words(free_memory.free())} are free; {second.reason}"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)
 
