@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity import heap
 from parity.case import Case, draw_inputs
 from parity.execute import as_arguments
 from parity.inputs import Rng
@@ -66,6 +67,7 @@ def release() -> None:
     """Give back what this process keeps only to be faster: for the next comparison, and in PyTorch's cache."""
     forget()
     gc.collect()
+    heap.give_back()
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # a broken context, which the comparison that broke it has told
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from parity import extension
+from parity import extension, heap
 from parity.cpu import versions
 from parity.cpu.loading import loader
 from parity.lasting import lasting
@@ -64,6 +64,7 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
     if backend == "gpu" and reason is not None:
         raise BackendUnavailable(f"no real TransformerEngine kernels here: {reason}")
     if backend == "cpu" or reason is not None:
+        heap.keep_freed()
         with on_cpu():
             return Kernels("cpu", torch.device("cpu"), _import())
     if loader.is_loaded():
