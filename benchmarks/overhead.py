@@ -22,7 +22,7 @@ import torch
 from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
-from parity import te
+from parity import quantization_state, te
 from parity.case import Case
 from parity.directions import directions
 from parity.execute import outputs_of, run
@@ -75,6 +75,7 @@ def _reference_passes(prepared: Prepared, dtype: torch.dtype) -> tuple[float, fl
     return both, alone, processor_seconds(lambda: forward(probe))
 
 
+@quantization_state.fresh()
 def _candidate_passes(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, kernels: Kernels
 ) -> tuple[float, float]:

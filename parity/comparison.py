@@ -18,7 +18,7 @@ from parity.case import Case, Pair, as_case
 from parity.determinism import RandomState, repeat
 from parity.device_errors import classify
 from parity.diagnosis import Failure
-from parity.directions import directions
+from parity.directions import Direction, directions
 from parity.explanation import explain
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
@@ -130,6 +130,7 @@ class _Ran:
 
     Attributes:
         prepared: golden and what all passes share.
+        known: directions of the mistakes that could be made.
         models: the rounding model's tensors, for each way in which faithful kernels compute.
         candidate: its tensors, in the reference's layout.
         unreached: TE's parameters that no gradient reached.
@@ -140,6 +141,7 @@ class _Ran:
     """
 
     prepared: Prepared
+    known: tuple[Direction, ...]
     models: list[Tensors]
     candidate: Tensors
     unreached: tuple[str, ...]
@@ -180,6 +182,7 @@ def _run(asked: _Asked) -> _Ran:
     case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
     with _step("the reference in FP64"):
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    known = directions(prepared)  # before other passes, since golden's calls take memory until then
     # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
     began = time.process_time() - sum(prepared.spent.values())
     with _step(f"the reference under the rounding model of {precision.name}"):
@@ -195,7 +198,7 @@ def _run(asked: _Asked) -> _Ran:
             candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
         repeated = repeat(rerun, candidate, random_state, kernels.device) if random_state is not None else None
     seconds = time.process_time() - began
-    return _Ran(prepared, models, candidate, unreached, rerun, ", ".join(seen), repeated, seconds)
+    return _Ran(prepared, known, models, candidate, unreached, rerun, ", ".join(seen), repeated, seconds)
 
 
 @contextmanager
@@ -210,7 +213,7 @@ def _step(which: str) -> Iterator[None]:
 
 def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
-    golden, known = answerable(golden_tensors(prepared), ran.models), directions(prepared)
+    golden, known = answerable(golden_tensors(prepared), ran.models), ran.known
 
     def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from parity.diagnosis import Hypothesis, subtle_hypotheses, trace_of
+from parity.diagnosis import Hypothesis, calls_of, subtle_hypotheses
 from parity.diagnosis.codes import CODES
-from parity.diagnosis.products import Products
 from parity.diagnosis.trial import outputs_under
 from parity.prepare import Prepared, size_in_bytes
 from parity.result import Finding, TensorResult
@@ -52,11 +51,10 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
 
 
 def _directions(prepared: Prepared) -> Iterator[Direction]:
-    products = Products()
-    with products.recorded():
-        trace = trace_of(prepared)
-    for mistake in subtle_hypotheses(prepared, trace):
-        with products.reused():
+    calls = prepared.calls.pop() if prepared.calls else calls_of(prepared)
+    prepared.held.pop("calls", None)
+    for mistake in subtle_hypotheses(prepared, calls.trace):
+        with calls.products.reused():
             outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue

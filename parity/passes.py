@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import weights
+from parity import quantization_state, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
@@ -92,6 +92,7 @@ def _as_activation(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
+@quantization_state.fresh()
 def run_candidate(
     case: Case,
     checked: CheckedSize,

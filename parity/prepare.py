@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity import free_memory, host, weights
+from parity.calls import Trace, tracing
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
@@ -24,6 +26,7 @@ from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_weights_fit
 from parity.long_sequences import attention_in_blocks
 from parity.probes import probe
+from parity.products import Products
 from parity.te import Kernels
 from parity.validate import CheckedSize
 from parity.weights import WeightMap
@@ -33,6 +36,28 @@ CONSTANT_NOISE = 0.1
 
 # Of the memory that is free, which what is kept may take, besides the latest of two dtypes.
 _SHARE_OF_MEMORY = 1 / 8
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """Of golden's forward pass, in FP64.
+
+    Attributes:
+        trace: all that the reference calls.
+        products: its GEMMs.
+    """
+
+    trace: Trace
+    products: Products
+
+    @staticmethod
+    @contextmanager
+    def recorded(reference: nn.Module, into: list[Calls]) -> Iterator[None]:
+        """Appends the calls of one forward pass inside of the context."""
+        products = Products()
+        with products.recorded(), tracing(reference) as trace:
+            yield
+        into.append(Calls(trace, products))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +76,9 @@ class Prepared:
         probe: the probing inputs, like ``inputs``; None where the case has no probe.
         probed: golden outputs for ``probe``, FP64.
         spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
-        held: bytes that they take, by the same names.
+        held: bytes that they take, by what they are.
+        calls: of golden's pass, if it ran on the kernels' device; whoever needs them takes them out, since they hold
+            everything that the pass computed.
         kept: what was computed of this and is asked for again.
     """
 
@@ -67,6 +94,7 @@ class Prepared:
     probed: dict[str, Tensor]
     spent: dict[str, float] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
+    calls: list[Calls] = field(default_factory=list)
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -145,12 +173,14 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
             cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
         return cotangents
 
+    calls: list[Calls] = []
     names = positional_names(pair.reference, pair.call_reference, inputs)
     faster = golden_device(kernels.device).device
     pair.reference.to(faster)
     with attention_in_blocks():
         exact = cast(inputs, torch.float64, faster)
-        golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents)
+        recording = Calls.recorded(pair.reference, calls) if faster == kernels.device else None
+        golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording)
     check_golden(golden)
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
     with torch.no_grad(), attention_in_blocks():
@@ -168,7 +198,9 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         Pass(**on_device(vars(golden), kernels.device)),
         probing,
         on_device(probed, kernels.device),
+        calls=calls,
     )
+    made.held["calls"] = size_in_bytes([one.trace.tensors for one in calls])
     made.held["golden"] = size_in_bytes([list(made.reference.parameters()), *vars(made).values(), vars(made.golden)])
     made.spent["golden"] = time.process_time() - began
     return made

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import te
-from parity.diagnosis import subtle_hypotheses, trace_of
-from parity.diagnosis.products import Products
+from parity.diagnosis import calls_of, subtle_hypotheses
 from parity.diagnosis.trial import outputs_under
 from parity.prepare import prepare
+from parity.products import Products
 from parity.validate import check_case
 from parity.zoo.hosts.catalogue import HOSTS
 
@@ -159,7 +159,7 @@ def test_every_subtle_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) 
     prepared = prepare(case, checked, torch.float32, 0, kernels)
     products = Products()
     with products.recorded():
-        trace = trace_of(prepared)
+        trace = calls_of(prepared).trace
     mistakes = list(subtle_hypotheses(prepared, trace))
     computed: list[torch.dtype] = []
     for mistake in mistakes:

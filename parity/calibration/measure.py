@@ -65,6 +65,7 @@ def draw(
         draws: how many kernels' freedoms are drawn.
     """
     prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    known = directions(prepared)
     golden = golden_tensors(prepared)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
@@ -74,7 +75,7 @@ def draw(
     ports.append(("te", run_candidate(case, checked, prepared, precision, seed, kernels)[0]))
     for port, tensors in ports:
         for key in golden:
-            for found in observe(key, golden, models, tensors, precision.dtype, directions(prepared)):
+            for found in observe(key, golden, models, tensors, precision.dtype, known):
                 yield Sample(f"{case.name} {checked.label}", precision.name, *key, port, seed, found.name, found.value)
 
 

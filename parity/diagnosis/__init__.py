@@ -1,9 +1,9 @@
 """Names what is wrong with a failed comparison; the codes are explained in ``docs/findings.md``."""
 
-from parity.diagnosis.catalogue import subtle_hypotheses, trace_of
+from parity.diagnosis.catalogue import calls_of, subtle_hypotheses
 from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.search import Failure
 
-__all__ = ["UNEXPLAINED", "Failure", "Hypothesis", "findings", "subtle_hypotheses", "trace_of"]
+__all__ = ["UNEXPLAINED", "Failure", "Hypothesis", "calls_of", "findings", "subtle_hypotheses"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.blocked_attention import are_too_many_scores
-from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.masks import HIDDEN, Bias
 from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
 from parity.long_sequences import SDPA

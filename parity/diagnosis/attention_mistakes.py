@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from parity.calls import Edit, Trace
 from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
-from parity.diagnosis.calls import Edit, Trace
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.masks import mask_mistakes
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from parity.calls import Trace
 from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
-from parity.diagnosis.calls import Trace, traced
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
@@ -24,7 +24,7 @@ from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import Heads, weight_hypotheses
 from parity.execute import outputs_of
 from parity.long_sequences import attention_in_blocks
-from parity.prepare import Prepared, cast
+from parity.prepare import Calls, Prepared, cast
 from parity.weights import parameter_shapes
 
 _NEAR = 60  # of a query's ancestors, among which its projection is
@@ -67,21 +67,19 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
     return tuple(one for one in candidates if one.subtle and one.everywhere)
 
 
-def trace_of(prepared: Prepared) -> Trace:
-    """Every call of the reference's forward pass, in FP64."""
+def calls_of(prepared: Prepared) -> Calls:
+    """Of another forward pass of the reference in FP64, as golden's was."""
     prepared.reference.double()
-    traces: list[Trace] = []
+    calls: list[Calls] = []
 
     def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Only the module's own calls are recorded, not the copies that a pass makes of its inputs.
-        returned: list[Any] = []
-        call = prepared.call or nn.Module.__call__
-        traces.append(traced(module, lambda: returned.append(call(module, *args, **kwargs))))
-        return returned[0]
+        with Calls.recorded(module, calls):
+            return (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
 
-    with attention_in_blocks():
+    with torch.no_grad(), attention_in_blocks():
         outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
-    return traces[0]
+    return calls[0]
 
 
 def stored_dtype(prepared: Prepared) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parity.diagnosis.calls import Trace
+from parity.calls import Trace
 from parity.diagnosis.codes import finding
 from parity.diagnosis.search import Failure
 from parity.result import Finding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parity.diagnosis.calls import Trace
-from parity.diagnosis.catalogue import hypotheses, trace_of
+from parity.calls import Trace
+from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
 from parity.diagnosis.gradients import gradient_findings
@@ -36,7 +36,7 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     missing = list(unreached_parameters(unreached))
     finite = all(result.errors.finite for result in failure.outputs)
     outputs_are_right = all(result.passed for result in failure.outputs)
-    trace = trace_of(failure.prepared)
+    trace = calls_of(failure.prepared).trace
     # Gradients that are not finite, or not there, need no further cause where the outputs are right.
     causes = _causes(failure, trace) if finite and not ((spoiled or missing) and outputs_are_right) else []
     found = [*spoiled, *causes, *missing]

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from parity.diagnosis.calls import Trace, detached
+from parity.calls import Trace, detached
 from parity.diagnosis.codes import finding
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.scale import factor_of, readable

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parity.diagnosis.calls import Edit, edited
+from parity.calls import Edit, edited
 
 Call = Callable[..., Any]
 ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import binary

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from parity.diagnosis.calls import Call, Trace, Value, edit
+from parity.calls import Call, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import CASTS, back, binary
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from parity.diagnosis.calls import Edit
+from parity.calls import Edit
 from parity.diagnosis.hypothesis import Hypothesis
 
 Operation = TypeVar("Operation")

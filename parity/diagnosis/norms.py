@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
+from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.straight_through import rounded_to

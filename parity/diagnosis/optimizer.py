@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from parity.diagnosis.calls import Trace, edit
+from parity.calls import Trace, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import back, binary
 

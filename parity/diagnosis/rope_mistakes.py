@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from parity.diagnosis.calls import Edit, Trace
+from parity.calls import Edit, Trace
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.rotation import Form, Rotation, frequencies, rotations

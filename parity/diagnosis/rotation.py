@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.attention import seeming_attentions
-from parity.diagnosis.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity.diagnosis.calls import Misfit, edited
+from parity.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
 from parity.long_sequences import attention_in_blocks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +96,6 @@ class _Ran:
 
 def judge(trial: Trial, kernels: Kernels) -> Verdict:
     """Run a trial; a port that raises is an ``error``."""
-    # A port that raised within a recipe's context has left TE's global state there.
-    importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
     try:
         with torch.random.fork_rng():
             torch.manual_seed(trial.seed)  # for a dropout that was left on

@@ -1,9 +1,9 @@
 """What a reference computes, as the sequence of its calls of PyTorch's functions, and how to change some of them.
 
 A reference is anybody's code, so nothing is known of its modules' names. What it calls is known, by a
-``TorchFunctionMode``: ``traced`` runs it once and keeps every call with its arguments and results. Hypotheses
-find in this trace a norm, an activation, a rotation, written out or not, and say what another port would have computed
-there; ``edited`` computes that instead. Autograd differentiates what was edited like anything else.
+``TorchFunctionMode``: ``tracing`` keeps every call with its arguments and results. Hypotheses find in this trace a
+norm, an activation, a rotation, written out or not, and say what another port would have computed there; ``edited``
+computes that instead. Autograd differentiates what was edited like anything else.
 
 A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
 how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as one
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -165,16 +164,12 @@ def detached(call: Call, value: Value) -> Edit:
     return Edit(call.site, (), lambda result: result, call.inputs.index(value))
 
 
-def traced(module: nn.Module, run: Callable[[], Any]) -> Trace:
-    """What ``module`` calls while ``run`` runs.
-
-    Raises:
-        Whatever ``run`` raises.
-    """
+@contextmanager
+def tracing(module: nn.Module) -> Iterator[Trace]:
+    """Within the context, the calls of ``module`` are added to the trace, which is complete afterwards."""
     recorder = _Recorder(module)
-    with torch.no_grad(), _counting(module, recorder.frames), recorder:
-        run()
-    return recorder.trace
+    with _counting(module, recorder.frames), recorder:
+        yield recorder.trace
 
 
 @contextmanager
