@@ -111,9 +111,10 @@ _KEPT: OrderedDict[_Key, Prepared] = OrderedDict()  # the latest last
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
     """The pair, its modules initialised from the seed, on the kernels' device, in training mode."""
-    devices = [kernels.device] if kernels.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    on_gpu = kernels.device.type == "cuda"
+    with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
+        # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
+        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         pair = case.build(kernels.te, checked.size)
     pair.reference.to(kernels.device).train()
     pair.candidate.to(kernels.device).train()
