@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Device:
         uuid: of the GPU or slice; empty where NVML could not be asked.
         free: bytes that no process held when it was listed; None where NVML could not be asked or does not tell.
         slices: of a GPU in MIG mode, where a process uses a slice in place of the whole.
+        processes: how many may use it at once: 1 in the mode for exclusive processes, 0 where the mode forbids CUDA, or
+            is MIG and there is no slice; None for any number.
     """
 
     identifier: str
@@ -35,6 +37,7 @@ class Device:
     uuid: str = ""
     free: int | None = None
     slices: tuple[Device, ...] = ()
+    processes: int | None = None
 
 
 def chosen(environment: Mapping[str, str]) -> list[Device]:
@@ -70,7 +73,7 @@ def _named(token: str, devices: Sequence[Device], asked: str) -> Device:
 
 
 def visible(environment: Mapping[str, str]) -> list[Device]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order.
+    """The devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, but for those that no process may use.
 
     As in CUDA, an empty value leaves none, the first entry that names no device ends the list, and one that is named
     twice leaves none. Unset, it leaves every GPU, and where a GPU is in MIG mode, each of its slices.
@@ -80,14 +83,18 @@ def visible(environment: Mapping[str, str]) -> list[Device]:
     if listed is None:
         return _counted_by_torch(value)
     if value is None:
-        return [usable for device in listed for usable in device.slices or (device,)]
+        return _usable(usable for device in listed for usable in device.slices or (device,))
     found: list[Device] = []
     for token in (part.strip() for part in value.split(",")):
         device = _known_to_cuda(token, listed)
         if device is None:
             break
         found.append(device)
-    return found if len({device.uuid for device in found}) == len(found) else []
+    return _usable(found) if len({device.uuid for device in found}) == len(found) else []
+
+
+def _usable(devices: Iterable[Device]) -> list[Device]:
+    return [device for device in devices if device.processes != 0]
 
 
 def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
@@ -101,7 +108,7 @@ def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
             return None
         device = listed[int(token)]
         first = device.slices[0] if device.slices else device
-        return Device(token, first.name, first.uuid, first.free)
+        return Device(token, first.name, first.uuid, first.free, processes=first.processes)
     everything = [usable for device in listed for usable in (device, *device.slices)]
     matches = [device for device in everything if token and device.uuid.startswith(token)]
     return matches[0] if len(matches) == 1 else None
@@ -145,7 +152,27 @@ def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
 
 def _described(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Device:
     uuid = pynvml.nvmlDeviceGetUUID(handle)
-    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, _free(pynvml, handle), slices)
+    processes = None if slices else _processes(pynvml, handle)
+    return Device(uuid, pynvml.nvmlDeviceGetName(handle), uuid, _free(pynvml, handle), slices, processes)
+
+
+def _processes(pynvml: Any, handle: Any) -> int | None:
+    """See ``Device``; any number where the driver does not tell, as of a slice."""
+    try:
+        mode = pynvml.nvmlDeviceGetComputeMode(handle)
+    except pynvml.NVMLError:
+        return None
+    if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED or _is_in_mig_mode(pynvml, handle):
+        return 0
+    return 1 if mode == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS else None
+
+
+def _is_in_mig_mode(pynvml: Any, handle: Any) -> bool:
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(handle)
+    except pynvml.NVMLError:  # the GPU has no such mode
+        return False
+    return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
 def _free(pynvml: Any, handle: Any) -> int | None:
@@ -166,11 +193,21 @@ def _counted_by_torch(value: str | None) -> list[Device]:
 
 
 def spread(devices: Sequence[Device], processes: int) -> list[Device]:
-    """A device for each process: always one of those where the free memory for each process would be largest."""
-    taken = dict.fromkeys(range(len(devices)), 0)
-    places = []
+    """A device for each process: always one of those where the free memory for each process would be largest.
+
+    Raises:
+        UserError: if the devices may not be used by so many processes.
+    """
+    taken = [0] * len(devices)
+    places: list[Device] = []
     for _ in range(processes):
-        best = max(taken, key=lambda i: (devices[i].free or 1) / (taken[i] + 1))
+        open_ones = [i for i, device in enumerate(devices) if device.processes is None or taken[i] < device.processes]
+        if not open_ones:
+            raise UserError(
+                f"{processes} workers are asked for, but the GPUs take {len(places)}: those in the compute mode for "
+                f"exclusive processes take one each; give -n {len(places)}, or change the mode (nvidia-smi -c DEFAULT)"
+            )
+        best = max(open_ones, key=lambda i: (devices[i].free or 1) / (taken[i] + 1))
         taken[best] += 1
         places.append(devices[best])
     return places

@@ -15,9 +15,13 @@ GIB = 2**30
 
 
 class FakeNvml:
-    """The part of NVML that is asked, for GPUs given as (uuid, uuids of its slices); an empty uuid is a gap."""
+    """The part of NVML that is asked, for GPUs given as (uuid, uuids of its slices); an empty uuid is a gap.
+
+    A GPU's uuid also says its mode.
+    """
 
     NVMLError = type("NVMLError", (Exception,), {})
+    NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, NVML_DEVICE_MIG_ENABLE = 2, 3, 1
 
     def __init__(self, *gpus: tuple[str, tuple[str, ...]], driver: bool = True) -> None:
         self.gpus, self.driver = gpus, driver
@@ -48,6 +52,17 @@ class FakeNvml:
 
     def nvmlDeviceGetName(self, uuid: str) -> str:
         return "NVIDIA H100"
+
+    def nvmlDeviceGetComputeMode(self, uuid: str) -> int:
+        if uuid.startswith("MIG"):
+            raise self.NVMLError("Not Supported")
+        return {"GPU-prohibited": 2, "GPU-exclusive": 3}.get(uuid, 0)
+
+    def nvmlDeviceGetMigMode(self, uuid: str) -> list[int]:
+        if uuid == "GPU-one":
+            raise self.NVMLError("Not Supported")
+        enabled = int(uuid == "GPU-mig")
+        return [enabled, enabled]
 
     def nvmlDeviceGetMemoryInfo(self, uuid: str) -> SimpleNamespace:
         if uuid.startswith("GPU-unified"):
@@ -109,6 +124,33 @@ def test_a_gpu_whose_memory_is_not_told_is_listed_all_the_same(monkeypatch: pyte
         ("GPU-unified", None),
         ("GPU-two", 79 * GIB),
     ]
+
+
+@pytest.mark.parametrize("unusable", ["GPU-prohibited", "GPU-mig"])
+@pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
+def test_a_gpu_whose_mode_lets_no_process_use_it_is_left_out(
+    unusable: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, FakeNvml((unusable, ()), ("GPU-two", ())))
+    assert [device.uuid for device in devices.chosen(environment)] == ["GPU-two"]
+
+
+@pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
+def test_a_gpu_for_exclusive_processes_takes_one(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, FakeNvml(("GPU-exclusive", ())))
+    assert [device.processes for device in devices.chosen(environment)] == [1]
+
+
+def test_more_processes_than_exclusive_gpus_take_are_an_error_that_says_how_many_they_take() -> None:
+    gpus = [Device("0", free=80 * GIB, processes=1), Device("1", free=40 * GIB, processes=1)]
+    assert devices.spread(gpus, 2) == gpus
+    with pytest.raises(UserError, match=r"3 workers are asked for, but the GPUs take 2.*give -n 2"):
+        devices.spread(gpus, 3)
+
+
+def test_others_take_what_exclusive_gpus_do_not() -> None:
+    exclusive, shared = Device("0", free=80 * GIB, processes=1), Device("1", free=10 * GIB)
+    assert devices.spread([exclusive, shared], 3) == [exclusive, shared, shared]
 
 
 def test_a_slice_that_was_given_up_hides_none_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ def gpus(*free: int | None) -> list[Device]:
         (64, 16 * GIB, gpus(79 * GIB, 79 * GIB), 4),
         (64, 512 * GIB, gpus(3 * GIB), 1),
         (64, 512 * GIB, gpus(None, None), 2),
+        (64, 512 * GIB, [Device("0", free=79 * GIB, processes=1)], 1),
     ],
 )
 def test_workers_are_as_many_as_find_a_core_and_memory(

@@ -57,8 +57,14 @@ def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
     if free is not None:
         limits.append(free // (HOST_BYTES_WITH_CUDA if gpus else HOST_BYTES))
     if gpus:
-        limits.append(sum(1 if gpu.free is None else gpu.free // _share(gpu.free, largest or 0) for gpu in gpus))
+        limits.append(sum(_on(gpu, largest or 0) for gpu in gpus))
     return max(1, min(limits))
+
+
+def _on(gpu: Device, largest: int) -> int:
+    """How many workers share a GPU."""
+    found = 1 if gpu.free is None else gpu.free // _share(gpu.free, largest)
+    return found if gpu.processes is None else min(found, gpu.processes)
 
 
 def _share(free: int, largest: int) -> int:

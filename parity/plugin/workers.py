@@ -19,6 +19,7 @@ from parity.devices import CUDA_VISIBLE_DEVICES, Device
 from parity.plugin import ending
 from parity.plugin.diary import Diary
 from parity.plugin.workplace import KEY
+from parity.user_error import UserError
 
 _CPU = "cpu"
 
@@ -40,7 +41,10 @@ class Workers:
             free = host.free_memory()
             self._shares[_CPU] = None if free is None else free // len(specs)
             return
-        places = devices.spread(self._gpus, len(specs))
+        try:
+            places = devices.spread(self._gpus, len(specs))
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
         workers = Counter(gpu.identifier for gpu in places)
         for spec, gpu in zip(specs, places, strict=True):
             spec.env[CUDA_VISIBLE_DEVICES] = gpu.identifier
