@@ -111,14 +111,13 @@ def run(settings: Settings, folder: Path) -> Path:
     from parity.studies import accumulation_report
 
     _check(settings)
-    path = folder / RECORD
-    identity = functools.partial(_identity, settings=settings)
 
     def make(entry: Run) -> Any:
         return {name: dataclasses.asdict(cost) for name, cost in costs_of(entry, settings).items()}
 
-    resume.make_missing(path, runs(settings), identity, make, "adding", provenance.of(__name__))
-    found = {entry: _costs(costs) for entry, costs in resume.recorded(path, runs(settings), identity).items()}
+    identity = functools.partial(_identity, settings=settings)
+    results = resume.completed(folder / RECORD, runs(settings), identity, make, "adding", provenance.of(__name__))
+    found = {entry: _costs(costs) for entry, costs in results.items()}
     return accumulation_report.write(found, settings, folder)
 
 

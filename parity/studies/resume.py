@@ -38,3 +38,12 @@ def recorded(path: Path, runs: Iterable[Run], identity: Identity[Run]) -> dict[R
     """The results of those runs that the record has, as JSON types."""
     finished = record.read(path)
     return {run: finished[key] for run in runs if (key := record.key(identity(run))) in finished}
+
+
+def completed(
+    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str, code: record.Code
+) -> dict[Run, Any]:
+    """The results of all these runs, made where the record lacks them; arguments as for ``make_missing``."""
+    every = list(runs)
+    make_missing(path, every, identity, make, doing, code)
+    return recorded(path, every, identity)

@@ -117,17 +117,15 @@ def run(settings: Settings, folder: Path) -> Path:
 
     _check(settings)
     kernels = te.kernels()
-    path = folder / RECORD
-    identity = functools.partial(_identity, settings=settings, kernels=kernels)
-    resume.make_missing(
-        path,
+    results = resume.completed(
+        folder / RECORD,
         runs(settings),
-        identity,
+        functools.partial(_identity, settings=settings, kernels=kernels),
         lambda each: to_json(outcome_of(each, settings, kernels)),
         "softmax",
         provenance.of(__name__),
     )
-    found = {each: from_json(result) for each, result in resume.recorded(path, runs(settings), identity).items()}
+    found = {each: from_json(result) for each, result in results.items()}
     return softmax_precision_report.write(found, settings, kernels, folder)
 
 
