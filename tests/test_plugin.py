@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+import torch
 
 from parity import registry
 from parity.plugin import scheduling
@@ -312,12 +313,13 @@ def test_workers_results_are_merged_into_one_report(pytester: pytest.Pytester) -
     result.stdout.fnmatch_lines([f"*2 of {COMPARED} items failed*"])
 
 
-def test_one_worker_runs_all_precisions_of_a_case_and_size(pytester: pytest.Pytester) -> None:
+def test_one_worker_runs_all_precisions_of_a_case_size_and_dtype(pytester: pytest.Pytester) -> None:
+    sizes, dtypes = 2, {precision.dtype for precision in PRECISIONS.values()}
     write(pytester, PAIRS)
     result = run_with_workers(pytester, 2, "my_pairs.py", "-v", "-k", "mlp")
-    ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[\w+-(\w+)\]", result.stdout.str())
-    assert len(ran) == 2 * len(PRECISIONS)
-    assert len(set(ran)) == 2
+    ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[(\w+)-(\w+)\]", result.stdout.str())
+    assert len(ran) == sizes * len(PRECISIONS)
+    assert len({(worker, PRECISIONS[precision].dtype, size) for worker, precision, size in ran}) == sizes * len(dtypes)
 
 
 def test_a_worker_that_crashes_fails_only_its_own_item(pytester: pytest.Pytester) -> None:
@@ -363,16 +365,15 @@ def test_what_is_reported_of_the_gpu_was_asked_before_an_item_could_break_it(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_items_of_one_case_and_size_form_a_group(precision: str) -> None:
-    assert (
-        scheduling.group_of(f"cases/mlp.py::swiglu-2.1[{precision}-2x64-ffn_8]")
-        == "cases/mlp.py::swiglu-2.1[2x64-ffn_8]"
-    )
+def test_items_of_one_case_size_and_dtype_form_a_group(precision: str) -> None:
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[PRECISIONS[precision].dtype]
+    group = scheduling.group_of(f"cases/mlp.py::swiglu-2.1[{precision}-2x64-ffn_8]")
+    assert group == f"cases/mlp.py::swiglu-2.1[{dtype}-2x64-ffn_8]"
 
 
 def test_attention_backends_of_one_case_and_size_are_of_its_group() -> None:
     ids = [f"cases/attention.py::causal[bf16-2x64{suffix}]" for suffix in ("", "-flash", "-fused", "-unfused")]
-    assert {scheduling.group_of(node_id) for node_id in ids} == {"cases/attention.py::causal[2x64]"}
+    assert {scheduling.group_of(node_id) for node_id in ids} == {"cases/attention.py::causal[bf16-2x64]"}
 
 
 def test_workers_are_given_the_largest_sizes_first(pytester: pytest.Pytester) -> None:

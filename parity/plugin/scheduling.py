@@ -1,4 +1,4 @@
-"""Hands xdist's workers the items of one case and size together: they share a golden value, which a worker keeps."""
+"""Hands xdist's workers the items of one case, size and dtype together: they share golden, which a worker keeps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from xdist.workermanage import WorkerController
 
 # Controllers know items by their ids only, and need not import torch to know the precisions' names.
 _ITEM_ID = re.compile(
-    r"(?P<case>.+::[^:\[]+)\[(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?-(?P<size>.*?)(?:-(?:flash|fused|unfused))?\]"
+    r"(?P<case>.+::[^:\[]+)\[(?P<precision>(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?)-(?P<size>.*?)(?:-(?:flash|fused|unfused))?\]"
 )
 
 
+_WITH_A_DTYPE_OF_THEIR_OWN = ("fp32", "fp16")  # of the precisions; all others compute in BF16
+
+
 def group_of(node_id: str) -> str:
-    """``cases/mlp.py::swiglu[2x64]`` for that case and size, however computed; any other test is a group of its own."""
+    """``cases/mlp.py::swiglu[bf16-2x64]`` for that case and size in BF16 or FP8; any other test is one of its own."""
     match = _ITEM_ID.fullmatch(node_id)
-    return f"{match['case']}[{match['size']}]" if match else node_id
+    if not match:
+        return node_id
+    dtype = match["precision"] if match["precision"] in _WITH_A_DTYPE_OF_THEIR_OWN else "bf16"
+    return f"{match['case']}[{dtype}-{match['size']}]"
 
 
 def first_input(node_id: str) -> int:
@@ -32,16 +38,21 @@ def first_input(node_id: str) -> int:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """xdist's scheduling by scope, where a scope is a case at a size.
+    """xdist's scheduling by scope, where a scope is a case at a size in a dtype.
 
-    The largest size goes first: one that a worker begins last keeps the others waiting at the end.
+    The largest sizes go first, and of a size the group with the most items: what a worker begins last keeps the others
+    waiting at the end.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if not any(self.assigned_work.values()):
-            for group in sorted(self.workqueue, key=lambda group: -first_input(next(iter(self.workqueue[group])))):
+            for group in sorted(self.workqueue, key=self._rank):
                 self.workqueue.move_to_end(group)
         super()._assign_work_unit(node)
+
+    def _rank(self, group: str) -> tuple[int, int]:
+        items = self.workqueue[group]
+        return -first_input(next(iter(items))), -len(items)
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
