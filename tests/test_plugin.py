@@ -322,6 +322,25 @@ def test_one_worker_runs_all_precisions_of_a_case_size_and_dtype(pytester: pytes
     assert len({(worker, PRECISIONS[precision].dtype, size) for worker, precision, size in ran}) == sizes * len(dtypes)
 
 
+def test_one_worker_runs_all_dtypes_of_a_size_until_little_is_left(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        import parity
+
+        @parity.pair("mlp", sizes=[dict(batch=100 + i, hidden=64) for i in range(12)])
+        def mlp(te, batch, hidden): ...
+        """,
+    )
+    workers = 2
+    result = run_with_workers(pytester, workers, "my_pairs.py", "-v")
+    ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[\w+-(\w+)\]", result.stdout.str())
+    assert len(ran) == 12 * len(PRECISIONS)
+    split = {size for _, size in ran if len({worker for worker, of in ran if of == size}) > 1}
+    at_the_end = {f"{100 + i}x64" for i in range(2 * workers + 1)}  # two for each, and one that is begun
+    assert split <= at_the_end
+
+
 def test_a_worker_that_crashes_fails_only_its_own_item(pytester: pytest.Pytester) -> None:
     crash = "\n    @parity.pair('kills_its_worker', sizes=[dict(n=8)], precisions=['fp32'])\n    def k(te, n): ...\n"
     write(pytester, "\n    import parity" + crash + PAIRS)
@@ -397,6 +416,11 @@ def test_workers_are_given_the_largest_sizes_first(pytester: pytest.Pytester) ->
 )
 def test_a_size_is_as_large_as_the_shape_in_its_items_id_says(node_id: str, elements: int) -> None:
     assert scheduling.first_input(node_id) == elements
+
+
+@pytest.mark.parametrize("size", ["2x64", "scalar", "2x64-ffn_8", "2x64-bf16"])
+def test_a_group_tells_its_case_and_size(size: str) -> None:
+    assert scheduling.size_of(f"cases/mlp.py::swiglu[fp16-{size}]") == f"cases/mlp.py::swiglu[{size}]"
 
 
 @pytest.mark.parametrize("node_id", ["tests/test_x.py::test_y", "tests/test_x.py::test_y[a-b]", "t.py::A::test_y[1-2]"])
