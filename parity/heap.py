@@ -24,12 +24,13 @@ def keep_freed() -> bool:
     """Keep what is freed from now on.
 
     Returns:
-        Whether that was possible: the C library is glibc, and the environment says nothing else of its heap.
+        Whether that was possible: the C library is glibc, the environment says nothing else of its heap, and the system
+        tells how much memory is free.
     """
-    libc = _glibc()
-    if libc is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    libc, free = _glibc(), host.free_memory()
+    if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
-    limit = min(int(_SHARE_OF_MEMORY * (host.free_memory() or 0)) // host.workers(), _LARGEST)
+    limit = min(int(_SHARE_OF_MEMORY * free) // host.workers(), _LARGEST)
     return bool(libc.mallopt(_M_TRIM_THRESHOLD, limit) and libc.mallopt(_M_MMAP_MAX, 0))
 
 

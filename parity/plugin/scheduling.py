@@ -56,17 +56,18 @@ class GroupScheduling(LoadScopeScheduling):
         group = next(iter(self.workqueue))
         super()._assign_work_unit(node)
         if len(self.workqueue) > _GROUPS_AT_THE_END * len(self.nodes):
-            for other in self._groups[size_of(group)] & self.workqueue.keys():
-                self.workqueue.move_to_end(other, last=False)
-                super()._assign_work_unit(node)
+            for other in self._of_size[size_of(group)]:
+                if other in self.workqueue:
+                    self.workqueue.move_to_end(other, last=False)
+                    super()._assign_work_unit(node)
 
     def _sort(self) -> None:
         """The largest first, and see what belongs together."""
         for group in sorted(self.workqueue, key=lambda group: -first_input(next(iter(self.workqueue[group])))):
             self.workqueue.move_to_end(group)
-        self._groups: dict[str, set[str]] = defaultdict(set)
+        self._of_size: dict[str, list[str]] = defaultdict(list)
         for group in self.workqueue:
-            self._groups[size_of(group)].add(group)
+            self._of_size[size_of(group)].append(group)
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
