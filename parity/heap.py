@@ -17,8 +17,6 @@ from parity import host
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _LARGEST = 2**31 - 1  # that ``mallopt`` takes
 
-_SHARE_OF_MEMORY = 1 / 8  # of what is free
-
 
 def keep_freed() -> bool:
     """Keep what is freed from now on.
@@ -30,7 +28,7 @@ def keep_freed() -> bool:
     libc, free = _glibc(), host.free_memory()
     if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
-    limit = min(int(_SHARE_OF_MEMORY * free) // host.workers(), _LARGEST)
+    limit = min(host.share_to_keep(free), _LARGEST)
     return bool(libc.mallopt(_M_TRIM_THRESHOLD, limit) and libc.mallopt(_M_MMAP_MAX, 0))
 
 

@@ -22,6 +22,11 @@ def workers() -> int:
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
+def share_to_keep(free: int) -> int:
+    """Of so many free bytes, those that this process may keep only to be faster: an eighth, shared by the workers."""
+    return free // (8 * workers())
+
+
 def free_memory(root: Path = _ROOT) -> int | None:
     """Bytes that can be had without swapping, within the limit of a container; None where the system does not tell.
 

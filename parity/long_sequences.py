@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from parity.band import Band
 from parity.blocked_attention import EXACT, Arithmetic, are_too_many_scores, attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 
 def attention_in_blocks(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
@@ -76,7 +79,7 @@ def _is_served(
     return knows_mask and dropout_p == 0.0 and shares and query.dtype == key.dtype == value.dtype
 
 
-def _is_causal_bias(mask: Tensor | None) -> bool:
+def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
     """Whether it is of PyTorch's class, whose import takes most of a second: whoever has one has imported it."""
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(mask, bias.CausalBias)
@@ -101,9 +104,8 @@ def _scaled_dot_product(
 ) -> Tensor:
     band = Band(right=0) if is_causal else Band()
     if _is_causal_bias(attn_mask):
-        from torch.nn.attention.bias import CausalBias, CausalVariant
+        from torch.nn.attention.bias import CausalVariant
 
-        assert isinstance(attn_mask, CausalBias)
         lower_right = attn_mask.variant is CausalVariant.LOWER_RIGHT
         band = Band(right=attn_mask.seq_len_kv - attn_mask.seq_len_q if lower_right else 0)
         attn_mask = None

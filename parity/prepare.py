@@ -34,9 +34,6 @@ from parity.weights import WeightMap
 # Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
 CONSTANT_NOISE = 0.1
 
-# Of the memory that is free, which what is kept may take, besides the latest of two dtypes.
-_SHARE_OF_MEMORY = 1 / 8
-
 
 @dataclass(frozen=True, eq=False)
 class Calls:
@@ -153,8 +150,9 @@ def _make_room(coming: _Key) -> None:
         if key[:2] != coming[:2] or key.dtype not in (coming.dtype, last):
             del _KEPT[key]
     free = free_memory.free()
-    allowed = None if free is None else _SHARE_OF_MEMORY * free / host.workers()
-    while len(_KEPT) > 1 and allowed is not None and sum(sum(one.held.values()) for one in _KEPT.values()) > allowed:
+    if free is None:
+        return
+    while len(_KEPT) > 1 and sum(sum(one.held.values()) for one in _KEPT.values()) > host.share_to_keep(free):
         _KEPT.popitem(last=False)
 
 
