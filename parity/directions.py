@@ -17,7 +17,7 @@ from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import outputs_under
 from parity.prepare import Prepared, size_in_bytes
 from parity.result import Finding, TensorResult
-from parity.statistics import Statistic, component, has_component
+from parity.statistics import Component, Statistic, has_component
 from parity.summed import Summed
 
 # Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
@@ -83,10 +83,16 @@ def resemblance(
     along = [d for d in known if output in d.changes and has_component(d.changes[output])]
     if not along:
         return None
-    components = [component(error, model_errors, d.changes[output], golden, expected_norm) for d in along]
-    largest = max(map(abs, components))
-    close = [(d, value) for d, value in zip(along, components, strict=True) if abs(value) >= _SAME * largest]
-    likeliest, value = min(close, key=lambda entry: abs(coefficient(error, entry[0].changes[output]) - 1.0))
+    components = [(Component(error, model_errors, d.changes[output], golden, expected_norm), d) for d in along]
+    components.sort(key=lambda entry: entry[0].at_most, reverse=True)
+    largest, judged = 0.0, []
+    for component, direction in components:
+        if component.at_most < _SAME * largest:
+            break
+        largest = max(largest, abs(component.value))
+        judged.append((component.value, direction))
+    close = [entry for entry in judged if abs(entry[0]) >= _SAME * largest]
+    value, likeliest = min(close, key=lambda entry: abs(coefficient(error, entry[1].changes[output]) - 1.0))
     share = coefficient(error, likeliest.changes[output])
     return Statistic("mistake", value, likeliest.mistake.name, share)
 

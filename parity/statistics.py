@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ def statistics(error: Summed, model_errors: Sequence[Summed], golden: Summed, le
     yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance(count))
     yield _largest(error, model_errors, least * math.sqrt(golden.total / count))
     if has_component(golden):
-        yield Statistic("gain", component(error, model_errors, golden, golden, math.sqrt(total)))
+        yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
     relative = total / golden.total if golden.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
     for name, label, dims in _slices(shape):
@@ -152,35 +153,53 @@ def has_component(direction: Summed) -> bool:
     return direction.values.numel() >= SMALLEST_SLICE and direction.norm != 0.0
 
 
-def component(
-    error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
-) -> float:
-    """How far the error's component along a direction lies outside of what the models have.
+class Component:
+    """The error's component along a direction, next to those of the models.
 
     Args:
         error, model_errors: as in ``statistics``.
         direction: a tensor of that shape, FP64, that ``has_component``.
         golden: as in ``statistics``.
         expected_norm: of the error.
-
-    Returns:
-        The signed distance from the nearest model in standard deviations. What error and model share cancels in their
-        difference. Its standard deviation is of three parts: how it scatters about its regression on the direction,
-        robust to errors of a row that share a cause; the leaning that rounding errors have; a unit roundoff of golden,
-        since a constant that a kernel rounds to FP32 may scale all of it. Infinite where no error is expected.
     """
-    modelled = [model.dot(direction) for model in model_errors]
-    product = error.dot(direction)
-    if min(modelled) <= product <= max(modelled):
-        return 0.0
-    nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
-    outside = product - modelled[nearest]
-    difference = error.values - model_errors[nearest].values
-    residual = difference.sub_(direction.values, alpha=outside / direction.total)
-    scatter = _scatter(residual.mul_(direction.values))
-    constant = _UNIT * abs(golden.dot(direction))
-    deviation = math.hypot(scatter, _LEANING * expected_norm * direction.norm, constant)
-    return outside / deviation if deviation > 0 else math.copysign(math.inf, outside)
+
+    def __init__(
+        self, error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
+    ) -> None:
+        product = error.dot(direction)
+        modelled = [model.dot(direction) for model in model_errors]
+        nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
+        is_between = min(modelled) <= product <= max(modelled)
+        self._outside = 0.0 if is_between else product - modelled[nearest]
+        self._error, self._nearest, self._direction = error, model_errors[nearest], direction
+        # What a direction as a whole is granted: the leaning that rounding errors have, and a unit roundoff of golden,
+        # since a constant that a kernel rounds to FP32 may scale all of it.
+        self._granted = math.hypot(_LEANING * expected_norm * direction.norm, _UNIT * abs(golden.dot(direction)))
+
+    @property
+    def at_most(self) -> float:
+        """A bound of the magnitude of ``value`` that costs nothing."""
+        return abs(self._in_deviations(self._granted))
+
+    @cached_property
+    def value(self) -> float:
+        """How far it lies outside of what the models have: the signed distance from the nearest in standard deviations.
+
+        What error and model share cancels in their difference. Its standard deviation is that of its scatter about its
+        regression on the direction, robust to errors of a row that share a cause, and what every direction is granted.
+        Infinite where no error is expected.
+        """
+        if self.at_most == 0.0:
+            return 0.0
+        difference = self._error.values - self._nearest.values
+        residual = difference.sub_(self._direction.values, alpha=self._outside / self._direction.total)
+        scatter = _scatter(residual.mul_(self._direction.values))
+        return self._in_deviations(math.hypot(scatter, self._granted))
+
+    def _in_deviations(self, deviation: float) -> float:
+        if self._outside == 0.0:
+            return 0.0
+        return self._outside / deviation if deviation > 0 else math.copysign(math.inf, self._outside)
 
 
 def _scatter(products: Tensor) -> float:

@@ -66,6 +66,8 @@ class Summed:
 
     def dot(self, other: Summed) -> float:
         """The inner product with a tensor of the same shape."""
+        if other is self:
+            return self.total
         if other not in self._products:
             self._products[other] = torch.dot(self.values.flatten(), other.values.flatten()).item()
         return self._products[other]

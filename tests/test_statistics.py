@@ -24,8 +24,12 @@ def observed(error, model_errors, golden, least=LEAST):
 
 
 def component(error, model_errors, direction, golden, expected_norm):
+    return component_of(error, model_errors, direction, golden, expected_norm).value
+
+
+def component_of(error, model_errors, direction, golden, expected_norm):
     models = [Summed(model) for model in model_errors]
-    return statistics.component(Summed(error), models, Summed(direction), Summed(golden), expected_norm)
+    return statistics.Component(Summed(error), models, Summed(direction), Summed(golden), expected_norm)
 
 
 def values(*arguments):
@@ -154,6 +158,13 @@ def test_the_least_error_is_the_results_rounding_or_the_order_of_a_long_fp32_sum
     golden = terms.double().sum(0)
     lost = ((one_by_one.double() - golden).norm() / golden.norm()).item()
     assert short < lost < 3 * long
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.0, 1e-3, 1.0, 30.0]), st.sampled_from([0.0, 1e-3, 1.0]))
+def test_a_component_stays_below_the_bound_that_needs_no_scatter(seed, along, expected_norm):
+    direction, error = draw(4, 32, seed=seed), draw(4, 32, seed=seed + 1) + along * draw(4, 32, seed=seed)
+    found = component_of(error, [draw(4, 32, seed=seed + 2)], direction, direction, expected_norm)
+    assert found.at_most * (1 + 1e-12) >= abs(found.value)
 
 
 def test_what_candidate_and_model_share_cancels():
