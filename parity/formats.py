@@ -58,18 +58,14 @@ def e4m3_blocks(length: int) -> Format:
     """
 
     def blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-        return _in_blocks(x, dim, length, lambda block: _cast_power_of_two(block, (-1,)))
+        return _in_blocks(x, dim, length, _cast_power_of_two)
 
     return blocks
 
 
-def e4m3_squares(length: int) -> Format:
-    """float8_e4m3fn with a power-of-two scale for each square of ``length`` by ``length``, for weights."""
-
-    def squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-        return _in_squares(x, length, lambda block: _cast_power_of_two(block, (1, 3)))
-
-    return squares
+def e4m3_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+    """float8_e4m3fn with a power-of-two scale for each square of 128 by 128, for weights."""
+    return _in_squares(x, 128, lambda block: _cast_power_of_two(block, (1, 3)))
 
 
 def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
@@ -78,19 +74,28 @@ def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
     """
     tensor_amax = largest(x) if amax is None else amax
-    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), tensor_amax, _nearest_e2m1))
+    return _in_blocks(x, dim, 16, lambda block, dims: _cast_nvfp4(block, dims, tensor_amax, _nearest_e2m1))
 
 
 def nvfp4_stochastic(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """As ``nvfp4_blocks``, but rounded up or down at random, without bias; for gradients (ibid., section 4.3)."""
     tensor_amax = largest(x) if amax is None else amax
-    return _in_blocks(x, dim, 16, lambda block: _cast_nvfp4(block, (-1,), tensor_amax, _stochastic_e2m1))
+    return _in_blocks(x, dim, 16, lambda block, dims: _cast_nvfp4(block, dims, tensor_amax, _stochastic_e2m1))
 
 
 def nvfp4_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """As ``nvfp4_blocks``, with a scale for each square of 16 by 16; for weights (ibid., section 4.4)."""
     tensor_amax = largest(x) if amax is None else amax
     return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), tensor_amax, _nearest_e2m1))
+
+
+def is_alike_both_ways(to_format: Format | None) -> bool:
+    """Whether a matrix has the same values whichever dimension a GEMM sums over; not of formats that are not known.
+
+    Args:
+        to_format: None for a matrix that stays as it is.
+    """
+    return to_format in (None, tf32, e4m3, e5m2, e4m3_squares, nvfp4_squares)
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:
@@ -135,7 +140,8 @@ def _cast_power_of_two(block: Tensor, dims: tuple[int, ...]) -> Tensor:
     """E4M3 with the largest power-of-two scale that lets nothing overflow."""
     amax = block.abs().amax(dims, keepdim=True)
     exponent = torch.where(amax > 0, (448.0 / amax).log2().floor(), 0.0).clamp(max=127)
-    return torch.ldexp(nearest_fp8(torch.ldexp(block, exponent), torch.float8_e4m3fn), -exponent)
+    one = torch.ones_like(amax)
+    return nearest_fp8(block * torch.ldexp(one, exponent), torch.float8_e4m3fn).mul_(torch.ldexp(one, -exponent))
 
 
 def _cast_nvfp4(block: Tensor, dims: tuple[int, ...], amax: Tensor, to_e2m1: Callable[[Tensor], Tensor]) -> Tensor:
@@ -160,17 +166,23 @@ def _stochastic_e2m1(x: Tensor) -> Tensor:
     return torch.where(chance < (x.abs() - low) / (high - low), high, low).copysign(x)
 
 
-def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast ``[..., blocks, length]`` views along a dimension, whose last block may be filled up with zeros."""
-    moved = x.movedim(dim, -1)
-    size = moved.shape[-1]
-    padded = F.pad(moved, (0, -size % length)).unflatten(-1, (math.ceil(size / length), length))
-    return cast(padded).flatten(-2)[..., :size].movedim(-1, dim)
+def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """Cast a matrix in blocks along a dimension, the last of which may be filled up with zeros.
+
+    ``cast`` gets a view in which the dimension is two, the blocks and what is in them, and the second's index.
+    """
+    dim %= 2
+    size = x.shape[dim]
+    missing = -size % length
+    padded = F.pad(x, (0, missing) if dim else (0, 0, 0, missing)) if missing else x
+    blocks = padded.unflatten(dim, (math.ceil(size / length), length))
+    return cast(blocks, (dim + 1,)).flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
 def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
     """Cast a ``[row blocks, length, column blocks, length]`` view of a matrix, filled up with zeros."""
     rows, columns = x.shape
-    padded = F.pad(x, (0, -columns % length, 0, -rows % length))
+    missing = (0, -columns % length, 0, -rows % length)
+    padded = F.pad(x, missing) if any(missing) else x
     blocks = padded.unflatten(1, (-1, length)).unflatten(0, (-1, length))
     return cast(blocks).flatten(2).flatten(0, 1)[:rows, :columns]

@@ -51,7 +51,7 @@ class Precision:
 
 _BF16 = torch.bfloat16
 _PER_TENSOR = Rounding(_BF16, inputs=e4m3, weights=e4m3, gradients=e5m2)
-_BLOCKS = Rounding(_BF16, inputs=e4m3_blocks(128), weights=e4m3_squares(128), gradients=e4m3_blocks(128))
+_BLOCKS = Rounding(_BF16, inputs=e4m3_blocks(128), weights=e4m3_squares, gradients=e4m3_blocks(128))
 _MX_BLOCKS = Rounding(_BF16, inputs=e4m3_blocks(32), weights=e4m3_blocks(32), gradients=e4m3_blocks(32))
 _NVFP4 = Rounding(_BF16, inputs=nvfp4_blocks, weights=nvfp4_squares, gradients=nvfp4_stochastic, rotate_wgrad=True)
 

@@ -31,8 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.blocked_attention import Arithmetic, as_it_is
-from parity.formats import Format, hadamard, largest
+from parity.formats import Format, hadamard, is_alike_both_ways, largest
 from parity.long_sequences import attention_in_blocks
+from parity.operands_read import OperandsRead
 
 OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
@@ -177,6 +178,7 @@ class _RoundingMode(TorchDispatchMode):
         self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
+        self._operands = OperandsRead()
         self._suspended = False
 
     @property
@@ -283,7 +285,7 @@ class _RoundingMode(TorchDispatchMode):
         alpha = kwargs.get("alpha", 1)
         for part, other in zip(lefts[1:], rights[1:], strict=True):
             if part.shape[-1]:
-                result = result.add(multiply(part, other), alpha=alpha)
+                result.add_(multiply(part, other), alpha=alpha)
         return result
 
     def _attention_result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:
@@ -331,18 +333,26 @@ class _RoundingMode(TorchDispatchMode):
     def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
         is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
-        operands = []
-        for x, dim in ((left, 1), (right, 0)):
-            part = self._part(x)
-            matrix = self._store(x, part).reshape(x.shape[-2:])
-            is_rotated = is_wgrad and self.rounding.rotate_wgrad
+        is_rotated = is_wgrad and self.rounding.rotate_wgrad
+        return self._linear_operand(left, 1, is_rotated), self._linear_operand(right, 0, is_rotated)
+
+    def _linear_operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
+        part = self._part(x)
+        to_format = self.rounding.operand_format(part)
+
+        def read(matrix: Tensor, dim: int) -> Tensor:
+            stored = self._store(matrix, part)
             if is_rotated:
-                matrix = hadamard(matrix, dim)
-            to_format = self.rounding.operand_format(part)
-            if to_format is not None:
-                matrix = to_format(matrix, dim, None if is_rotated else self._amax(x))
-            operands.append(matrix.reshape(x.shape))
-        return operands[0], operands[1]
+                stored = hadamard(stored, dim)
+            if to_format is None:
+                return stored
+            return to_format(stored, dim, None if is_rotated else self._amax(x))
+
+        matrix = x.reshape(x.shape[-2:])
+        if is_rotated or self.freedom.jitter is not None or matrix.is_inference():
+            return read(matrix, dim).reshape(x.shape)
+        is_along_dim = not is_alike_both_ways(to_format)
+        return self._operands.read(matrix, dim, read, is_along_dim, part != "gradients").reshape(x.shape)
 
     def _part(self, x: Tensor) -> OperandPart:
         address = _address(x)
