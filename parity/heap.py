@@ -1,7 +1,8 @@
-"""The C library's heap: what a process has freed is kept for its next tensors, up to a share of the machine's memory.
+"""The memory of tensors: what a process has freed is kept for its next ones, and it comes in large pages.
 
 A comparison allocates and frees tensors of the same sizes over and over. By itself glibc gives the memory of large ones
-back each time, and the kernel clears every page that it hands out again: a tenth of a large comparison's time.
+back each time, and the kernel clears every page that it hands out again: a tenth of a large comparison's time. Pages of
+2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _LARGEST = 2**31 - 1  # that ``mallopt`` takes
 
 
+def use_huge_pages() -> None:
+    """Ask the kernel for large pages where a tensor has 2 MiB or more, unless the environment says otherwise.
+
+    PyTorch looks when it allocates its first tensor (``THP_MEM_ALLOC_ENABLE``, ``c10/core/impl/alloc_cpu.cpp`` of
+    2.13); later it is too late, and changes nothing.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def keep_freed() -> bool:
-    """Keep what is freed from now on.
+    """Keep what is freed from now on, up to a share of the machine's memory.
 
     Returns:
         Whether that was possible: the C library is glibc, the environment says nothing else of its heap, and the system

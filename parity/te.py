@@ -64,6 +64,7 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
     if backend == "gpu" and reason is not None:
         raise BackendUnavailable(f"no real TransformerEngine kernels here: {reason}")
     if backend == "cpu" or reason is not None:
+        heap.use_huge_pages()
         heap.keep_freed()
         with on_cpu():
             return Kernels("cpu", torch.device("cpu"), _import())
