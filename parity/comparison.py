@@ -20,13 +20,13 @@ from parity.device_errors import classify
 from parity.diagnosis import Failure
 from parity.directions import Direction, directions
 from parity.explanation import explain
+from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare
 from parity.result import Determinism, Result, Status, TensorResult
-from parity.rounding import FUSED, UNFUSED
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
 from parity.user_error import UserError

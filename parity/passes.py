@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map_only
 from parity import quantization_state, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
+from parity.freedom import Freedom
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.result import PROBED, Kind
-from parity.rounding import Freedom, Rounding, rounded
+from parity.rounding import Rounding, rounded
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize

@@ -2,7 +2,7 @@
 
 Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
 alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
-fails, the model runs a few times more with jitter (``parity.rounding.Freedom``), and what any of these runs loses is
+fails, the model runs a few times more with jitter (``parity.freedom.Freedom``), and what any of these runs loses is
 expected as well. A mistake is none that jitter makes: its error stays where it is.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from parity.freedom import FUSED, UNFUSED
 from parity.passes import Tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
-from parity.rounding import FUSED, UNFUSED, Rounding
+from parity.rounding import Rounding
 
 LOOKS = 8
 # Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from parity.formats import e4m3, e5m2, largest, tf32
-from parity.rounding import FUSED, PARTS, UNFUSED, Rounding, rounded
+from parity.freedom import FUSED, UNFUSED
+from parity.rounding import PARTS, Rounding, rounded
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, tf32, tf32, tf32)

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 import parity
+from parity.freedom import FUSED, UNFUSED
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.rounding import FUSED, UNFUSED, Rounding, rounded
+from parity.rounding import Rounding, rounded
 from parity.second_look import second_look
 from parity.validate import check_case
 

@@ -22,10 +22,11 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.search import Budget, Failure
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.formats import Format, e4m3, e5m2, largest, tf32
+from parity.freedom import FUSED
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.rounding import FUSED, Rounding
+from parity.rounding import Rounding
 from parity.weight_terms import pack, unpack
 from parity.weights import parameter_shapes
 

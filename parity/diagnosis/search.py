@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.trial import outputs_under, tensors_under
+from parity.freedom import FUSED, UNFUSED
 from parity.passes import Tensors, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Kind, TensorResult
-from parity.rounding import FUSED, UNFUSED
 from parity.tolerance import Tolerance
 
 CHECKS_FOR_SEARCH = 9.0

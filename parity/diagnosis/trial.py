@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 from parity.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
+from parity.freedom import UNFUSED, Freedom
 from parity.long_sequences import attention_in_blocks
 from parity.passes import Tensors, scaled_together, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
-from parity.rounding import UNFUSED, Freedom, rounded
+from parity.rounding import rounded
 
 
 def outputs_under(
