@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,12 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _last_code(text: str) -> Code | None:
-    start = ("\n" + text).rfind('\n{"code":')
-    return None if start < 0 else json.loads(text[start:].partition("\n")[0])["code"]
+    for line in reversed(text.splitlines()):
+        if line.startswith('{"code":'):
+            with suppress(ValueError):  # an interruption cut it short
+                code: Code = json.loads(line)["code"]
+                return code
+    return None
 
 
 def key(run: Mapping[str, Any]) -> str:

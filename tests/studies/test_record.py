@@ -42,6 +42,14 @@ def test_the_code_is_written_where_it_changes(path: Path) -> None:
     assert len(record.read(path)) == 4
 
 
+def test_code_whose_line_was_cut_short_is_written_again(path: Path) -> None:
+    record.append(path, {"seed": 0}, 1.0, code={"module": "before"})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"code": {"mod')
+    record.append(path, {"seed": 1}, 2.0, code={"module": "now"})
+    assert record.outdated(path, {"module": "now"}) == record.Outdated(1, 2, 0, ("module",))
+
+
 def test_results_of_this_code_are_not_outdated(path: Path) -> None:
     assert record.outdated(path, NOW) is None
     record.append(path, {"seed": 0}, 0, NOW)
