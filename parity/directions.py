@@ -59,7 +59,7 @@ def _directions(prepared: Prepared) -> Iterator[Direction]:
         if outputs is None:
             continue
         changes = {name: Summed(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
-        changes = {name: change for name, change in changes.items() if change.norm}
+        changes = {name: change for name, change in changes.items() if change.norm and change.is_finite}
         if changes:
             yield Direction(mistake, changes)
 
