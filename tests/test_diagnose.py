@@ -160,3 +160,30 @@ def test_the_message_tells_the_error_before_and_after_and_what_to_write():
 def _figures(message):
     words = message.replace(",", " ").split()
     return float(words[words.index("from") + 1]), float(words[words.index("to") + 1])
+
+
+def test_a_fused_qkv_that_is_laid_out_by_head_is_found_in_weight_and_bias_at_once():
+    class FusedAttention(nn.Module):
+        """Query, key and value of each head after the other, as in GPT-NeoX."""
+
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x):
+            query, key, value = self.qkv(x).unflatten(-1, (HEADS, 3, -1)).unbind(-2)
+            return self.proj(reference.CoreAttention(causal=True)(query, key, value))
+
+    def factory(te, **_):
+        names = ("query", "key", "value")
+        return parity.Pair(
+            reference=FusedAttention(),
+            candidate=te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd"),
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN),
+            weights={
+                f"qkv.{kind}": parity.stack(*(f"qkv.{name}_{kind}" for name in names)) for kind in ("weight", "bias")
+            }
+            | {f"proj.{kind}": f"proj.{kind}" for kind in ("weight", "bias")},
+        )
+
+    assert findings(factory) == ("failed", ["PAR102 qkv-layout"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parity.calls import Edit, Trace
 from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.masks import mask_mistakes
+from parity.diagnosis.masks import MaskMistake, mask_mistakes
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 
 
@@ -31,8 +31,19 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
 
 
 def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
-    for mistake in mask_mistakes(bias):
-        yield Mistake(mistake.title, mistake.name, mistake.repair, _with(mask=mistake.bias))
+    return map(_mask, mask_mistakes(bias))
+
+
+def _mask(mistake: MaskMistake) -> Mistake[Attention]:
+    family = mistake.tuned
+    return Mistake(
+        mistake.title,
+        mistake.name,
+        mistake.repair,
+        _with(mask=mistake.bias),
+        value=mistake.value,
+        tuned=None if family is None else lambda value: _mask(family(value)),
+    )
 
 
 def _scales(head_dim: int, heads: int) -> Iterator[Mistake[Attention]]:

@@ -16,12 +16,13 @@ from parity.diagnosis.attention_mistakes import attention_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
+from parity.diagnosis.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.optimizer import optimizer_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
-from parity.diagnosis.weight_mistakes import Heads, weight_hypotheses
+from parity.diagnosis.weight_mistakes import Heads, repeated_weight_hypotheses, weight_hypotheses
 from parity.execute import outputs_of
 from parity.long_sequences import attention_in_blocks
 from parity.prepare import Calls, Prepared, cast
@@ -33,8 +34,10 @@ _NEAR = 60  # of a query's ancestors, among which its projection is
 def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
     """Every known mistake, the likeliest subjects first."""
     shapes = parameter_shapes(prepared.reference)
-    yield from weight_hypotheses(prepared.weights, shapes, _heads(trace), prepared.reference)
+    of_weights = prepared.weights, shapes, _heads(trace), prepared.reference
+    yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
+    yield from repeated_weight_hypotheses(*of_weights)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
@@ -44,6 +47,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module)
+    yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
@@ -64,7 +68,7 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
         *activation_hypotheses(trace, module),
         *rope_hypotheses(trace, module),
     )
-    return tuple(one for one in candidates if one.subtle and one.everywhere)
+    return tuple(one for one in candidates if one.subtle and one.scope == "all")
 
 
 def calls_of(prepared: Prepared) -> Calls:

@@ -32,6 +32,7 @@ CODES = {
     "norm-rounding": "PAR204",
     "norm-kind": "PAR205",
     "norm-missing": "PAR206",
+    "norm-order": "PAR207",
     "mask": "PAR211",
     "mask-corner": "PAR212",
     "mask-polarity": "PAR213",

@@ -18,6 +18,9 @@ from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, Budg
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.result import Finding
 
+_SHORTEST_CHECK = 0.1
+"""Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance."""
+
 _CLOSE = 1.5
 """How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
 
@@ -45,9 +48,10 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
 
 def _causes(failure: Failure, trace: Trace) -> list[Finding]:
     """What explains finite outputs and the gradients with them."""
-    budget = Budget(CHECKS_FOR_SEARCH * failure.seconds)
+    seconds = max(failure.seconds, _SHORTEST_CHECK)
+    budget = Budget(CHECKS_FOR_SEARCH * seconds)
     if all(result.passed for result in failure.outputs):
-        found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * failure.seconds))
+        found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * seconds))
     else:
         found = list(dropout_findings(failure))
     if not found:
@@ -57,7 +61,7 @@ def _causes(failure: Failure, trace: Trace) -> list[Finding]:
         found
         or list(microbatch_findings(failure))
         or list(output_scale_findings(failure))
-        or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * failure.seconds))
+        or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * seconds))
     )
 
 

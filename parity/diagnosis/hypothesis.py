@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from parity.calls import Edit, edited
 
 Call = Callable[..., Any]
 ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Scope = Literal["all", "kind", "one"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Hypothesis:
         subtle: whether the computed function changes by little, so that a norm of the error may not show it.
         value: of the constant that the mistake is about, where it is about one; positive.
         tuned: the same mistake with another value.
-        everywhere: whether the mistake is made with all operations of its kind, or with one of several.
+        scope: whether the mistake is made with all operations that it could be made with, with those of one kind, or
+            with one of several.
     """
 
     title: str
@@ -43,7 +45,7 @@ class Hypothesis:
     subtle: bool = False
     value: float | None = None
     tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)
-    everywhere: bool = True
+    scope: Scope = "all"
 
     def context(self) -> AbstractContextManager[None]:
         """One forward pass of the reference inside, gradients included, computes what the hypothesis says.

@@ -26,12 +26,15 @@ class MaskMistake:
         name: short, for the hypothesis.
         repair: what to change, the end of a sentence.
         bias: from what is added to the scores, ``[..., queries, keys]``, to what is added instead.
+        value, tuned: as in ``Hypothesis``.
     """
 
     title: str
     name: str
     repair: str
     bias: Bias
+    value: float | None = None
+    tuned: Callable[[float], MaskMistake] | None = None
 
 
 def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
@@ -47,6 +50,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             yield MaskMistake(title, name, repair, _band_instead(other, padded))
             if other.right < band.right:  # queries that would see nothing may have been spared
                 yield MaskMistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
+        yield from map(_window_instead(band, padded), _other_windows(band, hidden.shape[-1]))
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
             yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", _shown)
@@ -118,13 +122,38 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
         repair = f"move the causal mask by one; a query sees {seen}"
         yield replace(band, right=band.right + by), "mask", f"causal mask off by {by:+d}", repair
     if math.isfinite(band.left):
-        window = (
-            f"give TE window_size=({band.left:g}, {band.right:g}), the number of keys that a query sees before its own"
-        )
         for by in (-1, 1):
-            repair = f"{window}; it sees {band.left + by:g}"
+            repair = f"{_right_window(band)}; it sees {band.left + by:g}"
             yield replace(band, left=band.left + by), "window", f"window off by {by:+d}", repair
-        yield replace(band, left=math.inf), "window", "window missing", f"{window}; it sees all"
+        yield replace(band, left=math.inf), "window", "window missing", f"{_right_window(band)}; it sees all"
+
+
+def _other_windows(band: Band, keys: int) -> Iterator[float]:
+    """Numbers of keys before its own that a query may see instead, so different that each leads to those near it."""
+    sizes = [keys / 2, keys / 4, keys / 8] if math.isinf(band.left) else [band.left / 2, band.left * 2]
+    yield from (size for size in sizes if 1 <= size < keys)
+
+
+def _window_instead(band: Band, padded: bool) -> Callable[[float], MaskMistake]:
+    """A window of so many keys; on both sides where later keys are seen."""
+
+    def of_size(size: float) -> MaskMistake:
+        left = max(round(size), 1)
+        return MaskMistake(
+            "window",
+            f"window of {left}",
+            f"{_right_window(band)}; it sees {left}",
+            _band_instead(Band(left, min(band.right, left)), padded),
+            size,
+            of_size,
+        )
+
+    return of_size
+
+
+def _right_window(band: Band) -> str:
+    left, right = (-1 if math.isinf(side) else f"{side:g}" for side in (band.left, band.right))
+    return f"give TE window_size=({left}, {right}), the number of keys that a query sees before and after its own"
 
 
 def _band_instead(band: Band, padded: bool) -> Bias:

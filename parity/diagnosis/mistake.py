@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import nn
 
 from parity.calls import Edit
-from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, Scope
 
 Operation = TypeVar("Operation")
 
@@ -41,41 +42,49 @@ def everywhere_and_somewhere(
     operations: Sequence[Operation],
     module: nn.Module,
     place: Callable[[Operation], str] | None = None,
+    kind: Callable[[Operation], str] = lambda operation: "",
 ) -> Iterator[Hypothesis]:
-    """Each mistake made with all operations at once, and where there are a few of them with each alone.
+    """Each mistake made with all operations at once, with those of each kind, and with each alone if they are few.
 
     Args:
         mistakes: to make.
-        operations: those of one kind in the reference.
+        operations: those of one sort in the reference.
         module: the reference.
         place: of an operation, for names and messages; None to try all at once only.
+        kind: of an operation, for names and messages, where one argument of TE is for some of them.
     """
     for mistake in mistakes:
-        edits = [tuple(mistake.edits(operation)) for operation in operations]
-        changed = [i for i, some in enumerate(edits) if some]
+        changed = [operation for operation in operations if mistake.edits(operation)]
         if not changed:
             continue
-        yield _everywhere(mistake, operations, module)
+        yield _made(mistake, operations, module)
+        kinds: dict[str, list[Operation]] = defaultdict(list)
+        for operation in changed:
+            kinds[kind(operation)].append(operation)
+        for name, some in kinds.items() if len(kinds) > 1 else ():
+            if len(some) > 1:
+                yield _made(mistake, some, module, "kind", f" in {name}")
         if place is not None and 1 < len(changed) <= MOST_PLACES:
-            for i in changed:
-                yield _hypothesis(mistake, module, f" in {place(operations[i])}", edits[i])
+            for operation in changed:
+                yield _made(mistake, [operation], module, "one", f" in {place(operation)}")
 
 
-def _everywhere(mistake: Mistake[Operation], operations: Sequence[Operation], module: nn.Module) -> Hypothesis:
-    edits = tuple(one for operation in operations for one in mistake.edits(operation))
+def _made(
+    mistake: Mistake[Operation],
+    operations: Sequence[Operation],
+    module: nn.Module,
+    scope: Scope = "all",
+    where: str = "",
+) -> Hypothesis:
     family = mistake.tuned
-    tuned = None if family is None else lambda value: _everywhere(family(value), operations, module)
-    return replace(_hypothesis(mistake, module, "", edits), value=mistake.value, tuned=tuned)
-
-
-def _hypothesis(mistake: Mistake[Operation], module: nn.Module, where: str, edits: tuple[Edit, ...]) -> Hypothesis:
-    name, repair = mistake.name + where, mistake.repair + where
     return Hypothesis(
         mistake.title,
-        name,
-        repair,
+        mistake.name + where,
+        mistake.repair + where,
         module,
-        edits,
+        tuple(edit for operation in operations for edit in mistake.edits(operation)),
         subtle=mistake.subtle,
-        everywhere=not where,
+        value=mistake.value,
+        tuned=None if family is None else lambda value: _made(family(value), operations, module, scope, where),
+        scope=scope,
     )

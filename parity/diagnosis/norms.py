@@ -91,7 +91,13 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
     """
     found = norms(trace)
     if found:
-        yield from everywhere_and_somewhere(_mistakes(found, dtype), found, module, lambda norm: norm.call.module)
+        yield from everywhere_and_somewhere(
+            _mistakes(found, dtype),
+            found,
+            module,
+            lambda norm: norm.call.module,
+            lambda norm: f"norms of {trace.tensor(norm.x).shape[-1]} channels",
+        )
 
 
 def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Norm]]:

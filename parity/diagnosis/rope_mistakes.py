@@ -40,6 +40,21 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
         f"parity.rope_halves; it rotates pairs of the {other} form",
         lambda one: one.edits(form=other),
     )
+    interleaved = like.form == "interleaved"
+    yield Mistake(
+        "rope-layout",
+        f"rope {other}, by angles of {like.form}",
+        f"give TE's layer rotary_pos_interleaved={interleaved}, as its RotaryPositionEmbedding has it; it rotates "
+        f"pairs of the {other} form by angles that are laid out for {like.form}",
+        lambda one: one.edits(form=other, table_form=like.form),
+    )
+    yield Mistake(
+        "rope-layout",
+        f"rope {like.form}, by angles of {other}",
+        f"give TE's RotaryPositionEmbedding interleaved={interleaved}, as its layer has it; pairs are of the "
+        f"{like.form} form, but angles are laid out for {other}",
+        lambda one: one.edits(table_form=other),
+    )
     yield Mistake(
         "rope-missing",
         "rope missing",

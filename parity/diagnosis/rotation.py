@@ -43,6 +43,7 @@ class Rotation:
             are not known.
         times: how often it is rotated.
         table: dtype to which cosines and sines are rounded; None for the computation's own.
+        table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
     """
 
     call: Call
@@ -55,6 +56,7 @@ class Rotation:
     phases: tuple[Tensor, Tensor] | None
     times: int = 1
     table: torch.dtype | None = None
+    table_form: Form | None = None
 
     @property
     def rotary(self) -> int:
@@ -71,10 +73,12 @@ class Rotation:
         rotated, kept = x[..., : self.rotary], x[..., self.rotary :]
         # In FP32 a phase of thousands of radians is rounded, in the reference as in a port.
         angles = self.angles.to(x.device, x.dtype).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
-        cos, sin = (rounded_to(table, self.table) for table in (angles.cos(), angles.sin()))
+        tables = (rounded_to(table, self.table) for table in (angles.cos(), angles.sin()))
+        # Of each pair's first and second channel, which differ where tables are laid out for another form.
+        cos, sin = (pairs(_joined(table, table, self.table_form or self.form), self.form) for table in tables)
         for _ in range(self.times):
             first, second = pairs(rotated, self.form)
-            rotated = _joined(first * cos - second * sin, second * cos + first * sin, self.form)
+            rotated = _joined(first * cos[0] - second * sin[0], second * cos[1] + first * sin[1], self.form)
         return torch.cat((rotated, kept), -1)
 
     def edits(self, **changes: Any) -> tuple[Edit, ...]:

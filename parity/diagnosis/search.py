@@ -4,7 +4,8 @@ Every hypothesis is screened on one row of the batch, forward only, in FP32 wher
 outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
 precision. If none explains the failure, a second is looked for on top of the best partial explanations.
 
-A diagnosis may cost 20 times what the failed check did; a budget of processor time ends each part of it.
+A diagnosis may cost 20 times what the failed check did, if that took a tenth of a second; a budget of processor time
+ends each part of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.trial import outputs_under, tensors_under
 from parity.freedom import FUSED, UNFUSED
 from parity.passes import Tensors, tensors_of
@@ -43,8 +44,9 @@ _FEW = 32  # elements of all outputs, which many a mistake would explain by chan
 _FAITHFUL = 1.2  # times the expected error, which ends the search
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
 _EXACT = 0.5  # of the error, which a hypothesis must bring down to that
-_TUNED = 2  # kinds of mistakes whose constant is looked for
+_TUNED = 4  # mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
+_FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
 _CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
 _TINY = 1e-300
@@ -129,7 +131,7 @@ class Budget:
 def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
-    Mistakes made at all places are tried before mistakes made at one, known constants before others, one before two.
+    Known constants are tried before others, mistakes at several places before those at one, one mistake before two.
 
     Args:
         failure: the outputs of the candidate are finite.
@@ -139,11 +141,11 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
     known = list(hypotheses)
     screen = _Screen(failure)
     ranked: list[Ranked] = []
-    for everywhere in (True, False):
-        found = _screened(failure, screen, [(one,) for one in known if one.everywhere is everywhere], ranked, budget)
-        if found:
-            return found
-    found = _verified(failure, _tuned(screen, ranked, budget), budget)
+    found = (
+        _screened(failure, screen, [(one,) for one in known if one.scope != "one"], ranked, budget)
+        or _verified(failure, _tuned(screen, ranked, budget), budget)
+        or _screened(failure, screen, [(one,) for one in known if one.scope == "one"], ranked, budget)
+    )
     if found:
         return found
     pairs: list[Ranked] = []
@@ -179,15 +181,15 @@ def _screened(
 
 def _tuned(screen: _Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
     """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
-    best: dict[str, Hypothesis] = {}
+    best: dict[tuple[str, Scope], tuple[Hypothesis, float]] = {}
     for share, (one,) in ranked:
-        if one.tuned is not None and one.value is not None and share < _HELPS:
-            best.setdefault(one.title, one)
-    return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, one, budget)]
+        if one.tuned is not None and one.value is not None and share < _HELPS_LITTLE:
+            best.setdefault((one.title, one.scope), (one, _TUNING_RANGE if share < _HELPS else _FAR))
+    return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, *one, budget)]
 
 
-def _line_search(screen: _Screen, one: Hypothesis, budget: Budget) -> list[Ranked]:
-    """A golden-section search over the logarithm of a mistake's constant."""
+def _line_search(screen: _Screen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
+    """A golden-section search over the logarithm of a mistake's constant, ``reach`` to either side."""
     if one.tuned is None or one.value is None:
         return []
     tried: dict[float, list[Ranked]] = {}
@@ -198,8 +200,10 @@ def _line_search(screen: _Screen, one: Hypothesis, budget: Budget) -> list[Ranke
         entries = tried[exponent]
         return entries[0][0] if entries else math.inf
 
-    low, high = (math.log(one.value) + offset for offset in (-_TUNING_RANGE, _TUNING_RANGE))
+    low, high = (math.log(one.value) + offset for offset in (-reach, reach))
     for _ in range(_TUNING_STEPS):
+        if any(screen.is_exact(entry) for entries in tried.values() for entry in entries):
+            break
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
         low, high = (low, right) if share(left) < share(right) else (left, high)
     return sorted((entry for entries in tried.values() for entry in entries), key=lambda entry: entry[0])[:1]

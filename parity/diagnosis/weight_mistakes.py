@@ -7,9 +7,10 @@ port's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations, takewhile
 
 from torch import Tensor, nn
 
@@ -54,6 +55,11 @@ class Heads:
     rows: frozenset[str] = frozenset()
     columns: frozenset[str] = frozenset()
 
+    @property
+    def all_rows(self) -> int:
+        """Of query, key and value in one parameter."""
+        return (self.query + 2 * self.groups) * self.head_dim
+
 
 @dataclass(frozen=True)
 class _Change:
@@ -70,10 +76,24 @@ class _Change:
     change: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class _Changed:
+    """An entry of the map with another reading of what it packs."""
+
+    change: _Change
+    left: Side
+    right: Side
+
+    @property
+    def parameter(self) -> str:
+        """What TE's module calls its parameter, whichever layer it is of."""
+        return next(iter(names(self.right)), "").rpartition(".")[2]
+
+
 def weight_hypotheses(
     weights: WeightMap, shapes: Mapping[str, Shape], heads: Heads | None, module: nn.Module
 ) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with this weight map.
+    """Every known mistake that could have been made with one entry of this weight map, or two that were exchanged.
 
     Args:
         weights: the pair's map.
@@ -81,14 +101,76 @@ def weight_hypotheses(
         heads: of the reference's attention; None where it has none.
         module: the reference.
     """
+    for entries in _changes(weights, shapes, heads):
+        yield from (_hypothesis([entry], shapes, module) for entry in entries)
+    yield from (_exchanged([exchange], shapes, module) for exchange in _exchanges(weights, shapes))
+
+
+def repeated_weight_hypotheses(
+    weights: WeightMap, shapes: Mapping[str, Shape], heads: Heads | None, module: nn.Module
+) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with several entries alike; arguments as ``weight_hypotheses``.
+
+    An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
+    """
+    same: dict[tuple[str, str, int], list[_Changed]] = defaultdict(list)
+    for entries in _changes(weights, shapes, heads):
+        alike: Counter[tuple[str, str]] = Counter()
+        for entry in entries:
+            what = entry.change.title, entry.change.name
+            key = (*what, alike[what])
+            same[key].append(entry)
+            alike[what] += 1
+    for entries in same.values():
+        yield from (_hypothesis(some, shapes, module) for some in _together(entries))
+    exchanged: dict[tuple[str, str], list[_Exchange]] = defaultdict(list)
+    for exchange in _exchanges(weights, shapes):
+        exchanged[exchange.kind].append(exchange)
+    for exchanges in exchanged.values():
+        if len(exchanges) > 1:
+            yield _exchanged(exchanges, shapes, module)
+
+
+def _changes(weights: WeightMap, shapes: Mapping[str, Shape], heads: Heads | None) -> Iterator[list[_Changed]]:
+    """By entry of the map, every other reading of it."""
     for left, right in weights.items():
-        if not any(names(left)):
-            continue
-        where = describe(right).strip('"')
-        for one in (*_other_terms(left, right, shapes, heads), *_other_values(left, right, shapes, heads)):
-            read = _reading(left, shapes, one.change)
-            yield Hypothesis(one.title, f"{one.name} {where}", one.repair, module, read=read)
-    yield from _exchanges(weights, shapes, module)
+        if any(names(left)):
+            changes = (*_other_terms(left, right, shapes, heads), *_other_values(left, right, shapes, heads))
+            yield [_Changed(change, left, right) for change in changes]
+
+
+def _together(same: Sequence[_Changed]) -> Iterator[list[_Changed]]:
+    """Entries that are likely to be misread alike: all, and in all layers those of one of TE's parameters.
+
+    Of queries, keys and values two are rotated.
+    """
+    by_parameter: dict[str, list[_Changed]] = defaultdict(list)
+    for entry in same:
+        by_parameter[entry.parameter].append(entry)
+    kinds = list(by_parameter.values())
+    sizes = (1, 2) if same[0].change.title == "rope-layout" else (1,)
+    some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
+    for group in (kinds, *some):
+        entries = [entry for kind in group for entry in kind]
+        if len(entries) > 1:
+            yield entries
+
+
+def _hypothesis(entries: Sequence[_Changed], shapes: Mapping[str, Shape], module: nn.Module) -> Hypothesis:
+    """That these entries are misread, all alike."""
+    first, *others = entries
+    one = first.change
+    where = describe(first.right).strip('"')
+    repair = one.repair
+    if others:
+        where += f" and {len(others)} more"
+        repair += f"; likewise for {', '.join(describe(entry.right) for entry in others)}"
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        readings = [_reading(entry.left, shapes, entry.change.change)(reference) for entry in entries]
+        return {name: tensor for reading in readings for name, tensor in reading.items()}
+
+    return Hypothesis(one.title, f"{one.name} {where}", repair, module, read=read)
 
 
 def _reading(left: Side, shapes: Mapping[str, Shape], change: Callable[[Tensor], Tensor]) -> ReadWeights:
@@ -147,8 +229,8 @@ def _confused_with(left: Side, shapes: Mapping[str, Shape], heads: Heads | None)
             yield "gamma-shift", Shift((left,), 1.0)
         case str() if len(shapes[left]) == 2:
             yield "weight-transposed", Transpose((left,))
-            if heads is not None and shapes[left][0] == (heads.query + 2 * heads.groups) * heads.head_dim:
-                yield "qkv-layout", SeparatedQKV((left,), heads.groups, heads.head_dim)
+    if heads is not None and isinstance(left, str) and shapes[left][:1] == (heads.all_rows,):
+        yield "qkv-layout", SeparatedQKV((left,), heads.groups, heads.head_dim)
     if heads is not None and not isinstance(left, RopeHalves) and set(names(left)) <= heads.rows:
         yield "rope-layout", RopeHalves((left,), heads.head_dim, heads.head_dim)
 
@@ -189,7 +271,8 @@ def _other_values(left: Side, right: Side, shapes: Mapping[str, Shape], heads: H
                 f"copy the reference's parameter to {where}; it holds {value:g} throughout, as it was constructed",
                 lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
             )
-    if len(shape) == 2 and shape[0] % 2 == 0 and shape[0] > 2:
+    is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
+    if len(shape) == 2 and shape[0] % 2 == 0 and shape[0] > 2 and not is_of_attention:
         if isinstance(left, str):
             repair = f"exchange the halves of {where}: the gate, which is activated, comes first"
             yield _Change("gate-up-swapped", "halves swapped", repair, lambda packed: packed.roll(len(packed) // 2, 0))
@@ -233,24 +316,55 @@ def _transposed_rows(x: Tensor, blocks: int) -> Tensor:
     return x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def _exchanges(weights: WeightMap, shapes: Mapping[str, Shape], module: nn.Module) -> Iterator[Hypothesis]:
+@dataclass(frozen=True)
+class _Exchange:
     """Two entries of one shape, each with the other's TE parameter."""
+
+    left: Side
+    right: Side
+    other_left: Side
+    other_right: Side
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """In what the two parameters' names differ: key and value, or one layer's number and another's."""
+        one, other = describe(self.right), describe(self.other_right)
+        before = _common(one, other)
+        one, other = one[before:], other[before:]
+        after = _common(one[::-1], other[::-1])
+        return one[: len(one) - after], other[: len(other) - after]
+
+
+def _common(one: str, other: str) -> int:
+    """With how many characters both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _exchanges(weights: WeightMap, shapes: Mapping[str, Shape]) -> Iterator[_Exchange]:
     entries = [(left, right) for left, right in weights.items() if any(names(left))]
-    for (left, right), (other_left, other_right) in combinations(entries, 2):
-        if shape_of(left, shapes) == shape_of(other_left, shapes):
-            yield Hypothesis(
-                "parameters-exchanged",
-                f"exchanged {describe(right)} {describe(other_right)}".replace('"', ""),
-                f"map {describe(left)} to {describe(other_right)}, and {describe(other_left)} to {describe(right)}",
-                module,
-                read=_exchange(left, other_left, shapes),
-            )
+    for entry, other in combinations(entries, 2):
+        if shape_of(entry[0], shapes) == shape_of(other[0], shapes):
+            yield _Exchange(*entry, *other)
 
 
-def _exchange(left: Side, other: Side, shapes: Mapping[str, Shape]) -> ReadWeights:
+def _exchanged(exchanges: Sequence[_Exchange], shapes: Mapping[str, Shape], module: nn.Module) -> Hypothesis:
+    """That these were exchanged, all of them."""
+    first, *others = exchanges
+    where = f"{describe(first.right)} {describe(first.other_right)}".replace('"', "")
+    repair = (
+        f"map {describe(first.left)} to {describe(first.other_right)}, and {describe(first.other_left)} to "
+        f"{describe(first.right)}"
+    )
+    if others:
+        where += f" and {len(others)} more"
+        repair += "".join(f"; likewise {describe(one.left)} and {describe(one.other_left)}" for one in others)
+
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
         like = next(iter(reference.values()))
-        first, second = pack(left, reference, like), pack(other, reference, like)
-        return {**unpack(left, second, shapes), **unpack(other, first, shapes)}
+        found: dict[str, Tensor] = {}
+        for one in exchanges:
+            packed, other = pack(one.left, reference, like), pack(one.other_left, reference, like)
+            found |= unpack(one.left, other, shapes) | unpack(one.other_left, packed, shapes)
+        return found
 
-    return read
+    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, module, read=read)

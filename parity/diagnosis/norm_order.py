@@ -1,0 +1,71 @@
+"""Norms of queries and keys on the wrong side of the rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from torch import Tensor, nn
+
+from parity.calls import Edit, Trace, Value, edit
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.norms import Norm, norms
+from parity.diagnosis.rotation import Rotation, rotations
+from parity.diagnosis.walk import RESHAPES, back
+
+
+def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Queries and keys that are rotated before their norm scales them, or after it, where the reference does otherwise.
+
+    A rotation keeps the mean of squares, so that the two orders differ by what the gain meets alone. Of norms that
+    subtract the mean this is not so; nor is there anything to tell apart without a gain.
+    """
+    scaled = [(norm, norm.gain) for norm in norms(trace) if norm.gain and not norm.bias and not norm.centred]
+    turned = rotations(trace) if scaled else []
+    for is_right_before, edits in ((True, _rotated_first), (False, _rotated_last)):
+        found = [
+            edits(norm, gain, rotation)
+            for norm, gain in scaled
+            for rotation in turned
+            if _is_next(trace, *((norm, rotation) if is_right_before else (rotation, norm)))
+        ]
+        if found:
+            before, after = ("before", "after") if is_right_before else ("after", "before")
+            yield Hypothesis(
+                "norm-order",
+                f"query and key norms {after} the rotation",
+                f"give TE qk_norm_before_rope={is_right_before}; queries and keys are scaled by their norms' weights "
+                f"{after} they are rotated, in the reference {before} that",
+                module,
+                tuple(chain.from_iterable(found)),
+            )
+
+
+def _is_next(trace: Trace, one: Norm | Rotation, other: Norm | Rotation) -> bool:
+    """Whether one's result, moved at most, is what the other is given; over the same channels."""
+    is_given = back(trace, other.x, RESHAPES) == back(trace, one.call.outputs[0], RESHAPES)
+    return is_given and _width(trace, one) == _width(trace, other)
+
+
+def _width(trace: Trace, one: Norm | Rotation) -> int:
+    return trace.tensor(one.x).shape[-1]
+
+
+def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
+    """The norm leaves its gain to what the rotation returns."""
+
+    def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
+        return (rotation.compute(x) * by).to(was.dtype)
+
+    return (*norm.edits(gain=None), edit(rotation.call, (rotation.x, gain), scaled))
+
+
+def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
+    """What the norm is given is turned back for its gain."""
+    plain, back_again = replace(norm, gain=None), replace(rotation, angles=-rotation.angles)
+
+    def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
+        return rotation.compute(back_again.compute(plain.compute(x)) * by).to(was.dtype)
+
+    return (edit(norm.call, (norm.x, gain), scaled),)
