@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -12,7 +12,7 @@ from parity.calls import Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.rotation import Rotation, rotations
-from parity.diagnosis.walk import RESHAPES, back
+from parity.diagnosis.walk import CASTS, RESHAPES, back
 
 
 def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -23,28 +23,24 @@ def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
     """
     scaled = [(norm, norm.gain) for norm in norms(trace) if norm.gain and not norm.bias and not norm.centred]
     turned = rotations(trace) if scaled else []
-    for is_right_before, edits in ((True, _rotated_first), (False, _rotated_last)):
-        found = [
-            edits(norm, gain, rotation)
-            for norm, gain in scaled
-            for rotation in turned
-            if _is_next(trace, *((norm, rotation) if is_right_before else (rotation, norm)))
-        ]
-        if found:
-            before, after = ("before", "after") if is_right_before else ("after", "before")
+    pairs = [(norm, gain, rotation) for norm, gain in scaled for rotation in turned]
+    norm_first = [_rotated_first(*pair) for pair in pairs if _is_given(trace, pair[2], pair[0], RESHAPES)]
+    norm_last = [_rotated_last(*pair) for pair in pairs if _is_given(trace, pair[0], pair[2], CASTS)]
+    for edits, right, wrong in ((norm_first, "before", "after"), (norm_last, "after", "before")):
+        if edits:
             yield Hypothesis(
                 "norm-order",
-                f"query and key norms {after} the rotation",
-                f"give TE qk_norm_before_rope={is_right_before}; queries and keys are scaled by their norms' weights "
-                f"{after} they are rotated, in the reference {before} that",
+                f"query and key norms {wrong} the rotation",
+                f"give TE qk_norm_before_rope={right == 'before'}; queries and keys are scaled by their norms' weights "
+                f"{wrong} they are rotated, in the reference {right} that",
                 module,
-                tuple(chain.from_iterable(found)),
+                tuple(chain.from_iterable(edits)),
             )
 
 
-def _is_next(trace: Trace, one: Norm | Rotation, other: Norm | Rotation) -> bool:
-    """Whether one's result, moved at most, is what the other is given; over the same channels."""
-    is_given = back(trace, other.x, RESHAPES) == back(trace, one.call.outputs[0], RESHAPES)
+def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation, names: Collection[str]) -> bool:
+    """Whether one is given the other's result, after calls of these names alone, and works on the same channels."""
+    is_given = back(trace, one.x, names) == back(trace, other.call.outputs[0], names)
     return is_given and _width(trace, one) == _width(trace, other)
 
 
@@ -62,7 +58,7 @@ def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, .
 
 
 def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
-    """What the norm is given is turned back for its gain."""
+    """What the norm returns is turned back for its gain."""
     plain, back_again = replace(norm, gain=None), replace(rotation, angles=-rotation.angles)
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
