@@ -1,5 +1,7 @@
 """A failure is explained by the mistake that was made, and a right port by none."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -187,3 +189,46 @@ def test_a_fused_qkv_that_is_laid_out_by_head_is_found_in_weight_and_bias_at_onc
         )
 
     assert findings(factory) == ("failed", ["PAR102 qkv-layout"])
+
+
+def test_a_residual_that_skips_the_norm_after_the_sum_is_found_in_a_layer_like_berts():
+    class PostNormLayer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = reference.Attention(HIDDEN, HEADS, HEADS, bias=True, rope=False)
+            self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+            self.last_norm = nn.LayerNorm(HIDDEN)
+
+        def forward(self, x):
+            x = self.norm(x + self.attention(x))
+            return self.last_norm(x + self.down(nn.functional.gelu(self.up(x), approximate="tanh")))
+
+    def factory(post_layernorm, te, **_):
+        kinds = ("weight", "bias")
+        weights = {
+            f"attention.{name[0]}_proj.{kind}": f"self_attention.qkv.{name}_{kind}"
+            for name in ("query", "key", "value")
+            for kind in kinds
+        }
+        for left, right in (("norm.", "layer_norm_"), ("up.", "fc1_"), ("down.", "fc2_")):
+            weights |= {left + kind: f"layernorm_mlp.{right}{kind}" for kind in kinds}
+        weights |= {f"attention.o_proj.{kind}": f"self_attention.proj.{kind}" for kind in kinds}
+        weights |= {f"last_norm.{kind}": f"layernorm.{kind}" for kind in kinds}
+        return parity.Pair(
+            reference=PostNormLayer(),
+            candidate=te.TransformerLayer(
+                HIDDEN,
+                FFN,
+                HEADS,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                attn_input_format="bshd",
+                output_layernorm=True,
+                apply_residual_connection_post_layernorm=post_layernorm,
+            ),
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN),
+            weights=weights,
+        )
+
+    assert findings(partial(factory, True)) == ("passed", [])
+    assert findings(partial(factory, False)) == ("failed", ["PAR231 residual-placement"])

@@ -27,12 +27,14 @@ class Residual:
         stream: what goes around the branch.
         branch: what is added.
         norm: of the stream, from which the branch is made; None where it has none.
+        norm_before: which makes the stream, as after each sum of BERT; None where none does.
     """
 
     call: Call
     stream: Value
     branch: Value
     norm: Norm | None
+    norm_before: Norm | None
 
 
 def residuals(trace: Trace) -> list[Residual]:
@@ -82,6 +84,12 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
         "residual taken after the norm",
         "take the residual before the norm: apply_residual_connection_post_layernorm=False; it is taken after it",
         lambda one: _sum_of(one, one.norm.call.outputs[0], one.branch) if one.norm else (),
+    )
+    yield Mistake(
+        "residual-placement",
+        "residual taken before the norm",
+        "take the residual after the norm: apply_residual_connection_post_layernorm=True; it is taken before it",
+        lambda one: _sum_of(one, one.norm_before.x, one.branch) if one.norm_before else (),
     )
     yield Mistake(
         "residual-placement",
@@ -158,7 +166,8 @@ def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | No
         before = ancestors(trace, branch, _MOST_ANCESTORS)
         if source not in before or not _is_product(trace, branch):
             continue
-        return Residual(call, stream, branch, _norm_between(trace, stream, before, normed))
+        norm_before = next((norm for norm in normed if norm.call.outputs[0] == source), None)
+        return Residual(call, stream, branch, _norm_between(trace, stream, before, normed), norm_before)
     return None
 
 
