@@ -33,33 +33,35 @@ def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 
 def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
     other: Form = "interleaved" if like.form == "halves" else "halves"
-    yield Mistake(
-        "rope-layout",
-        f"rope {other}",
-        f"give TE interleaved={like.form == 'interleaved'}, or reorder the rows of query and key by "
-        f"parity.rope_halves; it rotates pairs of the {other} form",
-        lambda one: one.edits(form=other),
-    )
     interleaved = like.form == "interleaved"
-    yield Mistake(
-        "rope-layout",
-        f"rope {other}, by angles of {like.form}",
-        f"give TE's layer rotary_pos_interleaved={interleaved}, as its RotaryPositionEmbedding has it; it rotates "
-        f"pairs of the {other} form by angles that are laid out for {like.form}",
-        lambda one: one.edits(form=other, table_form=like.form),
+    layouts: tuple[tuple[Form, Form, str], ...] = (
+        (
+            other,
+            other,
+            f"give TE interleaved={interleaved}, or reorder the rows of query and key by parity.rope_halves; it "
+            f"rotates pairs of the {other} form",
+        ),
+        (
+            other,
+            like.form,
+            f"give TE's layer rotary_pos_interleaved={interleaved}, as its RotaryPositionEmbedding has it; it rotates "
+            f"pairs of the {other} form by angles that are laid out for {like.form}",
+        ),
+        (
+            like.form,
+            other,
+            f"give TE's RotaryPositionEmbedding interleaved={interleaved}, as its layer has it; pairs are of the "
+            f"{like.form} form, but angles are laid out for {other}",
+        ),
     )
-    yield Mistake(
-        "rope-layout",
-        f"rope {like.form}, by angles of {other}",
-        f"give TE's RotaryPositionEmbedding interleaved={interleaved}, as its layer has it; pairs are of the "
-        f"{like.form} form, but angles are laid out for {other}",
-        lambda one: one.edits(table_form=other),
-    )
+    for form, table_form, repair in layouts:
+        by = "" if form == table_form else f", by angles of {table_form}"
+        yield Mistake("rope-layout", f"rope {form}{by}", repair, _with(form=form, table_form=table_form))
     yield Mistake(
         "rope-missing",
         "rope missing",
         "pass TE rotary_pos_emb; nothing is rotated",
-        lambda one: one.edits(times=0),
+        _with(times=0),
     )
     for role, lacking in (("query", "key"), ("key", "query")):
         yield Mistake(
@@ -72,7 +74,7 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
         "rope-twice",
         "rope twice",
         "rotate query and key once; they are rotated twice",
-        lambda one: one.edits(times=2),
+        _with(times=2),
     )
     yield Mistake(
         "rope-direction",
@@ -151,9 +153,13 @@ def _rounded() -> Iterator[Mistake[Rotation]]:
         "rope-precision",
         "rope cosines and sines in bf16",
         "keep rotary cosines and sines in FP32; they are rounded to bf16",
-        lambda one: one.edits(table=torch.bfloat16),
+        _with(table=torch.bfloat16),
         subtle=True,
     )
+
+
+def _with(**changes: object) -> Edits:
+    return lambda one: one.edits(**changes)
 
 
 def _on(role: str, **changes: object) -> Edits:
