@@ -48,6 +48,7 @@ _TUNED = 4  # mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
+_PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``_EXACT``
 _CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
 _TINY = 1e-300
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -201,8 +202,10 @@ def _line_search(screen: _Screen, one: Hypothesis, reach: float, budget: Budget)
         return entries[0][0] if entries else math.inf
 
     low, high = (math.log(one.value) + offset for offset in (-reach, reach))
-    for _ in range(_TUNING_STEPS):
-        if any(screen.is_exact(entry) for entries in tried.values() for entry in entries):
+    for step in range(_TUNING_STEPS):
+        found = [entry for entries in tried.values() for entry in entries]
+        promising = step < _PROMISING_STEPS or any(left < _EXACT for left, _ in found)
+        if not promising or any(map(screen.is_exact, found)):
             break
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
         low, high = (low, right) if share(left) < share(right) else (left, high)
