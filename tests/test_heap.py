@@ -35,11 +35,15 @@ print(resident() - before)
 
 def grown(**environment: str) -> tuple[bool, int, int]:
     """Whether memory is kept; bytes by which the process grew by a tensor that it freed, and after giving back."""
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env={**os.environ, **environment}
-    )
-    kept, freed, given_back = map(int, ran.stdout.split())
+    kept, freed, given_back = printed(PROGRAM, {**os.environ, **environment})
     return bool(kept), freed, given_back
+
+
+def printed(program: str, environment: dict[str, str]) -> list[int]:
+    """The numbers that a program prints in a process of its own."""
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return [int(number) for number in ran.stdout.split()]
 
 
 def test_a_freed_tensors_memory_stays_until_it_is_given_back() -> None:
@@ -68,19 +72,17 @@ print(sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePag
 """
 
 
-def _kernel_has_huge_pages() -> bool:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.exists() and "[never]" not in setting.read_text()
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HOW = SETTING.read_text() if SETTING.exists() else "[never]"
 
 
-@pytest.mark.skipif(not _kernel_has_huge_pages(), reason="the kernel gives no huge pages")
+@pytest.mark.skipif("[never]" in HOW, reason="the kernel gives no huge pages")
 @pytest.mark.parametrize(("said", "huge"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
 def test_large_tensors_lie_in_huge_pages_unless_the_environment_says_otherwise(
     said: dict[str, str], huge: bool
 ) -> None:
-    if "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text() and not huge:
+    if "[always]" in HOW and not huge:
         pytest.skip("the kernel gives huge pages unasked")
     environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | said
-    command = [sys.executable, "-c", HUGE_PAGES]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert (int(ran.stdout) > 32 * 1024) is huge
+    (kibibytes,) = printed(HUGE_PAGES, environment)
+    assert (kibibytes > 32 * 1024) is huge

@@ -193,23 +193,24 @@ def _line_search(screen: _Screen, one: Hypothesis, reach: float, budget: Budget)
     """A golden-section search over the logarithm of a mistake's constant, ``reach`` to either side."""
     if one.tuned is None or one.value is None:
         return []
-    tried: dict[float, list[Ranked]] = {}
+    tried: dict[float, float] = {}
+    found: list[Ranked] = []
 
     def share(exponent: float) -> float:
         if exponent not in tried and one.tuned is not None:
-            tried[exponent] = list(screen.shares([(one.tuned(math.exp(exponent)),)], budget))
-        entries = tried[exponent]
-        return entries[0][0] if entries else math.inf
+            entries = list(screen.shares([(one.tuned(math.exp(exponent)),)], budget))
+            found.extend(entries)
+            tried[exponent] = entries[0][0] if entries else math.inf
+        return tried[exponent]
 
     low, high = (math.log(one.value) + offset for offset in (-reach, reach))
     for step in range(_TUNING_STEPS):
-        found = [entry for entries in tried.values() for entry in entries]
         promising = step < _PROMISING_STEPS or any(left < _EXACT for left, _ in found)
         if not promising or any(map(screen.is_exact, found)):
             break
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
         low, high = (low, right) if share(left) < share(right) else (left, high)
-    return sorted((entry for entries in tried.values() for entry in entries), key=lambda entry: entry[0])[:1]
+    return sorted(found, key=lambda entry: entry[0])[:1]
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:

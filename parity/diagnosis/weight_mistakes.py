@@ -14,7 +14,7 @@ from itertools import chain, combinations, permutations, takewhile
 
 from torch import Tensor, nn
 
-from parity.diagnosis.hypothesis import Hypothesis, ReadWeights
+from parity.diagnosis.hypothesis import Hypothesis
 from parity.weight_terms import (
     InterleavedQKV,
     MisfitError,
@@ -167,18 +167,14 @@ def _hypothesis(entries: Sequence[_Changed], shapes: Mapping[str, Shape], module
         repair += f"; likewise for {', '.join(describe(entry.right) for entry in others)}"
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        readings = [_reading(entry.left, shapes, entry.change.change)(reference) for entry in entries]
-        return {name: tensor for reading in readings for name, tensor in reading.items()}
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for entry in entries:
+            packed = pack(entry.left, reference, like)
+            found |= unpack(entry.left, entry.change.change(packed), shapes)
+        return found
 
     return Hypothesis(one.title, f"{one.name} {where}", repair, module, read=read)
-
-
-def _reading(left: Side, shapes: Mapping[str, Shape], change: Callable[[Tensor], Tensor]) -> ReadWeights:
-    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        packed = pack(left, reference, next(iter(reference.values())))
-        return unpack(left, change(packed), shapes)
-
-    return read
 
 
 def _other_terms(left: Side, right: Side, shapes: Mapping[str, Shape], heads: Heads | None) -> Iterator[_Change]:
