@@ -1,8 +1,8 @@
 """Terms over parameter names: each packs its parts into one tensor and unpacks that tensor into its parts again.
 
 A term says in which layout a weight is stored. Packing and unpacking only move elements, but for ``shift``, which adds
-a number, and ``constant``, which stands for a parameter that the reference lacks. ``parity.weights`` has the functions
-that build terms.
+a number, ``constant``, which stands for a parameter that the reference lacks, and ``copies``, for one that TE has
+several times. ``parity.weights`` has the functions that build terms.
 
 A term with parts has three methods: ``shape`` gives the packed shape for the shapes of its parts, or raises
 ``MisfitError``; ``pack`` makes one tensor of the parts; ``unpack`` is its inverse, given the shapes of the parts.
@@ -11,11 +11,14 @@ A term with parts has three methods: ``shape`` gives the packed shape for the sh
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 import torch
+from einops import EinopsError
+from einops import rearrange as rearranged
 from torch import Tensor
 
 from parity.user_error import UserError
@@ -231,7 +234,56 @@ class RopeHalves:
         return torch.cat([rotated, kept], 1).flatten(0, 1)
 
 
-Compound = Stack | Experts | Transpose | Shift | Reorder | InterleavedQKV | SeparatedQKV | RopeHalves
+@dataclass(frozen=True)
+class Rearrange:
+    """See ``rearrange``."""
+
+    function: ClassVar[str] = "rearrange"
+    parts: tuple[Side, ...]
+    pattern: str
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        (part,) = parts
+        try:
+            return tuple(self.pack([torch.empty(part, device="meta")]).shape)
+        except EinopsError as error:
+            raise MisfitError(str(error).splitlines()[-1].strip()) from None
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return rearranged(parts[0], self.pattern, **dict(self.sizes))
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        before, after = self.pattern.split("->")
+        axes = re.findall(r"[^\W\d]\w*", before)
+        apart = f"{before} -> {' '.join(axes)} {'...' if '...' in before else ''}"
+        lengths = rearranged(torch.empty(parts[0], device="meta"), apart, **dict(self.sizes)).shape
+        return [rearranged(value, f"{after} -> {before}", **dict(zip(axes, lengths, strict=False)))]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """See ``copies``. Values are equal, so that one tells all; gradients add up."""
+
+    function: ClassVar[str] = "copies"
+    parts: tuple[Side, ...]
+    are_gradients: bool = False
+
+    def shape(self, parts: Sequence[Shape]) -> Shape:
+        if len(set(parts)) > 1:
+            raise MisfitError(f"the copies {_listed(parts)} differ in shape")
+        return parts[0]
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).sum(0) if self.are_gradients else parts[0]
+
+    def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
+        return [value] * len(parts)
+
+
+Compound = (
+    Stack | Experts | Transpose | Shift | Reorder | InterleavedQKV | SeparatedQKV | RopeHalves | Rearrange | Copies
+)
 Term = Constant | Compound
 Side = str | Term
 SIDES = get_args(Side)
@@ -262,11 +314,11 @@ def names(side: Side) -> Iterator[str]:
             yield from names(part)
 
 
-def has_constant(side: Side) -> bool:
-    """Whether a ``constant`` occurs in it."""
+def holds(side: Side, kind: type[Constant] | type[Copies]) -> bool:
+    """Whether a term of this kind occurs in it."""
     if isinstance(side, (str, Constant)):
-        return isinstance(side, Constant)
-    return any(map(has_constant, side.parts))
+        return isinstance(side, kind)
+    return isinstance(side, kind) or any(holds(part, kind) for part in side.parts)
 
 
 def shape_of(side: Side, shapes: Mapping[str, Shape]) -> Shape:
@@ -311,14 +363,15 @@ def unpack(side: Side, value: Tensor, shapes: Mapping[str, Shape]) -> dict[str, 
 
 
 def linear_part(side: Side) -> Side:
-    """The same layout without what is added: shifts vanish, constants are zero. This is how gradients transform."""
+    """How gradients transform: the same layout, but nothing is added by shifts and constants, and copies add up."""
     if isinstance(side, str):
         return side
     if isinstance(side, Constant):
         return Constant(0.0, side.shape)
     if isinstance(side, Shift):
         return linear_part(side.parts[0])
-    return dataclasses.replace(side, parts=tuple(map(linear_part, side.parts)))
+    parts = tuple(map(linear_part, side.parts))
+    return Copies(parts, are_gradients=True) if isinstance(side, Copies) else dataclasses.replace(side, parts=parts)
 
 
 def renamed(side: Side, rename: Callable[[str], str]) -> Side:
@@ -343,9 +396,14 @@ def describe(side: object, module: str = "") -> str:
         return f"{module}constant({', '.join(map(repr, (side.value, *side.shape)))})"
     if not isinstance(side, Compound):
         return repr(side)
-    options = [
+    return f"{module}{side.function}({', '.join([*(describe(part, module) for part in side.parts), *_options(side)])})"
+
+
+def _options(side: Compound) -> list[str]:
+    if isinstance(side, Rearrange):
+        return [f'"{side.pattern}"', *(f"{axis}={length}" for axis, length in side.sizes)]
+    return [
         f"{option.name}={getattr(side, option.name)!r}"
         for option in dataclasses.fields(side)
         if option.name != "parts" and getattr(side, option.name) != option.default
     ]
-    return f"{module}{side.function}({', '.join([*(describe(part, module) for part in side.parts), *options])})"

@@ -15,6 +15,7 @@ Terms nest. Written once, a map carries weights and gradients in both directions
 from __future__ import annotations
 
 import difflib
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from parity.weight_terms import (
     SIDES,
     Constant,
+    Copies,
     Experts,
     InterleavedQKV,
     MisfitError,
+    Rearrange,
     Reorder,
     RopeHalves,
     SeparatedQKV,
@@ -38,7 +41,7 @@ from parity.weight_terms import (
     Transpose,
     WeightMapError,
     describe,
-    has_constant,
+    holds,
     linear_part,
     names,
     pack,
@@ -138,6 +141,34 @@ def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> 
     return RopeHalves(_sides("rope_halves", term), head_dim, rotary)
 
 
+def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
+    """The term in another order of its elements or another shape, as ``einops.rearrange`` says it.
+
+    Gate and up in alternate rows as gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two ffn) hidden",
+    two=2)``. Sinks ``[heads]`` as TE keeps them: ``rearrange("sinks", "heads -> 1 heads 1 1")``. A convolution over
+    patches as a linear layer: ``rearrange("conv.weight", "out c h w -> out (c h w)")``.
+
+    Args:
+        term: a parameter's name or a term.
+        pattern: of einops, with the same axes on both sides of its arrow.
+        sizes: of axes that do not follow from the shape.
+    """
+    if not isinstance(pattern, str) or pattern.count("->") != 1:
+        raise WeightMapError(f'rearrange() needs a pattern "before -> after" as einops has it, not {pattern!r}')
+    _positive("rearrange", **sizes)
+    return Rearrange(_sides("rearrange", term), pattern, tuple(sizes.items()))
+
+
+def copies(*terms: Side) -> Term:
+    """TE parameters that all hold the same of the reference's; right sides only.
+
+    A reference whose attention and MLP read one norm (GPT-J, Phi, Cohere) becomes a layer that has two: ``{"ln.weight":
+    copies("self_attention.layernorm_qkv.layer_norm_weight", "layernorm_mlp.layer_norm_weight")}``. The reference's
+    gradient is compared with the sum of theirs.
+    """
+    return Copies(_sides("copies", *terms))
+
+
 def constant(value: float, *shape: int) -> Term:
     """A parameter that the reference lacks and TE has, e.g. ``{constant(0.0, hidden): "fc1_bias"}``; left sides only.
 
@@ -182,7 +213,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def to_reference(
     weights: WeightMap, candidate_tensors: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """The inverse of ``to_candidate``, but for constants, whose values are dropped."""
+    """The inverse of ``to_candidate``, but constants are dropped, and of copies the first counts."""
     inverse = ((right, left) for left, right in weights.items())
     like = torch.empty(0)
     return {
@@ -192,25 +223,17 @@ def to_reference(
     }
 
 
-def gradients_to_candidate(
-    weights: WeightMap, reference_gradients: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
+def gradients_to_reference(
+    weights: WeightMap, candidate_gradients: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """Gradients with respect to TE's parameters from those with respect to the reference's.
+    """Gradients with respect to the reference's parameters from those with respect to TE's.
 
-    A map moves elements and adds numbers, so gradients move alike and what is added vanishes. An entry none of whose
-    reference parameters has a gradient is left out.
+    A map moves elements and adds numbers, so gradients move alike and what is added vanishes; those of copies add up.
+    An entry none of whose TE parameters has a gradient is left out.
 
     Raises:
         KeyError: if only some of an entry's parameters have one.
     """
-    linear = {left: right for left, right in _linear(weights).items() if _any_in(left, reference_gradients)}
-    return to_candidate(linear, reference_gradients, candidate_shapes)
-
-
-def gradients_to_reference(
-    weights: WeightMap, candidate_gradients: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
-) -> dict[str, Tensor]:
-    """The inverse of ``gradients_to_candidate``, with the same treatment of gradients that are not there."""
     linear = {left: right for left, right in _linear(weights).items() if _any_in(right, candidate_gradients)}
     return to_reference(linear, candidate_gradients, reference_shapes)
 
@@ -260,7 +283,8 @@ def _map_problems(
         for name, entries in _users(weights, side).items():
             if len(entries) > 1:
                 described = " and in ".join(_describe_entry(*entry) for entry in entries)
-                yield f'{kind} parameter "{name}" is used {len(entries)} times: in {described}'
+                advice = "; copies(...) on the right fills several TE parameters with one" if side == 0 else ""
+                yield f'{kind} parameter "{name}" is used {len(entries)} times: in {described}{advice}'
 
 
 def _users(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
@@ -282,8 +306,10 @@ def _entry_problems(
         yield f"{entry}: {describe(side)} is no parameter's name and no term; several make one with stack(...)"
     if strangers:
         return
-    if has_constant(right):
+    if holds(right, Constant):
         yield f"{entry}: a constant stands for what the reference lacks, so it belongs on the left"
+    if holds(left, Copies):
+        yield f"{entry}: copies are TE parameters that hold the same of the reference's, so they belong on the right"
     unknown = [
         *_unknown_names("reference", left, reference_shapes, entry),
         *_unknown_names("TE", right, candidate_shapes, entry),
@@ -298,8 +324,11 @@ def _entry_problems(
         yield f"{entry}: {misfit} {shapes}"
         return
     if left_shape != right_shape:
-        transposed = len(left_shape) == 2 and left_shape == right_shape[::-1]
-        advice = "; is one the transpose() of the other?" if transposed else ""
+        advice = ""
+        if len(left_shape) == 2 and left_shape == right_shape[::-1]:
+            advice = "; is one the transpose() of the other?"
+        elif math.prod(left_shape) == math.prod(right_shape):
+            advice = "; rearrange() gives as many elements another shape"
         yield f"{entry}: the left side is {left_shape}, the right side {right_shape} {shapes}{advice}"
 
 
@@ -321,7 +350,8 @@ def _unused(kind: str, shapes: Mapping[str, Shape], users: Container[str]) -> It
         else:
             yield (
                 f'TE parameter "{name}" {tuple(shape)} is filled by no entry; where the reference has none, build the '
-                f"TE module without it or map {describe(Constant(0.0, tuple(shape)))} to it"
+                f"TE module without it or map {describe(Constant(0.0, tuple(shape)))} to it; where another parameter "
+                f"of TE holds the same, map to copies(...) of both"
             )
 
 

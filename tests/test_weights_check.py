@@ -8,8 +8,10 @@ from parity import weights
 from parity.weight_terms import Shape, Side, WeightMapError
 from parity.weights import (
     constant,
+    copies,
     experts,
     interleaved_qkv,
+    rearrange,
     reorder,
     rope_halves,
     separated_qkv,
@@ -65,7 +67,7 @@ def test_a_parameter_that_two_entries_mention_is_named_with_both():
     found = problems({**RIGHT, transpose("down.weight"): "more"}, candidate={**CANDIDATE, "more": (16, 8)})
     assert found == [
         'reference parameter "down.weight" is used 2 times: in "down.weight": "fc2_weight" and in '
-        'transpose("down.weight"): "more"'
+        'transpose("down.weight"): "more"; copies(...) on the right fills several TE parameters with one'
     ]
 
 
@@ -87,6 +89,16 @@ def test_a_transposed_weight_is_recognized():
     assert "transpose()" in found
 
 
+def test_a_shape_of_as_many_elements_brings_rearrange_to_mind():
+    (found,) = problems(RIGHT, reference={**REFERENCE, "norm.weight": (1, 8)})
+    assert "rearrange()" in found
+
+
+def test_a_te_parameter_left_over_brings_copies_to_mind():
+    (found,) = problems(RIGHT, candidate={**CANDIDATE, "second_norm_weight": (8,)})
+    assert "copies(...)" in found
+
+
 def test_stacked_parts_must_agree_in_their_other_dimensions():
     (found,) = problems(RIGHT, reference={**REFERENCE, "up.weight": (16, 4)})
     assert "differ in more than dimension 0" in found
@@ -105,6 +117,8 @@ def test_stacked_parts_must_agree_in_their_other_dimensions():
         (stack("q", "k", dim=2), "dim=2 is out of range"),
         (transpose("bias"), "has no two dimensions"),
         (experts("q", "k"), "differ in shape"),
+        (rearrange("q", "(a b) c -> b a c", a=5), "16"),
+        (rearrange("q", "a b -> b"), "a"),
     ],
     ids=lambda value: value.split(" ")[0] if isinstance(value, str) else value.function,
 )
@@ -126,6 +140,16 @@ def test_a_constant_on_the_right_is_refused():
     ]
 
 
+def test_copies_differ_in_nothing():
+    (found,) = problems({"a": copies("x", "y")}, {"a": (4,)}, {"x": (4,), "y": (2,)})
+    assert "the copies (4,), (2,) differ in shape" in found
+
+
+def test_copies_on_the_left_are_refused():
+    (found,) = problems({copies("a", "b"): "x"}, {"a": (4,), "b": (4,)}, {"x": (4,)})
+    assert "they belong on the right" in found
+
+
 def test_a_tuple_of_names_is_no_term():
     found = problems({**without(stack("gate.weight", "up.weight")), ("gate.weight", "up.weight"): "fc1_weight"})
     assert "several make one with stack(...)" in found[0]
@@ -144,8 +168,10 @@ def test_a_list_is_no_map():
         (lambda: rope_halves("q", head_dim=7), "must be even"),
         (lambda: rope_halves("q", head_dim=8, rotary_dim=10), "at most 8"),
         (lambda: reorder("w", (0, 2)), "each number from 0 to n - 1 once"),
+        (lambda: rearrange("w", "a b"), "a pattern"),
+        (lambda: rearrange("w", "(a b) -> a b", a=0), "positive whole number a"),
     ],
-    ids=["no-part", "list", "groups", "odd", "rotary", "order"],
+    ids=["no-part", "list", "groups", "odd", "rotary", "order", "pattern", "length"],
 )
 def test_a_term_of_wrong_arguments_cannot_be_built(build, complaint):
     with pytest.raises(WeightMapError, match=complaint):
