@@ -76,8 +76,8 @@ def _observed(
     finite = [model_error for model_error in model_errors if model_error.is_finite]
     if not finite or not error.is_finite:
         return []
-    found = list(statistics(error, finite, truth, least))
     kind, name = key
+    found = list(statistics(error, finite, truth, least, of_parameter=kind == "weight gradient"))
     if kind == "output":
         expected = max(*(model_error.norm for model_error in finite), least * truth.norm)
         mistake = resemblance(name, error, finite, truth, expected, known)

@@ -8,7 +8,7 @@ statistic    what it compares, candidate over model
 ===========  =======================================================================================================
 ``norm``     the Euclidean norm of the error
 ``largest``  the largest error of an element
-``row``      the norm in the worst row (along the last dimension, at least 32 elements)
+``row``      the norm in the worst row (along the last dimension, at least 32 elements; of activations)
 ``slice``    the norm in the worst slice across any one dimension: a sequence of the batch, a position, a head, a column
 ``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
 ``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
@@ -82,7 +82,9 @@ def least_error(dtype: torch.dtype, summed_terms: int) -> float:
     return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * _UNIT, _UNIT * math.sqrt(summed_terms / 6))
 
 
-def statistics(error: Summed, model_errors: Sequence[Summed], golden: Summed, least: float) -> Iterator[Statistic]:
+def statistics(
+    error: Summed, model_errors: Sequence[Summed], golden: Summed, least: float, of_parameter: bool = False
+) -> Iterator[Statistic]:
     """Every statistic that a tensor of this shape has.
 
     Args:
@@ -91,6 +93,7 @@ def statistics(error: Summed, model_errors: Sequence[Summed], golden: Summed, le
             finite; what any of them loses is expected.
         golden: FP64, same shape, finite.
         least: see ``least_error``.
+        of_parameter: whether the tensor is a parameter's gradient.
     """
     shape, count = golden.values.shape, golden.values.numel()
     if not count:
@@ -102,7 +105,7 @@ def statistics(error: Summed, model_errors: Sequence[Summed], golden: Summed, le
         yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
     relative = total / golden.total if golden.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
-    for name, label, dims in _slices(shape):
+    for name, label, dims in _slices(shape, of_parameter):
         there = math.prod(shape[dim] for dim in dims)
         own = torch.stack([model.squares_over(dims) for model in model_errors]).amax(0)
         prior = _PRIOR_ELEMENTS * relative * golden.squares_over(dims)
@@ -118,15 +121,19 @@ def statistics(error: Summed, model_errors: Sequence[Summed], golden: Summed, le
         yield Statistic("shift", _shift(error, model_errors, total))
 
 
-def _slices(shape: torch.Size) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """The statistic, what its slices are called, and the dimensions that are summed over."""
+def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The statistic, what its slices are called, and the dimensions that are summed over.
+
+    A parameter of more than two dimensions is a stack of matrices, one for each expert: its rows are the slices that
+    each matrix would have alone.
+    """
     every = tuple(range(len(shape)))
     for dim in every:
         others = tuple(other for other in every if other != dim)
         if shape[dim] > 1 and others and math.prod(shape[other] for other in others) >= SMALLEST_SLICE:
             yield "slice", f"dim {dim}", others
     if len(shape) > 2 and shape[-1] >= SMALLEST_SLICE:
-        yield "row", "row", (every[-1],)
+        yield "slice" if of_parameter else "row", "row", (every[-1],)
 
 
 def _worst(name: str, label: str, errors: Tensor, expected: Tensor) -> Statistic:

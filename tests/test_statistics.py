@@ -67,6 +67,14 @@ def test_one_wrong_row_hides_in_the_norm_and_shows_in_its_row():
     assert found["row"].where == "row at 2, 5"
 
 
+def test_rows_of_stacked_matrices_are_slices_of_a_parameter():
+    error = FAITHFUL.clone()
+    error[2, 5] *= 10
+    found = {s.name: s for s in statistics.statistics(Summed(error), [Summed(MODEL)], Summed(GOLDEN), LEAST, True)}
+    assert "row" not in found
+    assert found["slice"].where == "row at 2, 5"
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_one_wrong_sequence_position_or_column_shows_in_its_slice(dim):
     error = FAITHFUL.clone()
