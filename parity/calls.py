@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -115,10 +116,14 @@ class Trace:
         given = {value.number for value in call.inputs}
         for value in call.outputs:
             if value.number not in given:  # a cast to the dtype that a tensor has already returns the tensor itself
-                self._producers[value.number] = call
+                self.note_producer(value, call)
+
+    def note_producer(self, value: Value, call: Call) -> None:
+        """The value is what it is by this call, which returned it or wrote into its memory."""
+        self._producers[value.number] = call
 
     def producer(self, value: Any) -> Call | None:
-        """The call that returned a value; None for the module's inputs, its parameters, and whatever is no value."""
+        """The call that made a value what it is; None for the module's inputs, its parameters, and what is no value."""
         return self._producers.get(value.number) if isinstance(value, Value) else None
 
     def users(self, value: Value) -> list[Call]:
@@ -231,6 +236,7 @@ class _Recorder(TorchFunctionMode):
         self.frames = _Frames()
         self.trace = Trace()
         self._numbers: dict[int, Value] = {}
+        self._written: dict[int, Call] = {}  # by a tensor's id: what wrote into it last, by way of another tensor
         self._alive: list[Tensor] = []  # so that no id is given out again
         self._names = {
             **{id(buffer): (self.trace.buffers, name) for name, buffer in module.named_buffers()},
@@ -243,8 +249,7 @@ class _Recorder(TorchFunctionMode):
             with self:
                 return _OPENED[func](*args, **kwargs)
         changed = _changed_in_place(func, args, kwargs)
-        if changed is not None:
-            self._keep_what_was(changed)
+        sharing = [] if changed is None else self._keep_what_was(changed)
         result = func(*args, **kwargs)
         if not _is_recorded(result, changed):
             return result
@@ -260,11 +265,19 @@ class _Recorder(TorchFunctionMode):
             if x is changed or id(x) not in values
         }
         results = tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, returned)
-        self.trace.add(Call(site, canonical_name(func), func, named_args, named_kwargs, results))
+        call = Call(site, canonical_name(func), func, named_args, named_kwargs, results)
+        self.trace.add(call)
+        self._note_what_changed(sharing, changed, call)
         return result
 
     def _value(self, tensor: Tensor, where: Value) -> Value:
-        return self._numbers.get(id(tensor)) or self._renew(tensor, where)
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        value = self._renew(tensor, where)
+        if id(tensor) in self._written:
+            self.trace.note_producer(value, self._written.pop(id(tensor)))
+        return value
 
     def _renew(self, tensor: Tensor, where: Value) -> Value:
         value = Value(len(self.trace.tensors), where.site, where.position, where.returned)
@@ -276,12 +289,21 @@ class _Recorder(TorchFunctionMode):
             names[value.number] = name
         return value
 
-    def _keep_what_was(self, changed: Tensor) -> None:
-        """Copies every tensor that shares memory with one that is about to change."""
+    def _keep_what_was(self, changed: Tensor) -> list[int]:
+        """Copies every tensor that shares memory with one that is about to change, and returns their numbers."""
         address = changed.untyped_storage().data_ptr()
-        for number, tensor in enumerate(self.trace.tensors):
-            if tensor.untyped_storage().data_ptr() == address:
-                self.trace.tensors[number] = tensor.clone()
+        sharing = [i for i, x in enumerate(self.trace.tensors) if x.untyped_storage().data_ptr() == address]
+        for number in sharing:
+            self.trace.tensors[number] = self.trace.tensors[number].clone()
+        return sharing
+
+    def _note_what_changed(self, sharing: Sequence[int], changed: Tensor | None, call: Call) -> None:
+        """Tensors of which ``changed`` is a part, or that are part of it, are other values from here on."""
+        for number in sharing:
+            tensor = self._alive[number]
+            if tensor is not changed and not torch.equal(tensor, self.trace.tensors[number]):
+                self._numbers.pop(id(tensor), None)
+                self._written[id(tensor)] = call
 
 
 class _Editor(TorchFunctionMode):

@@ -108,7 +108,7 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
         return
     yield from map(_base_instead(like.base), BASES)
     for share in _SHARES:
-        if int(like.head_dim * share) != like.rotary:
+        if like.start == 0 and int(like.head_dim * share) != like.rotary:
             yield Mistake(
                 "rope-partial",
                 f"rope on {share:g} of the channels",

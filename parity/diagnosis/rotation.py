@@ -8,6 +8,7 @@ turning pairs of channels by angles that depend on position and pair alone. Any 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +24,12 @@ Form = Literal["halves", "interleaved"]
 
 _MOST_ANCESTORS = 60  # from a query to what it was before it was rotated
 _EXACT = 1e-4  # radians by which a rotation in FP32 may differ over heads
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of a head's channels that models rotate
+_FORMS: tuple[tuple[Form, Form], ...] = (
+    ("halves", "halves"),
+    ("interleaved", "interleaved"),
+    ("interleaved", "halves"),  # DeepSeek's: what was interleaved is taken apart, for query and key alike
+    ("halves", "interleaved"),
+)  # of what is rotated, and of what is returned
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +41,14 @@ class Rotation:
         x: what is rotated, ``[..., head_dim]``.
         role: ``query`` or ``key``.
         head_dim: channels of a head.
-        form: pairs are ``(i, i + rotary / 2)`` or ``(2 i, 2 i + 1)``.
+        form: pairs are ``(i, i + rotary / 2)`` or ``(2 i, 2 i + 1)``, counted from ``start``.
         axis: dimension of the positions, negative.
         angles: ``[seq, rotary / 2]`` in radians, FP64; products of the phases where those are known, else up to full
             turns.
         phases: positions ``[seq]`` and frequencies ``[rotary / 2]`` whose products are the angles, FP64; None if they
             are not known.
+        start: the first of the channels that are rotated.
+        result_form: in which the rotated pairs are returned; None for ``form``.
         times: how often it is rotated.
         table: dtype to which cosines and sines are rounded; None for the computation's own.
         table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
@@ -54,13 +62,15 @@ class Rotation:
     axis: int
     angles: Tensor
     phases: tuple[Tensor, Tensor] | None
+    start: int = 0
+    result_form: Form | None = None
     times: int = 1
     table: torch.dtype | None = None
     table_form: Form | None = None
 
     @property
     def rotary(self) -> int:
-        """How many channels are rotated, from the first."""
+        """How many channels are rotated."""
         return 2 * self.angles.shape[-1]
 
     @property
@@ -70,7 +80,8 @@ class Rotation:
 
     def compute(self, x: Tensor) -> Tensor:
         """The rotated value."""
-        rotated, kept = x[..., : self.rotary], x[..., self.rotary :]
+        end = self.start + self.rotary
+        before, rotated, after = x[..., : self.start], x[..., self.start : end], x[..., end:]
         # In FP32 a phase of thousands of radians is rounded, in the reference as in a port.
         angles = self.angles.to(x.device, x.dtype).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
         tables = (rounded_to(table, self.table) for table in (angles.cos(), angles.sin()))
@@ -79,7 +90,8 @@ class Rotation:
         for _ in range(self.times):
             first, second = pairs(rotated, self.form)
             rotated = _joined(first * cos[0] - second * sin[0], second * cos[1] + first * sin[1], self.form)
-        return torch.cat((rotated, kept), -1)
+        rotated = _joined(*pairs(rotated, self.form), self.result_form or self.form)
+        return torch.cat((before, rotated, after), -1)
 
     def edits(self, **changes: Any) -> tuple[Edit, ...]:
         """The value is to be rotated otherwise."""
@@ -124,7 +136,7 @@ def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotati
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
     for i, result in enumerate(candidates):
         call = trace.producer(result)
-        if call is None or len(call.outputs) != 1:
+        if call is None or call.outputs != [result]:
             continue
         shape = trace.tensor(result).shape
         for x in candidates[i + 1 :]:
@@ -142,24 +154,28 @@ def _turned(trace: Trace, call: Call, x: Value, role: Literal["query", "key"]) -
     if not torch.allclose(*norms, rtol=_EXACT) or torch.allclose(before, after, rtol=_EXACT):
         return None
     head_dim = before.shape[-1]
-    for share in _SHARES:
-        rotary = int(head_dim * share) // 2 * 2
-        if not rotary or not torch.equal(before[..., rotary:], after[..., rotary:]):
-            continue
-        for form in ("halves", "interleaved"):
-            turned = _angles(before[..., :rotary], after[..., :rotary], form)
+    for start, end in _ranges(before != after):
+        for form, result_form in _FORMS:
+            turned = _angles(before[..., start:end], after[..., start:end], form, result_form)
             if turned is not None:
                 axis, angles = turned
                 phases = _phases(trace, call, angles)
                 angles = angles if phases is None else phases[0][:, None] * phases[1]
-                return Rotation(call, x, role, head_dim, form, axis, angles, phases)
+                return Rotation(call, x, role, head_dim, form, axis, angles, phases, start, result_form)
     return None
 
 
-def _angles(before: Tensor, after: Tensor, form: Form) -> tuple[int, Tensor] | None:
+def _ranges(differ: Tensor) -> Iterator[tuple[int, int]]:
+    """Which channels may be the rotated ones: from the first to the last that differ, or all of the head."""
+    channels = differ.flatten(0, -2).any(0).nonzero().flatten().tolist()
+    changed, head = (channels[0], channels[-1] + 1), (0, differ.shape[-1])
+    yield from (ends for ends in dict.fromkeys((changed, head)) if (ends[1] - ends[0]) % 2 == 0)
+
+
+def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tuple[int, Tensor] | None:
     """The dimension of positions, and by how much each position turns each pair; None if it is no such rotation."""
     a, b = pairs(before, form)
-    c, d = pairs(after, form)
+    c, d = pairs(after, result_form)
     cos, sin, square = a * c + b * d, a * d - b * c, (a * a + b * b).clamp(min=1e-300)
     significant = square > 1e-6 * square.mean()
     if not torch.allclose((c * c + d * d)[significant], square[significant], rtol=1e-3):
