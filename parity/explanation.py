@@ -20,12 +20,21 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
     if shaky is not None:
         return (shaky,)
     drawn = [tensor for tensor in failure.results if not tensor.probed]
-    if all(tensor.passed for tensor in drawn):
-        return findings(_on_probe(failure))
-    found = findings(dataclasses.replace(failure, results=drawn), unreached)
-    if all(finding.code in UNEXPLAINED for finding in found):
-        return tuple(mistakes(drawn, known)) or found
+    probed = [tensor for tensor in failure.results if tensor.probed]
+    on_probe = None if all(tensor.passed for tensor in probed) else _on_probe(failure)
+    if on_probe is not None and all(tensor.passed for tensor in drawn):
+        return findings(on_probe)
+    found = findings(dataclasses.replace(failure, results=drawn, on_probe=on_probe), unreached)
+    if not _is_known(found):
+        known_by_filter = tuple(mistakes(drawn, known))
+        probing = findings(on_probe) if on_probe is not None and not known_by_filter else ()
+        return known_by_filter or (probing if _is_known(probing) else found)
     return found
+
+
+def _is_known(found: Sequence[Finding]) -> bool:
+    """Whether a cause is among them."""
+    return any(finding.code not in UNEXPLAINED for finding in found)
 
 
 def _on_probe(failure: Failure) -> Failure:

@@ -20,10 +20,10 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
     found = attentions(trace)
     if found:
         first = found[0]  # sizes and masks of the others are taken to be like it
-        query, key, _ = heads_of(trace, first)
+        query, key, value = heads_of(trace, first)
         mistakes = [
             *_masks(traced_bias(trace, first)),
-            *_scales(query.shape[-1], query.shape[-3] if query.dim() > 3 else 1),
+            *_scales(first, query, value),
             *_softmax(first),
             *(_heads(query, key) if query.dim() == 4 else ()),
         ]
@@ -46,19 +46,24 @@ def _mask(mistake: MaskMistake) -> Mistake[Attention]:
     )
 
 
-def _scales(head_dim: int, heads: int) -> Iterator[Mistake[Attention]]:
+def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
     """Scales that stand in the place of the reference's own."""
+    head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 3 else 1
     named = {
         "1 (missing)": 1.0,
         "1/head_dim (or 1/sqrt(head_dim) twice)": 1 / head_dim,
         "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),
         "1/sqrt(hidden)": 1 / math.sqrt(head_dim * heads),
     }
+    if value.shape[-1] != head_dim:
+        named["1/sqrt(head_dim of the values)"] = 1 / math.sqrt(value.shape[-1])
     for described, scale in named.items():
         yield _scale(scale, described)
     for layer in range(2, 5):
         described = f"1/(sqrt(head_dim) * {layer}), as query-key layer scaling leaves it"
         yield _scale(1 / (math.sqrt(head_dim) * layer), described)
+    for factor in (0.9, 1.1):  # no known mistakes: from one of them the right constant is looked for
+        yield _scale(factor * attention.scale * attention.earlier_scale)
 
 
 def _scale(scale: float, described: str = "") -> Mistake[Attention]:

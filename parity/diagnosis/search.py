@@ -37,7 +37,7 @@ _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
-_GRADIENT_HELPS = 0.5  # of a gradient's error before: gradients may be wrong in ways of their own
+_HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
 _FEW = 32  # elements of all outputs, which many a mistake would explain by chance
@@ -48,6 +48,10 @@ _TUNED = 4  # mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
+_FINE = 0.02  # in logarithms: two constants that are so near are one
+_TUNING_WINDOWS = 3  # that are searched, one beyond the other
+_AS_GOOD = 1.05  # times the error that the best constant leaves
+_AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
 _PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``_EXACT``
 _CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
 _TINY = 1e-300
@@ -67,6 +71,7 @@ class Failure:
         seconds: of processor time that the comparison took.
         judge: judges the candidate against another golden, whose rounding models are given with it.
         rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
+        on_probe: the same failure as the probing inputs show it; None where they show none.
     """
 
     results: Sequence[TensorResult]
@@ -76,6 +81,7 @@ class Failure:
     seconds: float
     judge: Callable[[Tensors, Sequence[Tensors]], Sequence[TensorResult]]
     rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
+    on_probe: Failure | None = None
 
     @property
     def golden(self) -> Tensors:
@@ -142,13 +148,15 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
     known = list(hypotheses)
     screen = _Screen(failure)
     ranked: list[Ranked] = []
-    found = (
-        _screened(failure, screen, [(one,) for one in known if one.scope != "one"], ranked, budget)
-        or _verified(failure, _tuned(screen, ranked, budget), budget)
-        or _screened(failure, screen, [(one,) for one in known if one.scope == "one"], ranked, budget)
-    )
-    if found:
-        return found
+    for at_one_place in (False, True):
+        some: list[Ranked] = []
+        places = [(one,) for one in known if (one.scope == "one") == at_one_place]
+        found = _screened(failure, screen, places, some, budget)
+        found = found or _verified(failure, _tuned(screen, some, budget), budget)
+        if found:
+            return found
+        ranked += some
+    ranked.sort(key=lambda entry: entry[0])
     pairs: list[Ranked] = []
     for share, (first,) in ranked[:_PARTIAL]:
         if share < _HELPS and not budget.spent():
@@ -190,27 +198,36 @@ def _tuned(screen: _Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ra
 
 
 def _line_search(screen: _Screen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
-    """A golden-section search over the logarithm of a mistake's constant, ``reach`` to either side."""
+    """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge."""
     if one.tuned is None or one.value is None:
         return []
-    tried: dict[float, float] = {}
-    found: list[Ranked] = []
+    tried: dict[float, Ranked] = {}
 
     def share(exponent: float) -> float:
         if exponent not in tried and one.tuned is not None:
-            entries = list(screen.shares([(one.tuned(math.exp(exponent)),)], budget))
-            found.extend(entries)
-            tried[exponent] = entries[0][0] if entries else math.inf
-        return tried[exponent]
+            of_one = (one.tuned(math.exp(exponent)),)
+            tried[exponent] = next(screen.shares([of_one], budget), (math.inf, of_one))
+        return tried[exponent][0]
 
-    low, high = (math.log(one.value) + offset for offset in (-reach, reach))
-    for step in range(_TUNING_STEPS):
-        promising = step < _PROMISING_STEPS or any(left < _EXACT for left, _ in found)
-        if not promising or any(map(screen.is_exact, found)):
+    center = math.log(one.value)
+    for _ in range(_TUNING_WINDOWS):
+        low, high = center - reach, center + reach
+        for step in range(_TUNING_STEPS):
+            promising = step < _PROMISING_STEPS or any(left < _EXACT for left, _ in tried.values())
+            if not promising or high - low < _FINE or budget.spent():
+                break
+            left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+            low, high = (low, right) if share(left) < share(right) else (left, high)
+        best = min(tried, key=share, default=center)
+        if abs(best - center) < _AT_THE_EDGE * reach:
             break
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        low, high = (low, right) if share(left) < share(right) else (left, high)
-    return sorted(found, key=lambda entry: entry[0])[:1]
+        center = best
+    if not tried:
+        return []
+    best = min(tried, key=share)
+    plain = math.log(float(f"{math.exp(best):.0e}"))  # people write 1e-4 where the search ends at 1.04e-4
+    chosen = plain if share(plain) < _AS_GOOD * share(best) else best
+    return [tried[chosen]] if math.isfinite(share(chosen)) else []
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
@@ -345,7 +362,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         return None
     judged = failure.judge(golden, [model for model in models if model is not None])
     before = {(result.kind, result.name): result for result in failure.results}
-    if not _is_explained(failure, before, judged):
+    if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):
         return None
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
     misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, _TINY) for result in judged]
@@ -375,9 +392,25 @@ def _is_explained(
         left = share[result.kind, result.name]
         if result.passed or (result.errors.relative_l2 <= result.tolerance_relative_l2 and left < _NEARLY_NOTHING):
             return True
-        return result.kind != "output" and (evident or left < _GRADIENT_HELPS)
+        return result.kind != "output" and (evident or left < _HELPS_MUCH)
 
     return all(map(explained, judged))
+
+
+def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
+    """Whether the hypotheses explain much of what fails on the probing inputs too."""
+    if failure is None:
+        return True
+    outputs = outputs_under(failure.prepared, combination, torch.float64)
+    if outputs is None:
+        return False
+    for result in failure.outputs:
+        if not result.passed:
+            candidate, golden = failure.candidate["output", result.name].double(), failure.golden["output", result.name]
+            left, before = (_norm(x - candidate) for x in (outputs[result.name], golden))
+            if left > max(_HELPS_MUCH * before, result.tolerance_relative_l2 * _norm(golden)):
+                return False
+    return True
 
 
 def _shows(result: TensorResult) -> tuple[bool, bool, float]:
