@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from parity.freedom import Freedom
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.result import PROBED, Kind
-from parity.rounding import Rounding, rounded
+from parity.rounding import Phase, Rounding, rounded
+from parity.separate_norms import separate_norms
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.validate import CheckedSize
@@ -60,8 +62,7 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
 def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
     prepared.reference.float()
-    together = scaled_together(prepared)
-    with rounded(rounding, prepared.reference.parameters(), freedom, together) as phase:
+    with under_model(prepared, rounding, freedom) as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
@@ -72,13 +73,20 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tenso
         )
     tensors = tensors_of(ran)
     if prepared.probed:
-        with rounded(rounding, prepared.reference.parameters(), freedom, together):
+        with under_model(prepared, rounding, freedom):
             inputs = tree_map_only(Tensor, _as_activation, cast(prepared.probe, torch.float32))
             tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
-def scaled_together(prepared: Prepared) -> list[list[Tensor]]:
+def under_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> AbstractContextManager[Phase]:
+    """Within the context the reference, in FP32, rounds as the port's kernels do."""
+    parameters = dict(prepared.reference.named_parameters())
+    plain = [parameters[name] for name in prepared.outside_te]
+    return rounded(rounding, parameters.values(), freedom, _scaled_together(prepared), plain)
+
+
+def _scaled_together(prepared: Prepared) -> list[list[Tensor]]:
     """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
     parameters = dict(prepared.reference.named_parameters())
     groups: dict[str, list[str]] = defaultdict(list)

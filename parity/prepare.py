@@ -25,6 +25,7 @@ from parity.golden_device import golden_device
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_weights_fit
 from parity.long_sequences import attention_in_blocks
+from parity.outside_te import parameters_outside_te
 from parity.probes import probe
 from parity.products import Products
 from parity.te import Kernels
@@ -72,6 +73,7 @@ class Prepared:
         golden: the reference's pass in FP64.
         probe: the probing inputs, like ``inputs``; None where the case has no probe.
         probed: golden outputs for ``probe``, FP64.
+        outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
         held: bytes that they take, by what they are.
         calls: of golden's pass, if it ran on the kernels' device; whoever needs them takes them out, since they hold
@@ -89,6 +91,7 @@ class Prepared:
     golden: Pass
     probe: Any
     probed: dict[str, Tensor]
+    outside_te: frozenset[str]
     spent: dict[str, float] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     calls: list[Calls] = field(default_factory=list)
@@ -197,6 +200,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         Pass(**on_device(vars(golden), kernels.device)),
         probing,
         on_device(probed, kernels.device),
+        parameters_outside_te(pair),
         calls=calls,
     )
     made.held["calls"] = size_in_bytes([one.trace.tensors for one in calls])

@@ -19,6 +19,7 @@ left is FP32 arithmetic: its sums, and what lies between GEMMs.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def rounded(
     weights: Iterable[Tensor] = (),
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
+    plain: Iterable[Tensor] = (),
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
@@ -105,11 +107,12 @@ def rounded(
         freedom: the choices of the kernel that is modelled.
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
             whole tensor is that of all of them.
+        plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights, freedom, scaled_together)
+    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain)
     with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
         yield mode.phase
 
@@ -121,6 +124,7 @@ class _RoundingMode(TorchDispatchMode):
         weights: Iterable[Tensor],
         freedom: Freedom,
         scaled_together: Iterable[Sequence[Tensor]],
+        plain: Iterable[Tensor],
     ) -> None:
         super().__init__()
         self.rounding = rounding
@@ -130,11 +134,14 @@ class _RoundingMode(TorchDispatchMode):
         self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._weights = {_address(weight) for weight in weights}
         self._scaled_together = {_address(weight): group for group in scaled_together for weight in group}
+        self._plain = {_address(weight) for weight in plain}
+        self._read_plainly: dict[int, set[int]] = defaultdict(set)  # by inputs' address: plain layers' output channels
         # By address; kept so that no address is given out again.
         self._inputs: dict[int, Tensor] = {}
         self._roots: dict[int, Tensor] = {}  # reciprocal roots of norms
         self._normalized: dict[int, Tensor] = {}  # results of norms, before and after their weight and bias
-        self._probabilities: dict[int, Tensor] = {}  # of attention, and their gradients: what scores become
+        # Of attention, and their gradients: what scores become, and the softmax that it comes from.
+        self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
         self._operands = OperandsRead()
@@ -189,8 +196,11 @@ class _RoundingMode(TorchDispatchMode):
         if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self._store(result)
         self._remember_norm(func, args, result)
-        if func in _SOFTMAX or (func in _SAME_PLACE and _addresses(args) & self._probabilities.keys()):
-            self._probabilities[_address(result)] = result
+        if func in _SOFTMAX:
+            self._probabilities[_address(result)] = result, result
+        elif func in _SAME_PLACE:
+            for source in _addresses(args) & self._probabilities.keys():
+                self._probabilities[_address(result)] = result, self._probabilities[source][1]
         return result
 
     def _remember_norm(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -274,26 +284,44 @@ class _RoundingMode(TorchDispatchMode):
             return None
         mean = (output_gradient * context).sum(-1).reshape(*gradient.shape[:-1], 1)
         result = probabilities * (gradient - mean)
-        self._probabilities[_address(result)] = result
+        self._probabilities[_address(result)] = result, result
         return result
 
     def _attention_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if not self.phase.backward and _address(left) in self._probabilities:
-            return self._store_probabilities(left), self._store(right, "attention")
+            _, softmax = self._probabilities[_address(left)]
+            return self._store_probabilities(left, softmax), self._store(right, "attention")
         return self._store(left, "attention"), self._store(right, "attention")
 
-    def _store_probabilities(self, probabilities: Tensor) -> Tensor:
-        """As the forward pass stores them: a flash kernel before it divides them by their sum."""
+    def _store_probabilities(self, probabilities: Tensor, softmax: Tensor | None = None) -> Tensor:
+        """As the forward pass stores them: a flash kernel before it divides them by their sum.
+
+        ``softmax`` has more columns where a sink took part: it may be the largest of its row.
+        """
         if self.freedom.stores_scores or not probabilities.numel():
             return self._store(probabilities, "attention")
-        largest_of_row = probabilities.amax(-1, keepdim=True).clamp(min=torch.finfo(probabilities.dtype).tiny)
+        has_sinks = softmax is not None and softmax.shape[-1] > probabilities.shape[-1]
+        of_row = softmax if softmax is not None and has_sinks else probabilities
+        largest_of_row = of_row.amax(-1).view(*probabilities.shape[:-1], 1)
+        largest_of_row = largest_of_row.clamp(min=torch.finfo(probabilities.dtype).tiny)
         return self._store(probabilities / largest_of_row, "attention") * largest_of_row
 
     def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
+        if self._plain and self._are_plain(left, right):
+            return self._store(left, self._part(left)), self._store(right, self._part(right))
         is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
         is_rotated = is_wgrad and self.rounding.rotate_wgrad
         return self._linear_operand(left, 1, is_rotated), self._linear_operand(right, 0, is_rotated)
+
+    def _are_plain(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
+        if {_address(left), _address(right)} & self._plain:
+            if not self.phase.backward:
+                self._read_plainly[_address(left)].add(right.shape[-1])
+            return True
+        # Other layers may read the same inputs: a gradient of as many channels is that of the plain layer's result.
+        return self.phase.backward and left.shape[-2] in self._read_plainly.get(_address(right), ())
 
     def _linear_operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
         part = self._part(x)
@@ -347,7 +375,7 @@ _RECIPROCAL_ROOT = _aten.rsqrt.default
 _LAYER_NORM = _aten.native_layer_norm.default
 _AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 _TABLES = (_aten.cos.default, _aten.sin.default)
-_SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar)
+_SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
 _SUM_IN_PLACE = _aten.add_.Tensor
 _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
 

@@ -176,3 +176,14 @@ def test_a_flash_kernel_stores_probabilities_before_it_divides_them_by_their_sum
     expected = bf16(unnormalized) @ bf16(value) / unnormalized.sum(-1, keepdim=True)
     assert torch.allclose(context, bf16(expected), rtol=2**-7)
     assert (context == bf16(expected)).float().mean() > 0.95
+
+
+def test_a_sink_that_is_the_largest_of_its_row_shifts_what_probabilities_are_rounded_to():
+    """All keys score 0 and the sink 1: a flash kernel stores exp(-1) of each, not 1."""
+    scores, sinks, values = torch.zeros(1, 1, 4, 4), torch.ones(1, 1, 4, 1), torch.ones(1, 1, 4, 8)
+    with rounded(BF16, [], FUSED):
+        probabilities = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        context = probabilities @ values
+    stored = bf16(torch.tensor(-1.0).exp()) / torch.tensor(-1.0).exp()
+    expected = bf16(4 * stored / (4 + torch.tensor(1.0).exp()))
+    torch.testing.assert_close(context, expected.expand_as(context), rtol=0, atol=0)

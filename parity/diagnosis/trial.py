@@ -17,10 +17,9 @@ from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
 from parity.freedom import UNFUSED, Freedom
 from parity.long_sequences import attention_in_blocks
-from parity.passes import Tensors, scaled_together, tensors_of
+from parity.passes import Tensors, tensors_of, under_model
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
-from parity.rounding import rounded
 
 
 def outputs_under(
@@ -64,11 +63,7 @@ def tensors_under(
     dtype = torch.float64 if precision is None else torch.float32
     _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
-    model = (
-        rounded(precision.rounding, prepared.reference.parameters(), freedom, scaled_together(prepared))
-        if precision
-        else nullcontext()
-    )
+    model = under_model(prepared, precision.rounding, freedom) if precision else nullcontext()
     try:
         with attention_in_blocks(), model as phase:
             ran = run(
