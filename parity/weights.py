@@ -144,9 +144,10 @@ def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> 
 def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
     """The term in another order of its elements or another shape, as ``einops.rearrange`` says it.
 
-    Gate and up in alternate rows as gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two ffn) hidden",
-    two=2)``. Sinks ``[heads]`` as TE keeps them: ``rearrange("sinks", "heads -> 1 heads 1 1")``. A convolution over
-    patches as a linear layer: ``rearrange("conv.weight", "out c h w -> out (c h w)")``.
+    Gate and up in alternate rows, as gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two ffn)
+    hidden", two=2)``. A convolution over patches, as a linear layer: ``rearrange("conv.weight", "out c h w -> out (c h
+    w)")``. Fused Q, K and V of each head, as all of Q, then K, then V: ``rearrange("qkv.weight", "(h three d) i ->
+    (three h d) i", h=16, three=3)``.
 
     Args:
         term: a parameter's name or a term.

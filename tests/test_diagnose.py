@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import parity
@@ -232,3 +233,31 @@ def test_a_residual_that_skips_the_norm_after_the_sum_is_found_in_a_layer_like_b
 
     assert findings(partial(factory, True)) == ("passed", [])
     assert findings(partial(factory, False)) == ("failed", ["PAR231 residual-placement"])
+
+
+@pytest.mark.parametrize(
+    ("order", "title"),
+    [(("query", "value", "key"), "key-value-swapped"), (("key", "query", "value"), "stacked-in-another-order")],
+)
+def test_a_fused_weight_that_fills_te_s_parameters_in_another_order_is_found(order, title):
+    parts = {f"{name}_": HIDDEN for name in ("query", "key", "value")}
+
+    class Attention(nn.Module):
+        def __init__(self, qkv):
+            super().__init__()
+            self.qkv = qkv
+
+        def forward(self, x):
+            heads = self.qkv(x).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
+            return F.scaled_dot_product_attention(*heads.unbind(2))
+
+    def factory(te, **_):
+        return parity.Pair(
+            reference=Attention(nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)),
+            candidate=Attention(te.Linear(HIDDEN, 3 * HIDDEN, bias=False, parameters_split=parts)),
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN),
+            weights={"qkv.weight": parity.stack(*(f"qkv.{name}_weight" for name in order))},
+        )
+
+    _, found = findings(factory)
+    assert [finding.split()[1] for finding in found] == [title]

@@ -271,11 +271,11 @@ def test_rearrange_puts_alternate_rows_in_halves():
     assert torch.equal(fused, torch.cat([gate, up]))
 
 
-def test_rearrange_gives_sinks_the_shape_that_te_keeps_them_in():
-    entries, sinks = {rearrange("sinks", "heads -> 1 heads 1 1"): "softmax_offset"}, numbered(6)
-    there = weights.to_candidate(entries, {"sinks": sinks}, {"softmax_offset": (1, 6, 1, 1)})
-    assert there["softmax_offset"].shape == (1, 6, 1, 1)
-    assert torch.equal(weights.to_reference(entries, there, {"sinks": (6,)})["sinks"], sinks)
+def test_rearrange_gives_a_weight_another_shape_and_its_own_back():
+    entries, conv = {rearrange("conv", "out c h w -> out (c h w)"): "linear"}, numbered(6, 3, 2, 2)
+    there = weights.to_candidate(entries, {"conv": conv}, {"linear": (6, 12)})
+    assert there["linear"].shape == (6, 12)
+    assert torch.equal(weights.to_reference(entries, there, {"conv": (6, 3, 2, 2)})["conv"], conv)
 
 
 def test_rearrange_takes_leading_dimensions_as_they_come():

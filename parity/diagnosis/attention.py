@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, w
 from parity.long_sequences import SDPA
 
 Rearrange = Callable[[Tensor], Tensor]
+
+_THROUGH = CASTS | {"dropout", "nan_to_num", "view", "reshape"}  # from probabilities to their product with values
 
 
 def _as_they_are(x: Tensor) -> Tensor:
@@ -32,7 +34,8 @@ class Attention:
         query: as the call that makes the scores is given it.
         key: ditto.
         value: as ``call`` is given it.
-        masks: what holds the bias: the scores before and after masking, or a mask and nothing.
+        masks: what holds the bias: the scores before and after masking, or a mask, or nothing.
+        added: what is added to the product of query and key at once, by ``baddbmm``, besides.
         to_heads: each of query, key and value to ``[..., heads, seq, head_dim]``.
         from_heads: the context from that layout to the call's own.
         scale: of the scores as they are computed here.
@@ -41,7 +44,8 @@ class Attention:
         is_causal: whether scaled_dot_product_attention makes the mask itself.
         mask: from the bias to what is added to the scores instead; None for the bias itself.
         arrange: what is done to query, key, value and context, in the layout of ``to_heads``; None for nothing.
-        sink: whether the softmax has one more term, of score 0, whose value is 0.
+        sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None where there is none.
+        sink: whether this term is the reference's ``own``, has score ``zero``, or is left out (``none``).
     """
 
     call: Call
@@ -57,15 +61,19 @@ class Attention:
     is_causal: bool = False
     mask: Bias | None = None
     arrange: tuple[Rearrange | None, ...] = (None,) * 4
-    sink: bool = False
+    added: tuple[Value, ...] = ()
+    sinks: Value | None = None
+    sink: Literal["own", "zero", "none"] = "own"
 
     @property
     def needs(self) -> tuple[Value, ...]:
         """The values that ``compute`` is given."""
-        return (self.query, self.key, self.value, *self.masks)
+        sinks = () if self.sinks is None else (self.sinks,)
+        return (self.query, self.key, self.value, *self.masks, *self.added, *sinks)
 
-    def compute(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> Tensor:
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
         """The context, in the layout in which the reference's last call returns it."""
+        biases = others if self.sinks is None else others[:-1]
         arrange = [move or _as_they_are for move in self.arrange]
         query, key, value = (
             move(to_heads(x)) for x, to_heads, move in zip((query, key, value), self.to_heads, arrange[:3], strict=True)
@@ -73,20 +81,29 @@ class Attention:
         scores = self.scale * _scores(query, key)
         if math.isfinite(self.softcap):
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        bias = self.bias(scores, *masks)
+        bias = self.bias(scores, *biases)
         bias = bias if self.mask is None else self.mask(bias)
-        scores = scores + bias
-        if self.sink:
+        scores = _in_batches_of(bias, scores) + bias
+        if self.sink == "zero":
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
+        elif self.sink == "own" and self.sinks is not None:
+            scores = torch.cat((scores, others[-1]), -1)
         probabilities = scores.softmax(-1)[..., : key.shape[-2]]
         if self.mask is not None:  # TE's softmax is zero where nothing is seen
             probabilities = probabilities.masked_fill((bias <= HIDDEN / 2).all(-1, keepdim=True), 0.0)
+        probabilities = _in_batches_of(value, probabilities)
         heads = probabilities.shape[-3] if probabilities.dim() > 3 else 0
         context = probabilities @ (_repeated(value, heads) if heads else value)
         return self.from_heads(arrange[3](context))
 
-    def bias(self, scores: Tensor, *masks: Tensor) -> Tensor:
-        """What is added to the scores, ``HIDDEN`` where a key is hidden; broadcasts to ``[..., seq_q, seq_kv]``."""
+    def bias(self, scores: Tensor, *biases: Tensor) -> Tensor:
+        """What is added to the scores, ``HIDDEN`` where a key is hidden; ``[..., seq_q, seq_kv]``.
+
+        Args:
+            scores: query times key.
+            biases: the tensors of ``masks`` and ``added``.
+        """
+        masks, added = biases[: len(self.masks)], biases[len(self.masks) :]
         bias = torch.zeros_like(scores)
         if len(masks) == 2:
             before, after = masks
@@ -96,6 +113,8 @@ class Attention:
             bias = bias.masked_fill(~masks[0], HIDDEN)
         elif masks:
             bias = bias + masks[0].clamp(min=HIDDEN)
+        for term in added:
+            bias = bias + _in_batches_of(bias, term).clamp(min=HIDDEN)
         if self.is_causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             bias = bias.masked_fill(future, HIDDEN)
@@ -138,7 +157,7 @@ def distinct_heads(key: Tensor) -> int:
 def traced_bias(trace: Trace, attention: Attention) -> Tensor:
     """What the reference adds to the scores, see ``Attention.bias``."""
     query, key, _ = heads_of(trace, attention)
-    return attention.bias(_scores(query, key), *map(trace.tensor, attention.masks))
+    return attention.bias(_scores(query, key), *map(trace.tensor, (*attention.masks, *attention.added)))
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
@@ -148,6 +167,12 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 def _repeated(x: Tensor, heads: int) -> Tensor:
     """Keys or values, each group's repeated for its heads."""
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _in_batches_of(like: Tensor, x: Tensor) -> Tensor:
+    """``x`` with the leading dimensions of ``like``, if it has as many matrices: ``batch * heads`` are one or two."""
+    batches = like.shape[:-2]
+    return x.reshape(*batches, *x.shape[-2:]) if math.prod(x.shape[:-2]) == math.prod(batches) else x
 
 
 def _is_right(trace: Trace, attention: Attention) -> bool:
@@ -183,9 +208,9 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
     """The attention whose softmax is ``call``."""
     if call.name != "softmax" or not call.inputs:
         return None
-    after = call.inputs[0]
+    after, sinks = _scores_and_sinks(trace, call.inputs[0])
     path = _to_product(trace, after)
-    context = _product_with_values(trace, call.outputs[0])
+    context = _product_with_values(trace, call.outputs[0], _THROUGH if sinks is None else _THROUGH | {"getitem"})
     if path is None or context is None:
         return None
     before, scale, softcap, product = path
@@ -196,13 +221,30 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
         query,
         key,
         value,
-        (before, after) if before != after else added,
+        (before, after) if before != after else (),
         (to_query_heads, to_key_heads, to_value_heads),
         from_heads,
         scale,
         _earlier_scale(trace, query) * _earlier_scale(trace, key),
         softcap,
+        added=added,
+        sinks=sinks,
     )
+
+
+def _scores_and_sinks(trace: Trace, value: Value) -> tuple[Value, Value | None]:
+    """A softmax's argument without the sinks that follow the scores, from which their maximum may be subtracted."""
+    joined = value
+    match binary(trace.producer(value)):
+        case ("sub", Value() as scores, Value() as most):
+            largest = trace.producer(back(trace, most))
+            joined = scores if largest is not None and largest.name in ("max", "amax") else value
+    call = trace.producer(joined)
+    if call is not None and call.name in ("cat", "concat") and len(call.inputs) == 2:
+        scores, sinks = call.inputs
+        if trace.tensor(sinks).shape[-1] == 1 < trace.tensor(scores).shape[-1]:
+            return scores, sinks
+    return value, None
 
 
 _Product = tuple[Value, Value, Rearrange, Rearrange, tuple[Value, ...]]
@@ -278,9 +320,11 @@ def _product(trace: Trace, call: Call) -> _Product | None:
     )
 
 
-def _product_with_values(trace: Trace, probabilities: Value) -> tuple[Call, Value, Rearrange, Rearrange] | None:
-    """Probabilities times values: the call, the values, and the layouts of both."""
-    for call, given in users(trace, probabilities, CASTS | {"dropout", "nan_to_num"}):
+def _product_with_values(
+    trace: Trace, probabilities: Value, names: Collection[str]
+) -> tuple[Call, Value, Rearrange, Rearrange] | None:
+    """Probabilities times values, after calls of these names: the call, the values, and the layouts of both."""
+    for call, given in users(trace, probabilities, names):
         named = binary(call)
         if named is not None and named[0] == "matmul" and named[1] == given:
             return call, named[2], _as_they_are, _as_they_are

@@ -86,12 +86,17 @@ def _scale(scale: float, described: str = "") -> Mistake[Attention]:
 
 def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     yield from map(_softcap_of(attention.softcap), (math.inf, 30.0, 50.0))
-    yield Mistake(
-        "softmax-sink",
-        "softmax with a sink",
-        'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
-        _with(sink=True),
-    )
+    if attention.sinks is None:
+        yield Mistake(
+            "softmax-sink",
+            "softmax with a sink",
+            'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
+            _with(sink="zero"),
+        )
+        return
+    repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
+    yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", _with(sink="none"))
+    yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", _with(sink="zero"))
 
 
 def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:

@@ -19,10 +19,13 @@ from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.optimizer import optimizer_hypotheses
+from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
+from parity.diagnosis.routing import routing_hypotheses
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
-from parity.diagnosis.weight_mistakes import Heads, repeated_weight_hypotheses, weight_hypotheses
+from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
+from parity.diagnosis.weight_readings import Heads
 from parity.execute import outputs_of
 from parity.long_sequences import attention_in_blocks
 from parity.prepare import Calls, Prepared, cast
@@ -34,7 +37,8 @@ _NEAR = 60  # of a query's ancestors, among which its projection is
 def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
     """Every known mistake, the likeliest subjects first."""
     shapes = parameter_shapes(prepared.reference)
-    of_weights = prepared.weights, shapes, _heads(trace), prepared.reference
+    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace), prepared.reference
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
@@ -49,7 +53,9 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from rope_hypotheses(trace, module)
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
+    yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
+    yield from routing_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)

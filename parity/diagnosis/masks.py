@@ -60,6 +60,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible",
             lambda bias: torch.where(_hidden(bias), 0.0, HIDDEN).to(bias.dtype),
         )
+    yield from _other_biases(bias)
     if padded:
         yield MaskMistake(
             "padding-mask",
@@ -85,6 +86,39 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
             _lengths_of_padding,
         )
+
+
+def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
+    """What ports make of a bias by position, which is added where no key is hidden."""
+    if not bool((_shown(bias) != 0.0).any()):
+        return
+
+    def changed(change: Bias) -> Bias:
+        return lambda bias: torch.where(_hidden(bias), bias, change(_shown(bias)))
+
+    repair = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
+    yield MaskMistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
+    yield MaskMistake("attention-bias", "bias subtracted", f"{repair}; it is subtracted", changed(torch.neg))
+    if bias.shape[-1] == bias.shape[-2]:
+        yield MaskMistake(
+            "attention-bias",
+            "bias transposed",
+            f"{repair}; that of query and key is exchanged",
+            changed(lambda shown: shown.transpose(-2, -1)),
+        )
+
+    def times(factor: float) -> MaskMistake:
+        name = f"bias times {factor:.3g}"
+        return MaskMistake(
+            "attention-bias",
+            name,
+            f"{repair}, added after the scores are scaled; it is {factor:.3g} times that",
+            changed(lambda shown: shown * factor),
+            factor,
+            times,
+        )
+
+    yield from map(times, (0.5, 2.0))
 
 
 def band_of(hidden: Tensor) -> tuple[Band | None, bool]:

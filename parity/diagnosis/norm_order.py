@@ -12,7 +12,7 @@ from parity.calls import Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.rotation import Rotation, rotations
-from parity.diagnosis.walk import CASTS, RESHAPES, back
+from parity.diagnosis.walk import RESHAPES, back
 
 
 def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -25,7 +25,7 @@ def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
     turned = rotations(trace) if scaled else []
     pairs = [(norm, gain, rotation) for norm, gain in scaled for rotation in turned]
     norm_first = [_rotated_first(*pair) for pair in pairs if _is_given(trace, pair[2], pair[0], RESHAPES)]
-    norm_last = [_rotated_last(*pair) for pair in pairs if _is_given(trace, pair[0], pair[2], CASTS)]
+    norm_last = [_rotated_last(*pair) for pair in pairs if _is_given(trace, pair[0], pair[2], RESHAPES)]
     for edits, right, wrong in ((norm_first, "before", "after"), (norm_last, "after", "before")):
         if edits:
             yield Hypothesis(
@@ -39,29 +39,34 @@ def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
 
 
 def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation, names: Collection[str]) -> bool:
-    """Whether one is given the other's result, after calls of these names alone, and works on the same channels."""
-    is_given = back(trace, one.x, names) == back(trace, other.call.outputs[0], names)
-    return is_given and _width(trace, one) == _width(trace, other)
-
-
-def _width(trace: Trace, one: Norm | Rotation) -> int:
-    return trace.tensor(one.x).shape[-1]
+    """Whether one is given the other's result, after calls of these names alone."""
+    return bool(back(trace, one.x, names) == back(trace, other.call.outputs[0], names))
 
 
 def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
     """The norm leaves its gain to what the rotation returns."""
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
-        return (rotation.compute(x) * by).to(was.dtype)
+        return (rotation.compute(x) * _by_head(by, rotation)).to(was.dtype)
 
     return (*norm.edits(gain=None), edit(rotation.call, (rotation.x, gain), scaled))
 
 
 def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
     """What the norm returns is turned back for its gain."""
-    plain, back_again = replace(norm, gain=None), replace(rotation, angles=-rotation.angles)
+    plain = replace(norm, gain=None)
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
-        return rotation.compute(back_again.compute(plain.compute(x)) * by).to(was.dtype)
+        normed, turn = plain.compute(x), rotation
+        if len(by) > rotation.head_dim:  # of all heads at once, [..., seq, heads * head_dim]
+            normed, turn = normed.unflatten(-1, (-1, rotation.head_dim)), replace(rotation, axis=-3)
+        before = replace(turn, angles=-turn.angles).compute(normed)
+        return turn.compute(before * _by_head(by, turn)).reshape(was.shape).to(was.dtype)
 
     return (edit(norm.call, (norm.x, gain), scaled),)
+
+
+def _by_head(gain: Tensor, rotation: Rotation) -> Tensor:
+    """The gain of a norm over one head or over all heads, as it meets what is rotated."""
+    heads = gain.unflatten(0, (-1, rotation.head_dim))
+    return heads.unsqueeze(1) if rotation.axis == -2 and len(heads) > 1 else heads

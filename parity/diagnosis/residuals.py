@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -121,14 +121,11 @@ def _order_of_blocks(found: Sequence[Residual], module: nn.Module) -> Iterator[H
     """Two blocks one after the other, or side by side on the same input."""
     parallel: list[Edit] = []
     bypassed: list[Edit] = []
-    sequential: list[Edit] = []
     for first, second in pairwise(found):
         if second.stream == first.call.outputs[0]:
             bypassed = [edit(second.call, (first.stream,), lambda was, x: was - x)]
         if second.norm is not None and second.stream == first.call.outputs[0] and second.norm.x == second.stream:
-            parallel += _norm_of(second.norm, (first.stream,), _only)
-        elif second.norm is not None and second.stream == first.call.outputs[0] and second.norm.x == first.stream:
-            sequential += _norm_of(second.norm, (first.stream, first.branch), _sum)
+            parallel += _norm_of(second.norm, first.stream)
     if bypassed:
         yield Hypothesis(
             "residual-placement",
@@ -144,14 +141,6 @@ def _order_of_blocks(found: Sequence[Residual], module: nn.Module) -> Iterator[H
             "let the MLP read attention's sum: parallel_attention_mlp=False; it reads what attention reads",
             module,
             tuple(parallel),
-        )
-    if sequential:
-        yield Hypothesis(
-            "parallel-block",
-            "sequential blocks",
-            "let the MLP read what attention reads: parallel_attention_mlp=True; it reads attention's sum",
-            module,
-            tuple(sequential),
         )
 
 
@@ -194,22 +183,14 @@ def _sum(*terms: Tensor) -> Tensor:
     return total
 
 
-def _only(x: Tensor) -> Tensor:
-    return x
-
-
 def _sum_of(residual: Residual, *terms: Value) -> tuple[Edit, ...]:
     return (edit(residual.call, terms, lambda was, *values: _sum(*values).to(was.dtype)),)
 
 
-def _norm_of(norm: Norm, values: tuple[Value, ...], combine: Callable[..., Tensor]) -> tuple[Edit, ...]:
+def _norm_of(norm: Norm, source: Value) -> tuple[Edit, ...]:
     """The norm is to be that of something else."""
-    affine = norm.needs[1:]
-
-    def compute(was: Tensor, *given: Tensor) -> Tensor:
-        return norm.compute(combine(*given[: len(values)]), *given[len(values) :]).to(was.dtype)
-
-    return (edit(norm.call, (*values, *affine), compute),)
+    needs = (source, *norm.needs[1:])
+    return (edit(norm.call, needs, lambda was, *values: norm.compute(*values).to(was.dtype)),)
 
 
 def _norm_after(residual: Residual) -> tuple[Edit, ...]:

@@ -42,6 +42,8 @@ _SPELLINGS = {
     "rmatmul": "matmul",
     "iadd": "add",
     "imul": "mul",
+    "isub": "sub",
+    "itruediv": "div",
 }
 
 

@@ -1,0 +1,267 @@
+"""Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong there.
+
+Rows in another order, halves exchanged, a constant for what was never copied. Each reading is differentiable, so that
+gradients with respect to the true parameters come out as the port's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, permutations
+
+from torch import Tensor
+
+from parity.weight_terms import (
+    Experts,
+    InterleavedQKV,
+    MisfitError,
+    Reorder,
+    RopeHalves,
+    SeparatedQKV,
+    Shape,
+    Shift,
+    Side,
+    Stack,
+    Transpose,
+    describe,
+    names,
+    pack,
+    shape_of,
+    unpack,
+)
+
+Shapes = Mapping[str, Shape]
+
+_MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
+_FEW_EXPERTS = 8  # of which every two are tried in each other's place
+_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How an attention's channels are shared out.
+
+    Attributes:
+        query: number of query heads.
+        groups: number of key and value heads.
+        head_dim: channels of one.
+        rows: names of the parameters whose rows are a query's, key's or value's channels.
+        columns: ditto of those whose columns are the context's.
+    """
+
+    query: int
+    groups: int
+    head_dim: int
+    rows: frozenset[str] = frozenset()
+    columns: frozenset[str] = frozenset()
+
+    @property
+    def all_rows(self) -> int:
+        """Of query, key and value in one parameter."""
+        return (self.query + 2 * self.groups) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Another reading of what one entry packs.
+
+    Attributes:
+        title, name, repair: as in ``Hypothesis``; the name without the entry's.
+        change: from what the entry packs to what TE computes with, the same shape.
+    """
+
+    title: str
+    name: str
+    repair: str
+    change: Callable[[Tensor], Tensor]
+
+
+def readings(
+    left: Side, right: Side, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None
+) -> Iterator[Reading]:
+    """Every other reading of an entry.
+
+    Args:
+        left, right: the entry.
+        shapes: of the reference's parameters, by name.
+        candidate_shapes: ditto of TE's.
+        heads: of the reference's attention; None where it has none.
+    """
+    yield from _other_terms(left, right, shapes, heads)
+    yield from _other_terms_of_te(left, right, candidate_shapes, heads)
+    yield from _other_values(left, right, shapes, heads)
+
+
+def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Other terms that people take for the left side of an entry."""
+    for title, other in _confused_with(left, shapes, heads):
+        if _are_alike(left, other, shapes):
+            repair = f"map {describe(other)} to {describe(right)}, in place of {describe(left)}"
+            yield Reading(title, _named(title, left, other), repair, _read_as(other, left, shapes))
+
+
+def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Ditto for the right side, where several of TE's parameters hold one of the reference's."""
+    if isinstance(right, str):
+        return
+    unnamed = None if heads is None else replace(heads, rows=frozenset(), columns=frozenset())
+    for title, other in _confused_with(right, shapes, unnamed):
+        if _are_alike(right, other, shapes):
+            repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
+            yield Reading(title, _named(title, right, other), repair, _read_as(right, other, shapes))
+
+
+def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
+    """Whether both terms pack to the same shape."""
+    try:
+        return shape_of(one, shapes) == shape_of(other, shapes)
+    except MisfitError:
+        return False
+
+
+def _named(title: str, one: Side, other: Side) -> str:
+    """The title, and for experts which change places, so that two layers' mistakes are known to be the same."""
+    if not isinstance(one, Experts) or not isinstance(other, Experts):
+        return title
+    places = ", ".join(str(one.parts.index(part)) for part in other.parts)
+    return f"{title} {places}"
+
+
+def _read_as(one: Side, other: Side, shapes: Shapes) -> Callable[[Tensor], Tensor]:
+    """What is packed by one term, unpacked by it, and packed by the other."""
+
+    def change(packed: Tensor) -> Tensor:
+        return pack(other, unpack(one, packed, shapes), packed)
+
+    return change
+
+
+def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[tuple[str, Side]]:
+    match left:
+        case Experts(parts=parts):
+            yield from (("experts-permuted", Experts(order)) for order in _other_orders(parts))
+        case Stack(parts=parts, dim=dim):
+            for order in permutations(parts) if len(parts) <= 3 else [parts[::-1]]:
+                if order != parts:
+                    yield _title_of_order(parts, order), Stack(order, dim)
+            if len(parts) == 3:
+                for groups, head_dim in _possible_heads(parts, shapes, heads):
+                    yield "qkv-layout", InterleavedQKV(parts, groups, head_dim)
+        case InterleavedQKV(parts=(query, key, value)):
+            yield "qkv-layout", Stack((query, key, value))
+            yield "key-value-swapped", InterleavedQKV((query, value, key), left.groups, left.head_dim)
+        case SeparatedQKV(parts=(part,)):
+            yield "qkv-layout", part
+        case RopeHalves(parts=(part,)):
+            yield "rope-layout", part
+        case Shift(parts=(part,)):
+            yield "gamma-shift", part
+        case Transpose(parts=(part,)):
+            yield "weight-transposed", part
+        case Reorder(parts=(part,), order=order):
+            yield _title_of_reorder(part, order, shape_of(left, shapes)), part
+        case str() if len(shapes[left]) == 1:
+            yield "gamma-shift", Shift((left,), -1.0)
+            yield "gamma-shift", Shift((left,), 1.0)
+        case str() if len(shapes[left]) in _MATRICES:
+            yield "weight-transposed", Transpose((left,))
+    if heads is not None and isinstance(left, str) and shapes[left][:1] == (heads.all_rows,):
+        yield "qkv-layout", SeparatedQKV((left,), heads.groups, heads.head_dim)
+    if heads is not None and not isinstance(left, RopeHalves) and set(names(left)) <= heads.rows:
+        yield "rope-layout", RopeHalves((left,), heads.head_dim, heads.head_dim)
+
+
+def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
+    """Two of a few exchanged, all in reverse, all moved by one."""
+    for one, other in combinations(range(len(parts)), 2) if len(parts) <= _FEW_EXPERTS else ():
+        order = list(parts)
+        order[one], order[other] = order[other], order[one]
+        yield tuple(order)
+    if len(parts) > 2:
+        yield from (parts[::-1], (*parts[1:], parts[0]), (parts[-1], *parts[:-1]))
+
+
+def _title_of_order(parts: tuple[Side, ...], order: tuple[Side, ...]) -> str:
+    if len(parts) == 2:
+        return "gate-up-swapped"
+    return "key-value-swapped" if order == (parts[0], parts[2], parts[1]) else "stacked-in-another-order"
+
+
+def _title_of_reorder(part: Side, order: tuple[int, ...], shape: Shape) -> str:
+    if isinstance(part, Stack):
+        return "gate-up-swapped" if len(order) == 2 else "gate-up-interleaved"
+    return "heads-transposed" if len(order) in shape else "heads-permuted"
+
+
+def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None) -> Iterator[tuple[int, int]]:
+    """Groups and head dimension for query, key and value: those that are known, else each usual one that fits."""
+    if heads is not None:
+        yield heads.groups, heads.head_dim
+        return
+    query, key = shape_of(parts[0], shapes)[0], shape_of(parts[1], shapes)[0]
+    for head_dim in _HEAD_DIMS:
+        if query % head_dim == key % head_dim == 0 and query % key == 0:
+            yield key // head_dim, head_dim
+
+
+def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Rows and columns in another order, and constants, which no term of a map says."""
+    shape, where = shape_of(left, shapes), describe(right)
+    if len(shape) == 1:
+        for value in (1.0, 0.0):
+            yield Reading(
+                "weight-not-copied",
+                f"not copied ({value:g})",
+                f"copy the reference's parameter to {where}; it holds {value:g} throughout, as it was constructed",
+                lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
+            )
+    is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
+    if len(shape) in _MATRICES and shape[-2] % 2 == 0 and shape[-2] > 2 and not is_of_attention:
+        if isinstance(left, str):
+            repair = f"exchange the halves of {where}: the gate, which is activated, comes first"
+            yield Reading("gate-up-swapped", "halves swapped", repair, _moved(-2, lambda x: x.roll(len(x) // 2, 0)))
+        repair = f"put the gate's rows of {where} before up's; they take turns"
+        for name, move in (
+            ("halves interleaved", lambda x: _transposed_rows(x, 2)),
+            ("halves apart", lambda x: _transposed_rows(x, len(x) // 2)),
+        ):
+            yield Reading("gate-up-interleaved", name, repair, _moved(-2, move))
+    if heads is not None:
+        for dim, parameters in ((0, heads.rows), (1, heads.columns)):
+            if set(names(left)) <= parameters and len(shape) > dim:
+                count = shape[dim] // heads.head_dim
+                if count > 1 and shape[dim] == count * heads.head_dim:
+                    yield from _other_heads(where, dim, count, heads)
+
+
+def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:
+    """The rows (``dim`` 0) or columns of a weight, which belong to so many heads, in another order."""
+    what = "rows" if dim == 0 else "columns"
+    for name, blocks in (("by channel", count), ("by channel, inverse", heads.head_dim)):
+        repair = f"order the {what} of {where} head by head, [heads, head_dim]; they are ordered channel by channel"
+        change = _moved(dim, partial(_transposed_rows, blocks=blocks))
+        yield Reading("heads-transposed", f"{what} {name}", repair, change)
+    orders: dict[str, Callable[[Tensor], Tensor]] = {
+        "in reverse": lambda x: x.flip(0),
+        "moved by one": lambda x: x.roll(1, 0),
+        "moved back by one": lambda x: x.roll(-1, 0),
+    }
+    if count == heads.query and 1 < heads.groups < count:
+        orders["by group"] = lambda x: _transposed_rows(x, heads.groups)
+        orders["by place in the group"] = lambda x: _transposed_rows(x, count // heads.groups)
+    for name, order in orders.items():
+        repair = f"put the heads among the {what} of {where} in the reference's order; they are {name}"
+        change = _moved(dim, lambda x, order=order: order(x.unflatten(0, (count, -1))).flatten(0, 1))  # type: ignore[misc]
+        yield Reading("heads-permuted", f"{what}' heads {name}", repair, change)
+
+
+def _moved(dim: int, move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``move``, which moves rows, along a dimension."""
+    return lambda packed: move(packed.movedim(dim, 0)).movedim(0, dim)
+
+
+def _transposed_rows(x: Tensor, blocks: int) -> Tensor:
+    """Rows that are laid out as ``[blocks, n]``, as ``[n, blocks]``."""
+    return x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
