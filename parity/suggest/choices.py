@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, permutations
 
 from parity.suggest.geometry import Geometry
-from parity.suggest.layouts import Entries, Layout, Shapes, constant_layouts, layouts
+from parity.suggest.layouts import Entries, Layout, Shapes, constant_layouts, copied_entries, layouts
 from parity.suggest.matching import Group, Matching
+from parity.suggest.names import is_norm
+from parity.suggest.units import Unit
 from parity.weight_terms import describe
 from parity.weights import names
 
@@ -50,10 +52,49 @@ def choices(matching: Matching, shapes: Shapes, geometry: Geometry) -> tuple[lis
     """
     alternatives = [(group, layouts(group, shapes, geometry)) for group in matching.groups]
     misfits = [group for group, found in alternatives if not found]
-    found = [own for _, own in alternatives if own]
-    found += [own for unit in matching.candidate_left if (own := constant_layouts(unit))]
+    twins = _twins(matching, list(shapes.candidate))
+    found = [_with_twins(own, group, twins.get(group, [])) for group, own in alternatives if own]
+    single = set(matching.candidate_left).difference(*twins.values())
+    found += [own for unit in matching.candidate_left if unit in single and (own := constant_layouts(unit))]
     found += [own for groups in matching.exchangeable if (own := list(_orders(groups, shapes, geometry)))]
     return [_joint(members) for members in _families(found)], misfits
+
+
+def _twins(matching: Matching, declared: Sequence[str]) -> dict[Group, list[Unit]]:
+    """Norms of TE that the reference lacks, by the group of the norm before, which may hold the same numbers.
+
+    A layer of TE whose blocks are parallel has two norms, where the reference may have one.
+    """
+
+    def place(unit: Unit) -> int:
+        return min(declared.index(name) for name in unit.parameters.values())
+
+    twins: dict[Group, list[Unit]] = {}
+    for unit in matching.candidate_left:
+        before = [
+            group
+            for group in matching.groups
+            if len(group.reference) == len(group.candidate) == 1
+            and is_norm(group.candidate[0])
+            and group.candidate[0].shape == unit.shape
+            and place(group.candidate[0]) < place(unit)
+        ]
+        if is_norm(unit) and before:
+            twins.setdefault(max(before, key=lambda group: place(group.candidate[0])), []).append(unit)
+    return twins
+
+
+def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[Layout]:
+    """A norm's layouts, each with the same numbers in its twins, or with constants in them."""
+    for twin in twins:
+        copied = [replace(layout, entries=copied_entries(layout.entries, group.candidate[0], twin)) for layout in own]
+        apart = [
+            replace(layout, entries=layout.entries + constants.entries)
+            for layout in own
+            for constants in constant_layouts(twin)
+        ]
+        own = copied + apart
+    return own
 
 
 def _orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:

@@ -12,9 +12,10 @@ from parity.suggest.geometry import Geometry
 from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
 from parity.suggest.units import WEIGHT, Unit
-from parity.weight_terms import MisfitError, Shape, Side, Term, describe, shape_of
+from parity.weight_terms import Constant, MisfitError, Shape, Side, Term, describe, names, shape_of
 from parity.weights import (
     constant,
+    copies,
     experts,
     interleaved_qkv,
     reorder,
@@ -90,6 +91,20 @@ def constant_layouts(unit: Unit) -> list[Layout]:
         Layout(tuple(_constant(unit, kind, gain if kind == WEIGHT else 0.0) for kind in unit.parameters))
         for gain in (1.0, 0.0)
     ]
+
+
+def copied_entries(entries: Entries, unit: Unit, twin: Unit) -> Entries:
+    """The entries of a unit's layout, its twin's parameters filled alike; a constant is one for each."""
+    filled: list[tuple[Side, Side]] = []
+    for left, right in entries:
+        kind = next(kind for kind, name in unit.parameters.items() if name in names(right))
+        if kind not in twin.parameters:
+            filled.append((left, right))
+        elif isinstance(left, Constant):
+            filled += [(left, right), (constant(left.value, *left.shape), twin.parameters[kind])]
+        else:
+            filled.append((left, copies(*names(right), twin.parameters[kind])))
+    return (*filled, *(_constant(twin, kind, 0.0) for kind in twin.parameters if kind not in unit.parameters))
 
 
 def _constant(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
