@@ -63,6 +63,7 @@ CODES = {
     "not-reproducible": "PAR253",
     "output-scale": "PAR254",
     "loss-scale": "PAR255",
+    "factor": "PAR256",
     "routing-weights": "PAR261",
     "top-k": "PAR262",
     "tf32": "PAR301",
