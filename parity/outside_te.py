@@ -6,8 +6,6 @@ in TF32 unless they are told to.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from torch import nn
 
 from parity.case import Pair
@@ -17,21 +15,20 @@ _TE = "transformer_engine"
 
 
 def parameters_outside_te(pair: Pair) -> frozenset[str]:
-    """Names of the reference's parameters that the candidate holds in no module of TE's."""
-    modules = dict(pair.candidate.named_modules())
+    """Names of the reference's parameters that the candidate holds in no module of TE's, nor in one derived from these.
+
+    A parameter that is tied to one of TE's, as a head's to an embedding's, is within.
+    """
+    modules = filter(_is_te, pair.candidate.modules())
+    within = {id(parameter) for module in modules for parameter in module.parameters()}
+    parameters = dict(pair.candidate.named_parameters())
     inside = {
         name
         for left, right in pair.weights.items()
-        if any(_is_within_te(modules, parameter) for parameter in names(right))
+        if any(id(parameters[parameter]) in within for parameter in names(right))
         for name in names(left)
     }
     return frozenset(name for left in pair.weights for name in names(left)) - inside
-
-
-def _is_within_te(modules: dict[str, nn.Module], parameter: str) -> bool:
-    """Whether the module that holds a parameter is one of TE's, derived from one, or part of one."""
-    holder = parameter.rpartition(".")[0].split(".")
-    return any(_is_te(modules[path]) for path in ("", *accumulate(holder, "{}.{}".format)) if path in modules)
 
 
 def _is_te(module: nn.Module) -> bool:

@@ -40,6 +40,14 @@ def test_parameters_of_te_s_modules_of_their_parts_and_of_classes_derived_from_t
     assert parameters_outside_te(pair(candidate, {name: name for name in names})) == {"router.weight"}
 
 
+def test_a_weight_that_an_embedding_shares_with_te_s_head_is_inside():
+    candidate = nn.ModuleDict(
+        {"embedding": nn.Embedding(16, 8), "head": te.kernels("cpu").te.Linear(8, 16, bias=False)}
+    )
+    candidate["head"].weight = candidate["embedding"].weight
+    assert parameters_outside_te(pair(candidate, {"embedding.weight": "embedding.weight"})) == set()
+
+
 def test_a_weight_that_lies_partly_in_te_is_inside():
     candidate = nn.ModuleDict({"inside": te.kernels("cpu").te.Linear(8, 8), "outside": nn.Linear(8, 8)})
     weights = {parity.stack("a", "b"): parity.stack("inside.weight", "outside.weight")}

@@ -48,7 +48,7 @@ _TUNED = 4  # mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
-_FINE = 0.02  # in logarithms: two constants that are so near are one
+_FINE = 0.02  # in logarithms: constants that are so near are one, where one of them is exact enough
 _TUNING_WINDOWS = 3  # that are searched, one beyond the other
 _AS_GOOD = 1.05  # times the error that the best constant leaves
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
@@ -214,7 +214,8 @@ def _line_search(screen: _Screen, one: Hypothesis, reach: float, budget: Budget)
         low, high = center - reach, center + reach
         for step in range(_TUNING_STEPS):
             promising = step < _PROMISING_STEPS or any(left < _EXACT for left, _ in tried.values())
-            if not promising or high - low < _FINE or budget.spent():
+            fine = high - low < _FINE and any(map(screen.is_exact, tried.values()))
+            if not promising or fine or budget.spent():
                 break
             left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
             low, high = (low, right) if share(left) < share(right) else (left, high)
@@ -398,25 +399,31 @@ def _is_explained(
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
-    """Whether the hypotheses explain much of what fails on the probing inputs too."""
+    """Whether the hypotheses explain what fails on the probing inputs too: much of it, or all but rounding."""
     if failure is None:
         return True
     outputs = outputs_under(failure.prepared, combination, torch.float64)
     if outputs is None:
         return False
     for result in failure.outputs:
+        key = (result.kind, result.name)
         if not result.passed:
-            candidate, golden = failure.candidate["output", result.name].double(), failure.golden["output", result.name]
-            left, before = (_row_by_row(x - candidate, golden) for x in (outputs[result.name], golden))
-            if left > max(_HELPS_MUCH * before, result.tolerance_relative_l2):
-                return False
+            candidate, right = failure.candidate[key].double(), outputs[result.name]
+            left = _row_by_row(right, candidate)
+            if left > _HELPS_MUCH * _row_by_row(failure.golden[key], candidate):
+                model = tensors_under(failure.prepared, combination, failure.precision)
+                if model is None or left > _FAITHFUL * _row_by_row(right, model[key]):
+                    return False
     return True
 
 
-def _row_by_row(error: Tensor, golden: Tensor) -> float:
-    """The mean over rows of their relative errors, at most 1 each: a row that goes to another expert counts as one."""
-    of_rows, rows = (torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (error, golden))
-    return (of_rows / rows.clamp(min=_TINY)).clamp(max=1.0).mean().item()
+def _row_by_row(one: Tensor, other: Tensor) -> float:
+    """How far the rows of two tensors are apart on average, at most 1 each: a row that meets another expert is one."""
+    norms = (
+        torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
+    )
+    apart, of_one, of_other = norms
+    return (apart / torch.maximum(of_one, of_other).clamp(min=_TINY)).clamp(max=1.0).mean().item()
 
 
 def _shows(result: TensorResult) -> tuple[bool, bool, float]:
