@@ -2,8 +2,8 @@
 
 from parity.diagnosis.catalogue import calls_of, subtle_hypotheses
 from parity.diagnosis.codes import UNEXPLAINED
+from parity.diagnosis.failure import Failure
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.search import Failure
 
 __all__ = ["UNEXPLAINED", "Failure", "Hypothesis", "calls_of", "findings", "subtle_hypotheses"]

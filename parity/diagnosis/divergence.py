@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.calls import Trace
 from parity.diagnosis.codes import finding
-from parity.diagnosis.search import Failure
+from parity.diagnosis.failure import Failure
 from parity.result import Finding
 
 _NOISE = 5.0  # times what the precision costs the outputs, within which two values are the same

@@ -8,14 +8,17 @@ from parity.calls import Trace
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
+from parity.diagnosis.failure import Failure
 from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
 from parity.diagnosis.scale import output_scale_findings
-from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, Budget, Explanation, Failure, explanations
+from parity.diagnosis.screen import Budget
+from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
 from parity.diagnosis.values import non_finite, unreached_parameters
+from parity.diagnosis.verify import Explanation
 from parity.result import Finding
 
 _SHORTEST_CHECK = 0.1

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from parity.calls import Trace, detached
 from parity.diagnosis.codes import finding
+from parity.diagnosis.failure import Failure, tolerance_of
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.scale import factor_of, readable
-from parity.diagnosis.search import Budget, Failure, tolerance_of
+from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.errors import measure
 from parity.prepare import Prepared

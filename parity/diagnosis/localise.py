@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from parity.diagnosis.codes import finding
-from parity.diagnosis.search import Failure
+from parity.diagnosis.failure import Failure
 from parity.result import Finding
 
 _MOST_TENSORS = 3

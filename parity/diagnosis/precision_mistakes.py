@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.diagnosis.codes import finding
+from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.search import Budget, Failure
+from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.formats import Format, e4m3, e5m2, largest, tf32
 from parity.freedom import FUSED

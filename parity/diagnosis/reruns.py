@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from parity.diagnosis.codes import finding
-from parity.diagnosis.search import Failure, tolerance_of
+from parity.diagnosis.failure import Failure, tolerance_of
 from parity.diagnosis.trial import Tensors
 from parity.errors import measure
 from parity.result import Finding, Kind

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from parity.diagnosis.codes import finding
-from parity.diagnosis.search import Failure
+from parity.diagnosis.failure import Failure
 from parity.errors import measure
 from parity.result import Finding, TensorResult
 from parity.tolerance import Tolerance, margin

@@ -1,0 +1,55 @@
+"""A failed comparison, as a diagnosis is given it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from parity.passes import Tensors, tensors_of
+from parity.precision import Precision
+from parity.prepare import Prepared
+from parity.result import Kind, TensorResult
+from parity.tolerance import Tolerance
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A comparison that failed.
+
+    Attributes:
+        results: of all compared tensors.
+        candidate: its tensors, in the reference's layout.
+        prepared: what was compared.
+        precision: at which.
+        seconds: of processor time that the comparison took.
+        judge: judges the candidate against another golden, whose rounding models are given with it.
+        rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
+        on_probe: the same failure as the probing inputs show it; None where they show none.
+    """
+
+    results: Sequence[TensorResult]
+    candidate: Tensors
+    prepared: Prepared
+    precision: Precision
+    seconds: float
+    judge: Callable[[Tensors, Sequence[Tensors]], Sequence[TensorResult]]
+    rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
+    on_probe: Failure | None = None
+
+    @property
+    def golden(self) -> Tensors:
+        """The reference's tensors in FP64."""
+        return tensors_of(self.prepared.golden)
+
+    @property
+    def outputs(self) -> list[TensorResult]:
+        """The outputs' results."""
+        return [result for result in self.results if result.kind == "output"]
+
+
+def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
+    """The tolerance of a compared tensor."""
+    result = next(result for result in failure.results if (result.kind, result.name) == key)
+    return Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)

@@ -1,0 +1,131 @@
+"""Computes hypotheses in full: whether they explain outputs, gradients and probing inputs, but for rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.diagnosis.failure import Failure
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.screen import FAITHFUL
+from parity.diagnosis.trial import outputs_under, tensors_under
+from parity.freedom import FUSED, UNFUSED
+from parity.result import Kind, TensorResult
+
+_HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
+_EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
+_NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
+_FEW = 32  # elements of all outputs, which many a mistake would explain by chance
+_TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Hypotheses under which the reference computes what the candidate does, gradients included.
+
+    Attributes:
+        hypotheses: one, or two that hold at once.
+        complete: whether every tensor passes under the hypotheses; else some gradients are wrong in a way of their own.
+        misfit: the tensors' errors under the hypotheses, in units of what the precision costs, their root mean square.
+        worst: the label of the failed tensor with the largest margin, an output if one failed.
+        before: its relative L2 error.
+        after: ditto under the hypotheses.
+    """
+
+    hypotheses: tuple[Hypothesis, ...]
+    complete: bool
+    misfit: float
+    worst: str
+    before: float
+    after: float
+
+
+def is_loud(failure: Failure) -> bool:
+    """Whether the norm of an output's error alone is too large."""
+    return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
+
+
+def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
+    """The explanation that a combination is.
+
+    Returns:
+        None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
+    """
+    golden = tensors_under(failure.prepared, combination)
+    models = [
+        tensors_under(failure.prepared, combination, failure.precision, freedom=freedom) for freedom in (FUSED, UNFUSED)
+    ]
+    if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
+        return None
+    judged = failure.judge(golden, [model for model in models if model is not None])
+    before = {(result.kind, result.name): result for result in failure.results}
+    if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):
+        return None
+    shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
+    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, _TINY) for result in judged]
+    return Explanation(
+        combination,
+        all(result.passed for result in judged),
+        math.sqrt(sum(misfit**2 for misfit in misfits) / len(misfits)),
+        shown.label,
+        before[shown.kind, shown.name].errors.relative_l2,
+        shown.errors.relative_l2,
+    )
+
+
+def _is_explained(
+    failure: Failure, before: Mapping[tuple[Kind, str], TensorResult], judged: Sequence[TensorResult]
+) -> bool:
+    """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them."""
+    share = {
+        key: result.errors.relative_l2 / max(before[key].errors.relative_l2, _TINY)
+        for result in judged
+        for key in [(result.kind, result.name)]
+    }
+    tells = sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") >= _FEW
+    evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
+
+    def explained(result: TensorResult) -> bool:
+        left = share[result.kind, result.name]
+        if result.passed or (result.errors.relative_l2 <= result.tolerance_relative_l2 and left < _NEARLY_NOTHING):
+            return True
+        return result.kind != "output" and (evident or left < _HELPS_MUCH)
+
+    return all(map(explained, judged))
+
+
+def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
+    """Whether the hypotheses explain what fails on the probing inputs too: much of it, or all but rounding."""
+    if failure is None:
+        return True
+    outputs = outputs_under(failure.prepared, combination, torch.float64)
+    if outputs is None:
+        return False
+    for result in failure.outputs:
+        key = (result.kind, result.name)
+        if not result.passed:
+            candidate, right = failure.candidate[key].double(), outputs[result.name]
+            left = _row_by_row(right, candidate)
+            if left > _HELPS_MUCH * _row_by_row(failure.golden[key], candidate):
+                model = tensors_under(failure.prepared, combination, failure.precision)
+                if model is None or left > FAITHFUL * _row_by_row(right, model[key]):
+                    return False
+    return True
+
+
+def _row_by_row(one: Tensor, other: Tensor) -> float:
+    """How far the rows of two tensors are apart on average, at most 1 each: a row that meets another expert is one."""
+    norms = (
+        torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
+    )
+    apart, of_one, of_other = norms
+    return (apart / torch.maximum(of_one, of_other).clamp(min=_TINY)).clamp(max=1.0).mean().item()
+
+
+def _shows(result: TensorResult) -> tuple[bool, bool, float]:
+    """How well a tensor shows what is wrong: a failed output best."""
+    return not result.passed, result.kind == "output", result.margin
