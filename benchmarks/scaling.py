@@ -5,6 +5,9 @@
 The clock of ``pytest cases -n 0`` over that of ``-n 2``, each started anew, imports and report included: with one
 thread a process, so that both compute alike, for one seed and for several, since each process imports PyTorch and TE
 anew; and with as many threads as PyTorch and the plugin choose by themselves, which is what users get.
+
+Beside it, what the machine gives: twice the clock of one ``-n 0`` over that of two at once, which share nothing but the
+processor, its caches and the memory. No sharing out of items makes more of two cores.
 """
 
 from __future__ import annotations
@@ -39,20 +42,27 @@ class Run:
         return f"{self.seeds} seed{'s' if self.seeds > 1 else ''}, {threads}"
 
 
-def seconds(run: Run, workers: int, keyword: str | None) -> float:
-    """Of the clock, for a whole run."""
+def seconds(run: Run, workers: int, keyword: str | None, at_once: int = 1) -> float:
+    """Of the clock, until all of so many whole runs, started together, have ended."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-n", str(workers)]
-        command += [f"--parity-report={folder}", f"--parity-seeds={run.seeds}", *(["-k", keyword] if keyword else [])]
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        if run.one_thread:
-            environment["OMP_NUM_THREADS"] = "1"
         began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parent)
-        took = time.perf_counter() - began
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return took
+        started = [_started(run, workers, keyword, f"{folder}/{i}") for i in range(at_once)]
+        for process in started:
+            output, _ = process.communicate()
+            if process.returncode != 0:
+                raise SystemExit(f"{process.args} ended with {process.returncode}:\n{output[-2000:]}")
+        return time.perf_counter() - began
+
+
+def _started(run: Run, workers: int, keyword: str | None, report: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-n", str(workers)]
+    command += [f"--parity-report={report}", f"--parity-seeds={run.seeds}", *(["-k", keyword] if keyword else [])]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if run.one_thread:
+        environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=CASES.parent
+    )
 
 
 def main() -> None:
@@ -61,19 +71,23 @@ def main() -> None:
     made.add_argument("--seeds", type=int, default=3, help="of the longer run")
     made.add_argument("--repeats", type=int, default=1)
     arguments = made.parse_args()
-    rows, ratios = [], {}
+    rows, measures = [], []
     for run in (Run(1, True), Run(arguments.seeds, True), Run(1, False)):
-        took = {0: math.inf, 2: math.inf}
-        for _ in range(arguments.repeats):  # in turn, so that a busy spell of the machine meets both
-            for workers in took:
-                took[workers] = min(took[workers], seconds(run, workers, arguments.keyword))
-        ratios[run] = took[0] / took[2]
-        rows.append((run.name, *(f"{took[workers]:.1f}" for workers in took), f"{ratios[run]:.2f}"))
-    measures = [
-        Measure(f"-n 0 over -n 2, {run.name}", ratio, 1.8 if run.one_thread else None, at_least=True)
-        for run, ratio in ratios.items()
-    ]
-    report(__doc__, measures, ("run", "-n 0 (s)", "-n 2 (s)", "ratio"), rows, arguments.out, machine())
+        alone, shared, at_once = math.inf, math.inf, math.inf
+        for _ in range(arguments.repeats):  # in turn, so that a busy spell of the machine meets all
+            alone = min(alone, seconds(run, 0, arguments.keyword))
+            shared = min(shared, seconds(run, 2, arguments.keyword))
+            if run.one_thread:
+                at_once = min(at_once, seconds(run, 0, arguments.keyword, at_once=2))
+        ratio, given = alone / shared, 2 * alone / at_once
+        measures.append(Measure(f"-n 0 over -n 2, {run.name}", ratio, 1.8 if run.one_thread else None, at_least=True))
+        row = [run.name, f"{alone:.1f}", f"{shared:.1f}", f"{ratio:.2f}", "", ""]
+        if run.one_thread:
+            measures.append(Measure(f"what the machine gives: two runs at once, {run.name}", given, at_least=True))
+            row[-2:] = f"{at_once:.1f}", f"{given:.2f}"
+        rows.append(tuple(row))
+    headers = ("run", "-n 0 (s)", "-n 2 (s)", "ratio", "two -n 0 at once (s)", "2 x -n 0 over that")
+    report(__doc__, measures, headers, rows, arguments.out, machine())
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from torch import nn
 from parity.calls import Call, Edit, Trace, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
-from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, with_number
+from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, users, with_number
 
 _POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
+_FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are told by its name
 _NEAR = (0.9, 1.1)  # times the reference's own: from one of them another number is looked for
 
 
@@ -29,7 +30,7 @@ class Factor:
 
 
 def factors(trace: Trace) -> list[Factor]:
-    """Every multiplication of activations by a positive number but 1, in order, but for the scales of attention."""
+    """Every multiplication of activations by a positive number but 1, in order; not of scores, nor within a function."""
     softmaxes = (call for call in trace.calls if call.name == "softmax")
     of_attention = {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
     found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
@@ -71,7 +72,10 @@ def _factor(trace: Trace, call: Call) -> Factor | None:
             return None
     tensor = trace.tensor(x)
     is_activation = tensor.dim() > 1 and tensor.is_floating_point() and trace.parameter(x) is None
-    return Factor(call, value) if is_activation and value != 1.0 and len(call.outputs) == 1 else None
+    if not is_activation or value == 1.0 or len(call.outputs) != 1:
+        return None
+    is_of_function = any(user.name in _FUNCTIONS for user, _ in users(trace, call.outputs[0]))
+    return None if is_of_function else Factor(call, value)
 
 
 def _instead_of(right: float) -> Callable[[float], Mistake[Factor]]:
