@@ -30,7 +30,7 @@ class Factor:
 
 
 def factors(trace: Trace) -> list[Factor]:
-    """Every multiplication of activations by a positive number but 1, in order; not of scores, nor within a function."""
+    """Every multiplication of activations by a positive number but 1, in order; not of scores, nor in a function."""
     softmaxes = (call for call in trace.calls if call.name == "softmax")
     of_attention = {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
     found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
