@@ -300,9 +300,11 @@ class _RoundingMode(TorchDispatchMode):
         """
         if self.freedom.stores_scores or not probabilities.numel():
             return self._store(probabilities, "attention")
-        has_sinks = softmax is not None and softmax.shape[-1] > probabilities.shape[-1]
-        of_row = softmax if softmax is not None and has_sinks else probabilities
-        largest_of_row = of_row.amax(-1).view(*probabilities.shape[:-1], 1)
+        largest_of_row = probabilities.amax(-1, keepdim=True)
+        if softmax is not None and softmax.shape[-1] > probabilities.shape[-1]:
+            with_sinks = softmax.amax(-1)
+            if with_sinks.numel() == largest_of_row.numel():  # else the rows are not the softmax's
+                largest_of_row = with_sinks.view_as(largest_of_row)
         largest_of_row = largest_of_row.clamp(min=torch.finfo(probabilities.dtype).tiny)
         return self._store(probabilities / largest_of_row, "attention") * largest_of_row
 
