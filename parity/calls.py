@@ -12,12 +12,13 @@ more.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -107,6 +108,7 @@ class Trace:
     def __post_init__(self) -> None:
         self._producers: dict[int, Call] = {}
         self._users: dict[int, list[Call]] = {}
+        self.found: dict[Any, Any] = {}  # see ``once_a_trace``
 
     def add(self, call: Call) -> None:
         """Append a call."""
@@ -137,6 +139,22 @@ class Trace:
     def parameter(self, value: Any) -> str | None:
         """The name of the parameter that a value is."""
         return self.parameters.get(value.number) if isinstance(value, Value) else None
+
+
+Found = TypeVar("Found")
+
+
+def once_a_trace(find: Callable[[Trace], list[Found]]) -> Callable[[Trace], list[Found]]:
+    """``find``, which looks through a complete trace once, however many ask for what it finds there."""
+
+    @functools.wraps(find)
+    def kept(trace: Trace) -> list[Found]:
+        if find not in trace.found:
+            trace.found[find] = find(trace)
+        found: list[Found] = trace.found[find]
+        return found
+
+    return kept
 
 
 Substitute = Callable[..., Any]

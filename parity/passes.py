@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -83,14 +83,13 @@ def under_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Abs
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
-    return rounded(rounding, parameters.values(), freedom, _scaled_together(prepared), plain)
+    return rounded(rounding, parameters.values(), freedom, _scaled_together(prepared.weights, parameters), plain)
 
 
-def _scaled_together(prepared: Prepared) -> list[list[Tensor]]:
+def _scaled_together(weight_map: weights.WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
     """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
-    parameters = dict(prepared.reference.named_parameters())
     groups: dict[str, list[str]] = defaultdict(list)
-    for left, right in prepared.weights.items():
+    for left, right in weight_map.items():
         for name in weights.names(right):
             groups[_SEPARATE_QKV.sub("qkv_weight", name)] += weights.names(left)
     return [[parameters[name] for name in group] for group in groups.values() if len(group) > 1]

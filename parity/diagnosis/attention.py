@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.blocked_attention import are_too_many_scores
-from parity.calls import Call, Edit, Trace, Value, edit
+from parity.calls import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.diagnosis.masks import HIDDEN, Bias
 from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
 from parity.long_sequences import SDPA
@@ -128,6 +128,7 @@ class Attention:
         return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype)),)
 
 
+@once_a_trace
 def attentions(trace: Trace) -> list[Attention]:
     """Every attention that the trace computes, in order."""
     return [attention for attention in seeming_attentions(trace) if _is_right(trace, attention)]

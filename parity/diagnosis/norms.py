@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.calls import Call, Edit, Trace, Value, edit
+from parity.calls import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.straight_through import rounded_to
@@ -71,6 +71,7 @@ class Norm:
         return (edit(self.call, self.needs, lambda was, *values: changed.compute(*values).to(was.dtype)),)
 
 
+@once_a_trace
 def norms(trace: Trace) -> list[Norm]:
     """Every norm over the last dimension that the trace computes, in order."""
     found = [norm for call in trace.calls if (norm := _called(call) or _written_out(trace, call)) is not None]

@@ -6,9 +6,8 @@ its own, as in GPT-NeoX.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -116,15 +115,11 @@ def _ends_a_branch(trace: Trace, value: Value) -> bool:
 def _readers(trace: Trace, result: Value, of_second: Sequence[Value]) -> tuple[Call, ...]:
     """The linear layers that read a norm for the second branch."""
     return tuple(
-        call
-        for call in trace.calls
-        if call.name in LINEAR
-        and call.outputs[0] in of_second
-        and any(back(trace, given, _THROUGH | RESHAPES) == result for given in call.inputs)
+        call for call in trace.calls if call.name in LINEAR and call.outputs[0] in of_second and result in call.inputs
     )
 
 
-def _reading(call: Call, norm: Value, given: tuple[Value, ...], normed: Any) -> Edit:
+def _reading(call: Call, norm: Value, given: tuple[Value, ...], normed: Callable[..., Tensor]) -> Edit:
     """The linear layer is to read what ``normed`` makes of the values in the place of the norm's result."""
     others = [value for value in call.inputs if value != norm]
 

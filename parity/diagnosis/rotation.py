@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.calls import Call, Edit, Trace, Value, edit
+from parity.calls import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.diagnosis.attention import seeming_attentions
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
@@ -99,6 +99,7 @@ class Rotation:
         return (edit(self.call, (self.x,), lambda was, x: changed.compute(x).to(was.dtype)),)
 
 
+@once_a_trace
 def rotations(trace: Trace) -> list[Rotation]:
     """The rotation of each attention's query and key, in order."""
     found: dict[int, Rotation] = {}

@@ -129,7 +129,7 @@ def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
 def _weighted(router: Router, change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
     """The weights are to be changed."""
     if router.weighting is not router.choice:
-        return (edit(router.weighting, (), lambda was: change(was)),)
+        return (edit(router.weighting, (), change),)
     return (edit(router.choice, (), lambda was: type(was)((change(was[0]), was[1]))),)
 
 

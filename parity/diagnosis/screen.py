@@ -20,10 +20,14 @@ from parity.diagnosis.trial import outputs_under
 FAITHFUL = 1.2
 """Times the expected error, which ends the search."""
 
+EXACT = 0.5
+"""Of the error, which a hypothesis must bring down to that."""
+
+TINY = 1e-300
+"""Stands for a norm of zero below a fraction."""
+
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
-_EXACT = 0.5  # of the error, which a hypothesis must bring down to that
 _CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
-_TINY = 1e-300
 _FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
 
 
@@ -78,7 +82,7 @@ class Screen:
         """Whether what is left is no more than a faithful port at the precision has."""
         share, combination = entry
         alone = self._rows is not None and not any(one.around for one in combination)
-        return share < _EXACT and share * self._before[alone] <= self._faithful
+        return share < EXACT and share * self._before[alone] <= self._faithful
 
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
@@ -120,7 +124,7 @@ class Screen:
         golden = self._of_rows(self._golden, alone)
         outputs = self._of_rows(outputs, alone) if cut else outputs
         return max(
-            _norm(outputs[name].double() - x) / (max(_norm(golden[name]), _TINY) * self._tolerances[name])
+            _norm(outputs[name].double() - x) / (max(_norm(golden[name]), TINY) * self._tolerances[name])
             for name, x in truth.items()
         )
 

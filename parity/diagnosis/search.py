@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis, Scope
-from parity.diagnosis.screen import Budget, Ranked, Screen
+from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
 from parity.diagnosis.verify import Explanation, is_loud, verified
 
 CHECKS_FOR_SEARCH = 9.0
@@ -28,7 +28,6 @@ _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
-_EXACT = 0.5  # of the error, which a hypothesis must bring down to that
 _TUNED = 4  # mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
@@ -37,7 +36,7 @@ _FINE = 0.02  # in logarithms: constants that are so near are one, where one of 
 _TUNING_WINDOWS = 3  # that are searched, one beyond the other
 _AS_GOOD = 1.05  # times the error that the best constant leaves
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
-_PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``_EXACT``
+_PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
@@ -119,7 +118,7 @@ def _line_search(screen: Screen, one: Hypothesis, reach: float, budget: Budget) 
     for _ in range(_TUNING_WINDOWS):
         low, high = center - reach, center + reach
         for step in range(_TUNING_STEPS):
-            promising = step < _PROMISING_STEPS or any(left < _EXACT for left, _ in tried.values())
+            promising = step < _PROMISING_STEPS or any(left < EXACT for left, _ in tried.values())
             fine = high - low < _FINE and any(map(screen.is_exact, tried.values()))
             if not promising or fine or budget.spent():
                 break

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import FAITHFUL
+from parity.diagnosis.screen import FAITHFUL, TINY
 from parity.diagnosis.trial import outputs_under, tensors_under
 from parity.freedom import FUSED, UNFUSED
 from parity.result import Kind, TensorResult
@@ -20,7 +20,6 @@ _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
 _FEW = 32  # elements of all outputs, which many a mistake would explain by chance
-_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):
         return None
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
-    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, _TINY) for result in judged]
+    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
     return Explanation(
         combination,
         all(result.passed for result in judged),
@@ -82,7 +81,7 @@ def _is_explained(
 ) -> bool:
     """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them."""
     share = {
-        key: result.errors.relative_l2 / max(before[key].errors.relative_l2, _TINY)
+        key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
         for result in judged
         for key in [(result.kind, result.name)]
     }
@@ -123,7 +122,7 @@ def _row_by_row(one: Tensor, other: Tensor) -> float:
         torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
     )
     apart, of_one, of_other = norms
-    return (apart / torch.maximum(of_one, of_other).clamp(min=_TINY)).clamp(max=1.0).mean().item()
+    return (apart / torch.maximum(of_one, of_other).clamp(min=TINY)).clamp(max=1.0).mean().item()
 
 
 def _shows(result: TensorResult) -> tuple[bool, bool, float]:

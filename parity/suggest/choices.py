@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, permutations
 
@@ -52,7 +52,7 @@ def choices(matching: Matching, shapes: Shapes, geometry: Geometry) -> tuple[lis
     """
     alternatives = [(group, layouts(group, shapes, geometry)) for group in matching.groups]
     misfits = [group for group, found in alternatives if not found]
-    twins = _twins(matching, list(shapes.candidate))
+    twins = _twins(matching, {name: i for i, name in enumerate(shapes.candidate)})
     found = [_with_twins(own, group, twins.get(group, [])) for group, own in alternatives if own]
     single = set(matching.candidate_left).difference(*twins.values())
     found += [own for unit in matching.candidate_left if unit in single and (own := constant_layouts(unit))]
@@ -60,14 +60,14 @@ def choices(matching: Matching, shapes: Shapes, geometry: Geometry) -> tuple[lis
     return [_joint(members) for members in _families(found)], misfits
 
 
-def _twins(matching: Matching, declared: Sequence[str]) -> dict[Group, list[Unit]]:
+def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
     """Norms of TE that the reference lacks, by the group of the norm before, which may hold the same numbers.
 
     A layer of TE whose blocks are parallel has two norms, where the reference may have one.
     """
 
     def place(unit: Unit) -> int:
-        return min(declared.index(name) for name in unit.parameters.values())
+        return min(declared[name] for name in unit.parameters.values())
 
     twins: dict[Group, list[Unit]] = {}
     for unit in matching.candidate_left:
