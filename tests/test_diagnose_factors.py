@@ -36,7 +36,7 @@ def found(right: float, scale: float):
     return [(finding.title, finding.message) for finding in result.findings]
 
 
-@pytest.mark.parametrize(("right", "scale"), [(2.0, 1.0), (0.5, 3.0), (2.0, 2.2)])
+@pytest.mark.parametrize(("right", "scale"), [(2.0, 1.0), (0.5, 3.0), (2.0, 2.2), (2.0, 1.82), (0.22, 0.2)])
 def test_another_factor_is_found_and_both_are_told(right, scale):
     ((title, message),) = found(right, scale)
     assert title == "factor"

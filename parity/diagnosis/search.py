@@ -32,9 +32,11 @@ _TUNED = 4  # mistakes whose constant is looked for
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
-_FINE = 0.02  # in logarithms: constants that are so near are one, where one of them is exact enough
+_NEARBY = math.log(1.25)  # ditto where a known constant explains: the port's own may lie beside it
+_FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
 _TUNING_WINDOWS = 3  # that are searched, one beyond the other
 _AS_GOOD = 1.05  # times the error that the best constant leaves
+_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
 _PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -86,9 +88,10 @@ def _screened(
     for entry in screen.shares(combinations, budget):
         ranked.append(entry)
         if screen.is_exact(entry):
-            explanation = verified(failure, entry[1])
-            if explanation is not None and explanation.complete:
-                return [explanation]
+            for nearest in (*_sharper(screen, entry, budget), entry):
+                explanation = verified(failure, nearest[1])
+                if explanation is not None and explanation.complete:
+                    return [explanation]
     ranked.sort(key=lambda entry: entry[0])
     return _verified(failure, ranked, budget)
 
@@ -100,6 +103,13 @@ def _tuned(screen: Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ran
         if one.tuned is not None and one.value is not None and share < _HELPS_LITTLE:
             best.setdefault((one.title, one.scope), (one, _TUNING_RANGE if share < _HELPS else _FAR))
     return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, *one, budget)]
+
+
+def _sharper(screen: Screen, entry: Ranked, budget: Budget) -> list[Ranked]:
+    """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
+    share, (one, *others) = entry
+    found = [] if others else _line_search(screen, one, _NEARBY, budget)
+    return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
 
 
 def _line_search(screen: Screen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
@@ -131,8 +141,8 @@ def _line_search(screen: Screen, one: Hypothesis, reach: float, budget: Budget) 
     if not tried:
         return []
     best = min(tried, key=share)
-    plain = math.log(float(f"{math.exp(best):.0e}"))  # people write 1e-4 where the search ends at 1.04e-4
-    chosen = plain if share(plain) < _AS_GOOD * share(best) else best
+    plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
+    chosen = next((number for number in plain if share(number) < _AS_GOOD * share(best)), best)
     return [tried[chosen]] if math.isfinite(share(chosen)) else []
 
 
