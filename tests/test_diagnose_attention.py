@@ -97,6 +97,11 @@ def test_a_bias_of_another_size_is_found():
     assert found(dict(alibi=True), call=other) == ["attention-bias"]
 
 
+def test_a_bias_of_another_head_is_found():
+    other = dict(core_attention_bias_type="alibi", alibi_slopes=SLOPES.flip(0))
+    assert found(dict(alibi=True), call=other) == ["attention-bias"]
+
+
 def test_sinks_that_are_missing_or_zero_are_found():
     assert found(dict(sinks=True), softmax_type="learnable") == ["passed"]
     assert found(dict(sinks=True), softmax_type="vanilla") == ["softmax-sink"]

@@ -107,6 +107,10 @@ def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
             changed(lambda shown: shown.transpose(-2, -1)),
         )
 
+    for described, move in _moved_heads(bias).items():
+        name = f"bias of {described}"
+        yield MaskMistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))
+
     def times(factor: float) -> MaskMistake:
         name = f"bias times {factor:.3g}"
         return MaskMistake(
@@ -119,6 +123,18 @@ def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
         )
 
     yield from map(times, (0.5, 2.0))
+
+
+def _moved_heads(bias: Tensor) -> dict[str, Bias]:
+    """Other heads whose bias a head may have, where ``[..., heads, queries, keys]`` is not the same for all."""
+    if bias.dim() < 3 or torch.equal(bias, bias.roll(1, -3)):
+        return {}
+    return {
+        "the heads in reverse order": lambda shown: shown.flip(-3),
+        "the head before": lambda shown: shown.roll(1, -3),
+        "the head after": lambda shown: shown.roll(-1, -3),
+        "the first head": lambda shown: shown[..., :1, :, :].expand_as(shown),
+    }
 
 
 def band_of(hidden: Tensor) -> tuple[Band | None, bool]:

@@ -6,13 +6,11 @@ from fnmatch import fnmatch
 
 from parity.user_error import UserError
 from parity.zoo.bug import Bug
-from parity.zoo.bugs import activation, attention, layer, norm, quantization, rope, training, weights
+from parity.zoo.bugs import activation, attention, layer, mixture, norm, quantization, rope, training, weights
 
-BUGS: dict[str, Bug] = {
-    bug.name: bug
-    for module in (weights, norm, activation, rope, attention, layer, training, quantization)
-    for bug in module.BUGS
-}
+_SUBJECTS = (weights, norm, activation, rope, attention, layer, mixture, training, quantization)
+
+BUGS: dict[str, Bug] = {bug.name: bug for module in _SUBJECTS for bug in module.BUGS}
 
 
 def chosen(pattern: str) -> tuple[Bug, ...]:
@@ -29,5 +27,4 @@ def chosen(pattern: str) -> tuple[Bug, ...]:
 
 def subject(bug: Bug) -> str:
     """The file that has it, e.g. ``rope``."""
-    modules = (weights, norm, activation, rope, attention, layer, training, quantization)
-    return next(module.__name__.rpartition(".")[2] for module in modules if bug in module.BUGS)
+    return next(module.__name__.rpartition(".")[2] for module in _SUBJECTS if bug in module.BUGS)

@@ -87,11 +87,7 @@ def test_a_host_runs_at_its_precisions(host: Case, precision: str):
 
 
 def test_a_pattern_chooses_bugs():
-    assert {bug.name for bug in chosen("window-*")} == {
-        "window-one-too-wide",
-        "window-one-too-narrow",
-        "window-missing",
-    }
+    assert {bug.name for bug in chosen("window-one-*")} == {"window-one-too-wide", "window-one-too-narrow"}
 
 
 def test_a_pattern_that_no_bug_matches_is_told():

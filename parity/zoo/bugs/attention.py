@@ -13,8 +13,8 @@ from parity.case import Pair
 from parity.formats import tf32
 from parity.zoo.bug import Bug, Plant
 from parity.zoo.construction import construction_of
-from parity.zoo.hosts.core_attention import WINDOW
-from parity.zoo.plants import Call, called, constructed_with, with_argument, with_inputs
+from parity.zoo.hosts.core_attention import WINDOW, slopes
+from parity.zoo.plants import Call, called, constructed_with, parameter_filled, with_argument, with_inputs
 
 CORE = ("causal_attention",)
 LAYER_NUMBER = 12
@@ -69,6 +69,20 @@ def _heads_tiled(call: Call) -> Call:
         order = torch.arange(heads, device=query.device).view(-1, groups).t().flatten()
         context = call(module, query[:, :, order], key, value).unflatten(-1, (heads, -1))
         return context[:, :, order.argsort()].flatten(2)
+
+    return mistaken
+
+
+def _without_alibi(call: Call) -> Call:
+    return lambda module, query, key, value: module(query, key, value)
+
+
+def _slopes_reversed(call: Call) -> Call:
+    """The slopes are in the order of another implementation, the smallest first."""
+
+    def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        alibi_slopes = slopes(query.shape[2]).flip(0).to(query.device)
+        return module(query, key, value, core_attention_bias_type="alibi", alibi_slopes=alibi_slopes)
 
     return mistaken
 
@@ -171,6 +185,28 @@ BUGS = (
         ("window_attention",),
         constructed_with(window_size=None),
         "window",
+    ),
+    Bug(
+        "window-where-there-is-none",
+        "A sliding window, as other layers of the model have one.",
+        CORE,
+        constructed_with(window_size=(WINDOW, 0)),
+        "window",
+    ),
+    Bug(
+        "sinks-not-loaded",
+        "softmax_offset keeps the zeros with which TE begins.",
+        ("sink_attention",),
+        parameter_filled("softmax_offset", 0.0),
+        "weight-not-copied",
+    ),
+    Bug("alibi-missing", "No bias was passed.", ("alibi_attention",), called(_without_alibi), "attention-bias"),
+    Bug(
+        "alibi-slopes-reversed",
+        "The heads' slopes are in the reverse order.",
+        ("alibi_attention",),
+        called(_slopes_reversed),
+        "attention-bias",
     ),
     Bug(
         "softcap-missing", "softcap was never passed.", ("softcap_attention",), constructed_with(softcap=0.0), "softcap"

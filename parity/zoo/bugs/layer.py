@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 
 from torch import Tensor, nn
 
 from parity.case import Pair
 from parity.zoo.bug import Bug, Plant
+from parity.zoo.hosts.linear import LowRankLinear
 from parity.zoo.hosts.model import TEModel
 from parity.zoo.plants import both, constructed_with, edited, with_output
 
@@ -45,6 +47,14 @@ def _without_final_norm(model: TEModel) -> None:
 
 def _without_residual(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
     return output - x
+
+
+def _scaled(scale: Callable[[float], float]) -> Plant:
+    def edit(module: nn.Module) -> None:
+        assert isinstance(module, LowRankLinear)
+        module.scale = scale(module.scale)
+
+    return edited(edit)
 
 
 BUGS = (
@@ -89,6 +99,27 @@ BUGS = (
         LAYERS,
         constructed_with(parallel_attention_mlp=True),
         "parallel-block",
+    ),
+    Bug(
+        "sequential-for-parallel-block",
+        "parallel_attention_mlp was never passed: the MLP reads what attention made of the layer's input.",
+        ("parallel_layer",),
+        constructed_with(parallel_attention_mlp=False),
+        "parallel-block",
+    ),
+    Bug(
+        "low-rank-scale-missing",
+        "LoRA's alpha over its rank was left out.",
+        ("low_rank_linear",),
+        _scaled(lambda scale: 1.0),
+        "factor",
+    ),
+    Bug(
+        "low-rank-scale-by-root-of-rank",
+        "LoRA's alpha is divided by the root of its rank, as rank-stabilised LoRA does.",
+        ("low_rank_linear",),
+        _scaled(lambda scale: scale * 4.0),
+        "factor",
     ),
     Bug(
         "post-norm",

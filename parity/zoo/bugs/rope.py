@@ -44,6 +44,19 @@ def _half(phases: Tensor) -> Tensor:
     return torch.cat((quarter, quarter), dim=-1)
 
 
+def _whole(phases: Tensor) -> Tensor:
+    """The phases of all channels, where half of them are rotated."""
+    head_dim = 2 * phases.shape[-1]
+    positions = torch.arange(phases.shape[0], device=phases.device)
+    half = _phases_of_base(RIGHT_BASE, positions, head_dim)
+    return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+
+def _phases_of_base(base: float, positions: Tensor, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    return positions.float()[:, None] / base**exponents
+
+
 def _long(phases: Callable[[TELongAttention, Tensor], Tensor]) -> Plant:
     def edit(module: nn.Module) -> None:
         assert isinstance(module, TELongAttention)
@@ -65,8 +78,7 @@ def _tf32_product(module: TELongAttention, positions: Tensor) -> Tensor:
 
 
 def _of_base_10000(module: TELongAttention, positions: Tensor) -> Tensor:
-    exponents = torch.arange(0, module.head_dim, 2, device=positions.device, dtype=torch.float32) / module.head_dim
-    return positions.float()[:, None] / RIGHT_BASE**exponents
+    return _phases_of_base(RIGHT_BASE, positions, module.head_dim)
 
 
 def _make_submodule(module: nn.Module) -> None:
@@ -83,6 +95,13 @@ BUGS = (
         both(constructed_with(rotary_pos_interleaved=True), _rope(_interleaved)),
         "rope-layout",
     ),
+    Bug(
+        "rope-interleaved-on-the-layer-alone",
+        "rotary_pos_interleaved=True for the layer, and phases as of halves.",
+        ("attention",),
+        constructed_with(rotary_pos_interleaved=True),
+        "rope-layout",
+    ),
     Bug("rope-base-wrong", "RoPE's base is 500,000 for 10,000.", SELF_ATTENTION, _rope(_of_wrong_base), "rope-base"),
     Bug(
         "rope-keys-one-position-late",
@@ -92,6 +111,13 @@ BUGS = (
         "rope-position",
     ),
     Bug("rope-partial", "rotary_percent=0.5: half of the channels stay.", SELF_ATTENTION, _rope(_half), "rope-partial"),
+    Bug(
+        "rope-of-all-channels",
+        "rotary_percent was never passed: all channels are rotated, where the reference rotates half of them.",
+        ("partial_rope_attention",),
+        _rope(_whole),
+        "rope-partial",
+    ),
     Bug(
         "rope-on-queries-alone",
         "Keys are not rotated.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parity.case import Pair
@@ -27,6 +28,19 @@ class InterleavedRotaryEmbedding(RotaryEmbedding):
         """Shapes as ``RotaryEmbedding``'s."""
         positions = self.inv_freq.new_ones(x.shape[1]).cumsum(0) - 1
         return rotate_interleaved(x, positions[:, None] * self.inv_freq)
+
+
+class PartialRotaryEmbedding(nn.Module):
+    """RoPE of the first half of each head's channels, as in Phi and GPT-NeoX."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.rotated = head_dim // 2
+        self.rope = RotaryEmbedding(self.rotated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes as ``RotaryEmbedding``'s."""
+        return torch.cat((self.rope(x[..., : self.rotated]), x[..., self.rotated :]), dim=-1)
 
 
 @host("attention", SMALL, LARGE)
@@ -55,8 +69,23 @@ def meta_rope_attention(te: ModuleType, hidden: int, heads: int, groups: int, **
     return pair
 
 
-def _pair(te: ModuleType, weights: WeightMap, hidden: int, heads: int, groups: int, **te_arguments: Any) -> Pair:
-    rope = te.RotaryPositionEmbedding(hidden // heads)
+@host("partial_rope_attention", SMALL, LARGE)
+def partial_rope_attention(te: ModuleType, hidden: int, heads: int, groups: int, **_: Any) -> Pair:
+    pair = _pair(te, SEPARATE, hidden, heads, groups, rotary_percent=0.5)
+    pair.reference.rope = PartialRotaryEmbedding(hidden // heads)
+    return pair
+
+
+def _pair(
+    te: ModuleType,
+    weights: WeightMap,
+    hidden: int,
+    heads: int,
+    groups: int,
+    rotary_percent: float = 1.0,
+    **te_arguments: Any,
+) -> Pair:
+    rope = te.RotaryPositionEmbedding(hidden // heads, rotary_percent=rotary_percent)
 
     def call_candidate(module: nn.Module, x: Tensor) -> Tensor:
         return module(x, rotary_pos_emb=rope(x.shape[1]))
@@ -80,4 +109,10 @@ def _pair(te: ModuleType, weights: WeightMap, hidden: int, heads: int, groups: i
     )
 
 
-HOSTS = (attention, interleaved_qkv_attention, stacked_qkv_attention, meta_rope_attention)
+HOSTS = (
+    attention,
+    interleaved_qkv_attention,
+    stacked_qkv_attention,
+    meta_rope_attention,
+    partial_rope_attention,
+)

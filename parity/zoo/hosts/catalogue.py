@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from parity.case import Case
-from parity.zoo.hosts import attention, core_attention, layer, linear, mlp, model, norm, rope, training
+from parity.zoo.hosts import attention, core_attention, layer, linear, mixture, mlp, model, norm, rope, training
 
 HOSTS: dict[str, Case] = {
     case.name: case
-    for module in (linear, norm, mlp, core_attention, attention, rope, layer, model, training)
+    for module in (linear, norm, mlp, core_attention, attention, rope, layer, mixture, model, training)
     for case in module.HOSTS
 }

@@ -21,6 +21,7 @@ LARGE = dict(batch=2, seq=128, heads=8, groups=2, head_dim=64)
 CROSS = (SMALL | dict(seq_kv=48), LARGE | dict(seq_kv=160))
 WINDOW = 8
 SOFTCAP = 2.0
+LARGEST_SLOPE = 0.5  # of ALiBi's first head; each head's is half of the one before
 
 
 class BottomRightAttention(nn.Module):
@@ -39,9 +40,42 @@ class SoftcapAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Arguments and result as ``CoreAttention``'s."""
-        scores = SOFTCAP * torch.tanh(_scores(query, key) / SOFTCAP)
+        return _attend(_causal(SOFTCAP * torch.tanh(_scores(query, key) / SOFTCAP)), value)
+
+
+class SinkAttention(nn.Module):
+    """Causal attention whose softmax has one more term, a score for each head that no key has, as in gpt-oss."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.empty(heads).normal_())
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Arguments and result as ``CoreAttention``'s."""
+        scores = _causal(_scores(query, key))
+        sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        return _weighted(torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1], value)
+
+
+class AlibiAttention(nn.Module):
+    """Causal attention whose scores fall with the distance, as in Bloom and MPT."""
+
+    slopes: Tensor
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.register_buffer("slopes", slopes(heads))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Arguments and result as ``CoreAttention``'s."""
         positions = torch.arange(query.shape[1], device=query.device)
-        return _attend(scores.masked_fill(positions > positions[:, None], -math.inf), value)
+        bias = self.slopes[:, None, None] * (positions - positions[:, None])
+        return _attend(_causal(_scores(query, key) + bias.to(query.dtype)), value)
+
+
+def slopes(heads: int) -> Tensor:
+    """``[heads]``, FP32: ALiBi's, by which a score falls a position."""
+    return LARGEST_SLOPE ** torch.arange(1.0, heads + 1.0)
 
 
 def query_key_value(
@@ -69,6 +103,22 @@ def window_attention(te: ModuleType, **size: int) -> Pair:
 @host("softcap_attention", SMALL, LARGE, precisions=UNQUANTIZED)
 def softcap_attention(te: ModuleType, **size: int) -> Pair:
     return _pair(te, SoftcapAttention(), size, attn_mask_type="causal", softcap=SOFTCAP)
+
+
+@host("sink_attention", SMALL, LARGE, precisions=UNQUANTIZED)
+def sink_attention(te: ModuleType, **size: int) -> Pair:
+    pair = _pair(te, SinkAttention(size["heads"]), size, attn_mask_type="causal", softmax_type="learnable")
+    return dataclasses.replace(pair, weights={"sinks": "softmax_offset"})
+
+
+@host("alibi_attention", SMALL, LARGE, precisions=UNQUANTIZED)
+def alibi_attention(te: ModuleType, **size: int) -> Pair:
+    def call_candidate(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        alibi = dict(core_attention_bias_type="alibi", alibi_slopes=slopes(query.shape[2]).to(query.device))
+        return module(query, key, value, **alibi)
+
+    pair = _pair(te, AlibiAttention(size["heads"]), size, attn_mask_type="causal")
+    return dataclasses.replace(pair, call_candidate=call_candidate)
 
 
 @host("cached_attention", *CROSS, precisions=UNQUANTIZED)
@@ -119,10 +169,27 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return query.transpose(1, 2) @ key.permute(0, 2, 3, 1) / math.sqrt(query.shape[-1])
 
 
+def _causal(scores: Tensor) -> Tensor:
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    return scores.masked_fill(positions > positions[:, None], -math.inf)
+
+
 def _attend(scores: Tensor, value: Tensor) -> Tensor:
+    return _weighted(scores.softmax(dim=-1), value)
+
+
+def _weighted(probabilities: Tensor, value: Tensor) -> Tensor:
     """``[batch, seq_q, heads * head_dim]``."""
-    value = value.repeat_interleave(scores.shape[1] // value.shape[2], dim=2).transpose(1, 2)
-    return (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
+    value = value.repeat_interleave(probabilities.shape[1] // value.shape[2], dim=2).transpose(1, 2)
+    return (probabilities @ value).transpose(1, 2).flatten(2)
 
 
-HOSTS = (causal_attention, window_attention, softcap_attention, cached_attention, padded_attention)
+HOSTS = (
+    causal_attention,
+    window_attention,
+    softcap_attention,
+    sink_attention,
+    alibi_attention,
+    cached_attention,
+    padded_attention,
+)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity import reference
 from parity.case import Pair
-from parity.weights import WeightMap, stack
+from parity.weights import WeightMap, copies, stack
 from parity.zoo.construction import construct
 from parity.zoo.hosts.case import host
 
@@ -40,22 +41,48 @@ LLAMA_WEIGHTS: WeightMap = {
     stack("mlp.gate_proj.weight", "mlp.up_proj.weight"): "layernorm_mlp.fc1_weight",
     "mlp.down_proj.weight": "layernorm_mlp.fc2_weight",
 }
+PARALLEL_WEIGHTS: WeightMap = {
+    **{left: right for left, right in GPT_WEIGHTS.items() if str(left).startswith("attention.")},
+    **{
+        f"norm.{kind}": copies(f"self_attention.layernorm_qkv.layer_norm_{kind}", f"layernorm_mlp.layer_norm_{kind}")
+        for kind in ("weight", "bias")
+    },
+    **{f"up_proj.{kind}": f"layernorm_mlp.fc1_{kind}" for kind in ("weight", "bias")},
+    **{f"down_proj.{kind}": f"layernorm_mlp.fc2_{kind}" for kind in ("weight", "bias")},
+}
+
+
+class ParallelLayer(nn.Module):
+    """Attention and MLP side by side, which read one norm, as in GPT-J."""
+
+    def __init__(self, hidden: int, ffn: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.attention = reference.Attention(hidden, heads, heads, bias=True, rope=False)
+        self.up_proj, self.down_proj = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, seq, hidden]`` to the same."""
+        normed = self.norm(x)
+        return x + self.attention(normed) + self.down_proj(F.gelu(self.up_proj(normed), approximate="tanh"))
 
 
 @host("gpt_layer", SMALL, LARGE)
 def gpt_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **_: Any) -> Pair:
     return Pair(
         reference=reference.GPTLayer(hidden, ffn, heads),
-        candidate=construct(
-            te.TransformerLayer,
-            hidden,
-            ffn,
-            heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attn_input_format="bshd",
-        ),
+        candidate=_te_layer(te, hidden, ffn, heads),
         weights=GPT_WEIGHTS,
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+@host("parallel_layer", SMALL, LARGE)
+def parallel_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **_: Any) -> Pair:
+    return Pair(
+        reference=ParallelLayer(hidden, ffn, heads),
+        candidate=_te_layer(te, hidden, ffn, heads, parallel_attention_mlp=True),
+        weights=PARALLEL_WEIGHTS,
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
     )
 
@@ -78,19 +105,14 @@ def llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int, 
 
 def te_llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int) -> nn.Module:
     """TE's layer as a Llama has it, batch first, without dropout; its call takes the RoPE."""
-    return construct(
-        te.TransformerLayer,
-        hidden,
-        ffn,
-        heads,
-        num_gqa_groups=groups,
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attn_input_format="bshd",
+    return _te_layer(
+        te, hidden, ffn, heads, num_gqa_groups=groups, normalization="RMSNorm", activation="swiglu", bias=False
     )
 
 
-HOSTS = (gpt_layer, llama_layer)
+def _te_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **others: Any) -> nn.Module:
+    no_dropout = dict(hidden_dropout=0.0, attention_dropout=0.0)
+    return construct(te.TransformerLayer, hidden, ffn, heads, attn_input_format="bshd", **no_dropout, **others)
+
+
+HOSTS = (gpt_layer, parallel_layer, llama_layer)
