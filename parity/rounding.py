@@ -8,7 +8,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
   ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
 * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
 * the operands of attention's batched GEMMs to the dtype alone: TE computes attention in it under every recipe;
-* the sum of two activations of one shape (a residual stream, RoPE), which is stored as well.
+* the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
+* the gradient of an embedding, which is PyTorch's own kernel in a port too: it runs in the dtype, in which a CPU sums.
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
 
@@ -192,6 +193,8 @@ class _RoundingMode(TorchDispatchMode):
                 return func(*args, **kwargs)
             stored = self._store(func(*args, **kwargs))
             return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
+        if func is _EMBEDDING_BACKWARD and "storage" in self.rounding.parts:
+            return func(args[0].to(self.rounding.storage), *args[1:], **kwargs).to(args[0].dtype)
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self._store(result)
@@ -378,6 +381,7 @@ _LAYER_NORM = _aten.native_layer_norm.default
 _AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 _TABLES = (_aten.cos.default, _aten.sin.default)
 _SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
+_EMBEDDING_BACKWARD = _aten.embedding_dense_backward.default
 _SUM_IN_PLACE = _aten.add_.Tensor
 _SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
 

@@ -16,6 +16,7 @@ from parity.diagnosis.attention_mistakes import attention_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.linears import bias_hypotheses
+from parity.diagnosis.lookups import lookup_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
@@ -56,6 +57,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from residual_hypotheses(trace, module)
     yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
+    yield from lookup_hypotheses(trace, module)
     yield from routing_hypotheses(trace, module)
     yield from factor_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)

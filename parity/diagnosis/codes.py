@@ -64,6 +64,8 @@ CODES = {
     "output-scale": "PAR254",
     "loss-scale": "PAR255",
     "factor": "PAR256",
+    "embedding-position": "PAR257",
+    "embedding-missing": "PAR258",
     "routing-weights": "PAR261",
     "top-k": "PAR262",
     "tf32": "PAR301",

@@ -1,0 +1,220 @@
+"""Rows of tables that a reference looks up or adds by position, and ports that take others.
+
+Learned positions that begin at 2, as OPT's and RoBERTa's do; positions that padding does not count for; embeddings of
+positions or token types that are not added; a table that begins with the class token's row; T5's buckets of distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.walk import RESHAPES, back, binary
+
+Reindex = Callable[[Tensor], Tensor]
+
+_SHIFTS = (-2, -1, 1, 2)
+_FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # distances from which on T5 tells none from another; its own is 128
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """``call`` returns the rows of ``table`` that ``index`` names.
+
+    Attributes:
+        call: of ``embedding``, or an indexing.
+        table: a parameter, ``[rows, ...]``.
+        index: integers of any shape.
+        rows: of the table.
+        traced: the index of the traced pass.
+    """
+
+    call: Call
+    table: Value
+    index: Value
+    rows: int
+    traced: Tensor
+
+    def edits(self, change: Reindex) -> tuple[Edit, ...]:
+        """The rows of a changed index are to be returned; none where it is the same or leaves the table."""
+        changed = change(self.traced)
+        if torch.equal(changed, self.traced) or bool(((changed < 0) | (changed >= self.rows)).any()):
+            return ()
+        return (
+            edit(
+                self.call,
+                (self.table, self.index),
+                lambda was, table, index: _rows(table, change(index)).to(was.dtype),
+            ),
+        )
+
+    def left_out(self) -> tuple[Edit, ...]:
+        """Nothing is to be added."""
+        return (edit(self.call, (), torch.zeros_like),)
+
+
+@dataclass(frozen=True, eq=False)
+class Addition:
+    """``call`` adds ``table`` ``[..., positions, width]``, a parameter or part of one."""
+
+    call: Call
+    table: Value
+
+    def edits(self, change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
+        """A changed table is to be added."""
+        return (edit(self.call, (self.table,), lambda was, table: was + (change(table) - table).to(was.dtype)),)
+
+
+def lookups(trace: Trace) -> list[Lookup]:
+    """Every lookup in a parameter's rows, in order."""
+    return [lookup for call in trace.calls if (lookup := _lookup(trace, call)) is not None]
+
+
+def additions(trace: Trace) -> list[Addition]:
+    """Every addition of a table, in order."""
+    found = []
+    for call in trace.calls:
+        match binary(call):
+            case ("add", left, right):
+                tables = [x for x in (left, right) if isinstance(x, Value) and _is_of_parameter(trace, x)]
+                found += [Addition(call, table) for table in tables if _has_positions(trace.tensor(table))]
+    return found
+
+
+def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's lookups."""
+    found = lookups(trace)
+    by_position = [one for one in found if _are_positions(one.traced)]
+    mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3)), _LEFT_OUT]
+    yield from everywhere_and_somewhere(mistakes, by_position, module, lambda one: one.call.module)
+    others = [one for one in found if one not in by_position]
+    yield from everywhere_and_somewhere([_LEFT_OUT], others, module, lambda one: one.call.module)
+    for one in found:
+        yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one], module)
+    yield from everywhere_and_somewhere(_ADDED_OTHERWISE, additions(trace), module, lambda one: one.call.module)
+
+
+def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
+    """T5's buckets of distances: the near ones each its own, the far ones by their logarithm (arXiv 1910.10683).
+
+    Args:
+        distances: key's position less query's, integers.
+        buckets: how many there are.
+        farthest: distance from which on all are in the last bucket.
+        both_directions: whether keys after their query have half of the buckets; else they are in the first.
+    """
+    first = torch.zeros_like(distances)
+    if both_directions:
+        buckets //= 2
+        first = buckets * (distances > 0)
+    away = distances.abs() if both_directions else (-distances).clamp(min=0)
+    near = buckets // 2
+    logarithm = (away.clamp(min=1).float() / near).log() / math.log(farthest / near)
+    far = (near + (logarithm * (buckets - near)).long()).clamp(max=buckets - 1)
+    return first + torch.where(away < near, away, far)
+
+
+def _is_of_parameter(trace: Trace, value: Value) -> bool:
+    return trace.parameter(back(trace, value, RESHAPES | {"getitem", "expand"})) is not None
+
+
+def _has_positions(table: Tensor) -> bool:
+    return table.dim() > 1 and min(table.shape[-2:]) > 1
+
+
+def _rows(table: Tensor, index: Tensor) -> Tensor:
+    return F.embedding(index, table) if table.dim() == 2 else table[index]
+
+
+def _lookup(trace: Trace, call: Call) -> Lookup | None:
+    if len(call.args) < 2 or call.name not in ("embedding", "getitem"):
+        return None
+    table, index = call.args[:2] if call.name == "getitem" else call.args[1::-1]
+    if trace.parameter(table) is None or not isinstance(index, Value):
+        return None
+    traced, rows = trace.tensor(index), trace.tensor(table).shape[0]
+    return Lookup(call, table, index, rows, traced) if traced.dtype in (torch.int64, torch.int32) else None
+
+
+def _are_positions(index: Tensor) -> bool:
+    """Whether most go up by one along a sequence."""
+    return index.dim() in (1, 2) and index.shape[-1] > 2 and (index.diff() == 1).double().mean().item() > 0.5
+
+
+def _shifted(by: int) -> Mistake[Lookup]:
+    return Mistake(
+        "embedding-position",
+        f"positions off by {by:+d}",
+        f"look up the positions that the reference does; they are off by {by:+d}",
+        lambda one: one.edits(lambda index: index + by),
+    )
+
+
+def _counted_from(first: int) -> Mistake[Lookup]:
+    """Without regard to padding, which the reference's positions leave out."""
+    return Mistake(
+        "embedding-position",
+        f"positions from {first} on",
+        f"count positions as the reference does, where it leaves some out; they count from {first} on without a gap",
+        lambda one: one.edits(lambda index: (first + torch.arange(index.shape[-1]).to(index)).expand_as(index)),
+    )
+
+
+_LEFT_OUT: Mistake[Lookup] = Mistake(
+    "embedding-missing",
+    "embedding missing",
+    "add this embedding as the reference does; it is left out",
+    Lookup.left_out,
+)
+
+
+_ADDED_OTHERWISE: tuple[Mistake[Addition], ...] = (
+    Mistake(
+        "embedding-missing",
+        "table missing",
+        "add this embedding as the reference does; it is left out",
+        lambda one: one.edits(torch.zeros_like),
+    ),
+    *(
+        Mistake(
+            "embedding-position",
+            f"table rolled by {by:+d}",
+            f"add the row of each position that the reference does; they are off by {-by:+d}",
+            lambda one, by=by: one.edits(lambda table: table.roll(by, -2)),  # type: ignore[misc]
+        )
+        for by in (-1, 1)
+    ),
+)
+
+
+def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
+    """Where the index is T5's bucket of each distance, the buckets of other settings."""
+    if index.dim() < 2 or rows < 8:
+        return
+    queries, keys = index.shape[-2:]
+    distances = torch.arange(keys) - torch.arange(queries)[:, None]
+
+    def buckets(settings: tuple[bool, int]) -> Tensor:
+        both_directions, farthest = settings
+        return buckets_of(distances, rows, farthest, both_directions).expand(index.shape).to(index)
+
+    known = [setting for setting in product((True, False), _FARTHEST) if setting[1] > rows // 2]
+    right = next((settings for settings in known if torch.equal(buckets(settings), index)), None)
+    for settings in known if right is not None else ():
+        both_directions, farthest = settings
+        described = f"of distances in {'both directions' if both_directions else 'one direction'} up to {farthest}"
+        yield Mistake(
+            "attention-bias",
+            f"buckets {described}",
+            f"make the buckets of relative positions as the reference does; they are those {described}",
+            lambda one, settings=settings: one.edits(lambda index: buckets(settings)),  # type: ignore[misc]
+        )
