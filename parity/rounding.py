@@ -9,7 +9,7 @@ that it judges (``parity.cpu``). What it rounds, and why:
 * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
 * the operands of attention's batched GEMMs to the dtype alone: TE computes attention in it under every recipe;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
-* the gradient of an embedding, which is PyTorch's own kernel in a port too: it runs in the dtype, in which a CPU sums.
+* what kernels of PyTorch's own return that TE has none for (``parity.plain_kernels``).
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
 
@@ -30,12 +30,33 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from parity.aten_calls import (
+    AFFINE,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    FIRST_OPERAND,
+    LAYER_NORM,
+    POINTWISE,
+    RECIPROCAL_ROOT,
+    REDUCTIONS,
+    SAME_PLACE,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    SUM_IN_PLACE,
+    SUMS,
+    TABLES,
+)
 from parity.blocked_attention import Arithmetic, as_it_is
 from parity.formats import Format, hadamard, is_alike_both_ways, largest
 from parity.freedom import FUSED_POINTWISE, JITTER, Freedom
 from parity.long_sequences import attention_in_blocks
 from parity.operands_read import OperandsRead
+from parity.patches import are_patches, rows_of
+from parity.patches import backward as patches_backward
+from parity.patches import forward as patches_forward
+from parity.plain_kernels import PLAIN_KERNELS, as_in
 
 OperandPart = Literal["weights", "inputs", "gradients"]
 Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
@@ -145,6 +166,7 @@ class _RoundingMode(TorchDispatchMode):
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
+        self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
         self._operands = OperandsRead()
         self._suspended = False
 
@@ -175,7 +197,7 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        position = _FIRST_OPERAND.get(func)
+        position = FIRST_OPERAND.get(func)
         if position is not None:
             left, right = args[position], args[position + 1]
             is_linear = _is_linear_layer(left)
@@ -184,35 +206,56 @@ class _RoundingMode(TorchDispatchMode):
             if is_linear:
                 return self._store(result)
             return self._attention_result(result, left, right, operands[0])
-        if func is _SOFTMAX_BACKWARD and not self.freedom.stores_scores:
+        if func is SOFTMAX_BACKWARD and not self.freedom.stores_scores:
             flash = self._flash_softmax_backward(*args[:2])
             if flash is not None:
                 return flash
-        if func in _SUMS and _are_activations(args[:2]):
+        if func in SUMS and _are_activations(args[:2]):
             if not self.freedom.stores_sums:
                 return func(*args, **kwargs)
             stored = self._store(func(*args, **kwargs))
-            return args[0].copy_(stored) if func is _SUM_IN_PLACE else stored
-        if func is _EMBEDDING_BACKWARD and "storage" in self.rounding.parts:
-            return func(args[0].to(self.rounding.storage), *args[1:], **kwargs).to(args[0].dtype)
+            return args[0].copy_(stored) if func is SUM_IN_PLACE else stored
+        patches = self._of_patches(func, args)
+        if patches is not None:
+            return patches
+        if func in PLAIN_KERNELS and "storage" in self.rounding.parts:
+            return tree_map_only(Tensor, self._store, as_in(self.rounding.storage, func, args, kwargs))
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self._store(result)
         self._remember_norm(func, args, result)
-        if func in _SOFTMAX:
+        if func in SOFTMAX:
             self._probabilities[_address(result)] = result, result
-        elif func in _SAME_PLACE:
+        elif func in SAME_PLACE:
             for source in _addresses(args) & self._probabilities.keys():
                 self._probabilities[_address(result)] = result, self._probabilities[source][1]
         return result
 
+    def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What a convolution returns that TE computes as a linear layer; None for any other call."""
+        if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
+            x, weight, bias = args[:3]
+            patches = self._patches[_address(x)] = rows_of(x, weight.shape[2:])
+            return patches_forward(x, weight, bias, patches, self._multiplied)
+        if func is CONVOLUTION_BACKWARD and self._is_of_te(args[2]) and are_patches(args[2], *args[4:10]):
+            gradient, x, weight, *_, wanted = args
+            return patches_backward(gradient, x, weight, self._patches[_address(x)], wanted, self._multiplied)
+        return None
+
+    def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        left, right = self._linear_operands(left, right)
+        return self._store(left @ right if bias is None else torch.addmm(bias, left, right))
+
+    def _is_of_te(self, weight: Tensor) -> bool:
+        return _address(weight) in self._weights - self._plain
+
     def _remember_norm(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Whether the result is a reciprocal root, is scaled by one, or is a norm's with its weight or bias applied."""
-        if func is _RECIPROCAL_ROOT:
+        if func is RECIPROCAL_ROOT:
             self._roots[_address(result)] = result
-        elif func is _LAYER_NORM:
+        elif func is LAYER_NORM:
             self._normalized[_address(result[0])] = result[0]
-        elif func in _AFFINE:
+        elif func in AFFINE:
             operands = _addresses(args)
             by_parameter = any(isinstance(x, Tensor) and x.dim() == 1 for x in args)
             if operands & self._roots.keys() or (by_parameter and operands & self._normalized.keys()):
@@ -240,11 +283,13 @@ class _RoundingMode(TorchDispatchMode):
 
     def _is_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
-        if func in _TABLES:
+        if func in TABLES:
             return True
         if _addresses(args) & self._roots.keys():
             return False  # within a norm, which no port of TE computes step by step
-        return func in _POINTWISE and (self.phase.backward or any(_requires_grad(x) for x in args))
+        if func in REDUCTIONS and not _keeps_channels(*args[:2]):
+            return False  # statistics, likewise
+        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.backward or any(_requires_grad(x) for x in args))
 
     def _product(
         self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any
@@ -253,7 +298,7 @@ class _RoundingMode(TorchDispatchMode):
         lefts = left.tensor_split(self.freedom.splits_of_k, -1)
         rights = right.tensor_split(self.freedom.splits_of_k, -2)
         result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
-        multiply = _aten.mm.default if left.dim() == 2 else _aten.bmm.default
+        multiply = torch.mm if left.dim() == 2 else torch.bmm
         alpha = kwargs.get("alpha", 1)
         for part, other in zip(lefts[1:], rights[1:], strict=True):
             if part.shape[-1]:
@@ -355,37 +400,6 @@ class _RoundingMode(TorchDispatchMode):
         return "inputs" if address in self._inputs else "gradients"
 
 
-_aten = torch.ops.aten
-_FIRST_OPERAND = {
-    _aten.mm.default: 0,
-    _aten.bmm.default: 0,
-    _aten.addmm.default: 1,
-    _aten.baddbmm.default: 1,
-}
-_SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
-_SOFTMAX = (_aten._softmax.default, _aten._safe_softmax.default, _SOFTMAX_BACKWARD)
-_POINTWISE = (
-    _aten.mul.Tensor,
-    _aten.mul.Scalar,
-    _aten.silu.default,
-    _aten.gelu.default,
-    _aten.relu.default,
-    _aten.sigmoid.default,
-    _aten.silu_backward.default,
-    _aten.gelu_backward.default,
-    _aten.threshold_backward.default,
-    *_SOFTMAX,
-)
-_RECIPROCAL_ROOT = _aten.rsqrt.default
-_LAYER_NORM = _aten.native_layer_norm.default
-_AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
-_TABLES = (_aten.cos.default, _aten.sin.default)
-_SAME_PLACE = (*_POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
-_EMBEDDING_BACKWARD = _aten.embedding_dense_backward.default
-_SUM_IN_PLACE = _aten.add_.Tensor
-_SUMS = (_aten.add.Tensor, _SUM_IN_PLACE)
-
-
 def _address(x: Tensor) -> int:
     """Views of one tensor share it."""
     return x.untyped_storage().data_ptr()
@@ -402,6 +416,10 @@ def _requires_grad(x: Any) -> bool:
 def _is_linear_layer(operand: Tensor) -> bool:
     """Attention multiplies in batches; a linear layer has one weight, also where einsum makes it a batch of 1."""
     return operand.dim() == 2 or operand.shape[0] == 1
+
+
+def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
+    return dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
 
 
 def _are_activations(operands: tuple[Any, ...]) -> bool:

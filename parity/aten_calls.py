@@ -1,0 +1,42 @@
+"""PyTorch's calls, as a dispatch mode sees them, by what they are to the rounding model."""
+
+from __future__ import annotations
+
+import torch
+
+_aten = torch.ops.aten
+
+CONVOLUTION = _aten.convolution.default
+CONVOLUTION_BACKWARD = _aten.convolution_backward.default
+FIRST_OPERAND = {
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+}
+SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
+SOFTMAX = (_aten._softmax.default, _aten._safe_softmax.default, SOFTMAX_BACKWARD)
+POINTWISE = (
+    _aten.mul.Tensor,
+    _aten.mul.Scalar,
+    _aten.rsub.Scalar,
+    _aten.exp.default,
+    _aten.softplus.default,
+    _aten.softplus_backward.default,
+    _aten.silu.default,
+    _aten.gelu.default,
+    _aten.relu.default,
+    _aten.sigmoid.default,
+    _aten.silu_backward.default,
+    _aten.gelu_backward.default,
+    _aten.threshold_backward.default,
+    *SOFTMAX,
+)
+RECIPROCAL_ROOT = _aten.rsqrt.default
+LAYER_NORM = _aten.native_layer_norm.default
+AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
+TABLES = (_aten.cos.default, _aten.sin.default)
+SAME_PLACE = (*POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
+REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)
+SUM_IN_PLACE = _aten.add_.Tensor
+SUMS = (_aten.add.Tensor, SUM_IN_PLACE)
