@@ -382,7 +382,13 @@ def _opened(function: Any) -> Any:
     return FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
 
 
-_OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    """``F.glu``, which is one call to PyTorch."""
+    up, gate = input.chunk(2, dim)
+    return up * gate.sigmoid()
+
+
+_OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward), F.glu: _glu}
 
 
 def canonical_name(function: Any) -> str:

@@ -145,6 +145,13 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
         "exchange the halves of fc1_weight: the gate, which is activated, comes first",
         lambda unit: unit.edits(gate=unit.up, up=unit.gate),
     )
+    for name in ACTIVATIONS:
+        yield Mistake(
+            "gate-up-swapped",
+            f"gate and up swapped, activation {name}",
+            f"exchange the halves of fc1_weight: the gate, which is activated, comes first; its activation is {name}",
+            _swapped_with(name),
+        )
     right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
 
     def clamped(activation: str, limit: float, offset: float) -> Mistake[GatedUnit]:
@@ -167,6 +174,10 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
 
 def _named(name: str) -> Callable[[Activation], tuple[Edit, ...]]:
     return lambda activation: activation.edits(name)
+
+
+def _swapped_with(name: str) -> Callable[[GatedUnit], tuple[Edit, ...]]:
+    return lambda unit: unit.edits(gate=unit.up, up=unit.gate, activation=name) if name != unit.activation else ()
 
 
 def _clamped(activation: str, limit: float, offset: float) -> Callable[[GatedUnit], tuple[Edit, ...]]:

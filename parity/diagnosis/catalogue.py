@@ -20,6 +20,7 @@ from parity.diagnosis.lookups import lookup_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
+from parity.diagnosis.operations import operation_hypotheses
 from parity.diagnosis.optimizer import optimizer_hypotheses
 from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
@@ -44,6 +45,7 @@ def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
+    yield from operation_hypotheses(trace, prepared.reference)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:

@@ -66,6 +66,7 @@ CODES = {
     "factor": "PAR256",
     "embedding-position": "PAR257",
     "embedding-missing": "PAR258",
+    "operation": "PAR259",
     "routing-weights": "PAR261",
     "top-k": "PAR262",
     "tf32": "PAR301",

@@ -13,7 +13,7 @@ from parity.calls import Edit, edited
 
 Call = Callable[..., Any]
 ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-Scope = Literal["all", "kind", "one"]
+Scope = Literal["all", "kind", "one", "call"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Hypothesis:
         subtle: whether the computed function changes by little, so that a norm of the error may not show it.
         value: of the constant that the mistake is about, where it is about one; positive.
         tuned: the same mistake with another value.
-        scope: whether the mistake is made with all operations that it could be made with, with those of one kind, or
-            with one of several.
+        scope: whether the mistake is made with all operations that it could be made with, with those of one kind, with
+            one of several, or with a call that no subject knows.
     """
 
     title: str

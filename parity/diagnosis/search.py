@@ -24,6 +24,7 @@ CHECKS_FOR_SEARCH = 9.0
 CHECKS_FOR_THE_REST = 4.0
 """Ditto for gradients, and for roundings."""
 
+_STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
@@ -45,7 +46,8 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
-    Known constants are tried before others, mistakes at several places before those at one, one mistake before two.
+    Known constants are tried before others, mistakes at several places before those at one, mistakes with a meaning
+    before single calls that are computed otherwise, one mistake before two.
 
     Args:
         failure: the outputs of the candidate are finite.
@@ -55,9 +57,9 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
     known = list(hypotheses)
     screen = Screen(failure)
     ranked: list[Ranked] = []
-    for at_one_place in (False, True):
+    for scopes in _STAGES:
         some: list[Ranked] = []
-        places = [(one,) for one in known if (one.scope == "one") == at_one_place]
+        places = [(one,) for one in known if one.scope in scopes]
         found = _screened(failure, screen, places, some, budget)
         found = found or _verified(failure, _tuned(screen, some, budget), budget)
         if found:
@@ -67,7 +69,7 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
     pairs: list[Ranked] = []
     for share, (first,) in ranked[:_PARTIAL]:
         if share < _HELPS and not budget.spent():
-            together = [(first, second) for second in known if _go_together(first, second)]
+            together = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
             found = _screened(failure, screen, together, pairs, budget)
             if found:
                 return found

@@ -5,6 +5,7 @@ One entry is misread, several are misread alike, or two have each other's TE par
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.weight_readings import Heads, Reading, Shapes, readings
 from parity.weight_terms import Side, describe, names, pack, shape_of, unpack
 from parity.weights import WeightMap
+
+_WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class _Misread:
     def parameter(self) -> str:
         """What TE's module calls its parameter, whichever layer it is of."""
         return next(iter(names(self.right)), "").rpartition(".")[2]
+
+    @property
+    def layer(self) -> str:
+        """The path of what has the parameter's weight and bias."""
+        return _WEIGHT_OR_BIAS.sub("", next(iter(names(self.right)), ""))
 
 
 def weight_hypotheses(
@@ -84,19 +92,23 @@ def _misread(
 
 
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
-    """Entries that are likely to be misread alike: all, and in all layers those of one of TE's parameters.
+    """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
 
     Of queries, keys and values two are rotated.
     """
     by_parameter: dict[str, list[_Misread]] = defaultdict(list)
+    by_layer: dict[str, list[_Misread]] = defaultdict(list)
     for entry in same:
         by_parameter[entry.parameter].append(entry)
+        by_layer[entry.layer].append(entry)
     kinds = list(by_parameter.values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
     some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
-    for group in (kinds, *some):
+    told: list[list[_Misread]] = []
+    for group in (kinds, *some, *([layer] for layer in by_layer.values())):
         entries = [entry for kind in group for entry in kind]
-        if len(entries) > 1:
+        if len(entries) > 1 and entries not in told:
+            told.append(entries)
             yield entries
 
 

@@ -218,22 +218,28 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
                 lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
             )
     is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
-    if len(shape) in _MATRICES and shape[-2] % 2 == 0 and shape[-2] > 2 and not is_of_attention:
+    rows = shape[-2] if len(shape) in _MATRICES else shape[0] if _is_bias(left) else 0
+    if rows % 2 == 0 and rows > 2 and not is_of_attention:
+        dim = -2 if len(shape) in _MATRICES else 0
         if isinstance(left, str):
             repair = f"exchange the halves of {where}: the gate, which is activated, comes first"
-            yield Reading("gate-up-swapped", "halves swapped", repair, _moved(-2, lambda x: x.roll(len(x) // 2, 0)))
+            yield Reading("gate-up-swapped", "halves swapped", repair, _moved(dim, lambda x: x.roll(len(x) // 2, 0)))
         repair = f"put the gate's rows of {where} before up's; they take turns"
         for name, move in (
             ("halves interleaved", lambda x: _transposed_rows(x, 2)),
             ("halves apart", lambda x: _transposed_rows(x, len(x) // 2)),
         ):
-            yield Reading("gate-up-interleaved", name, repair, _moved(-2, move))
+            yield Reading("gate-up-interleaved", name, repair, _moved(dim, move))
     if heads is not None:
         for dim, parameters in ((0, heads.rows), (1, heads.columns)):
             if set(names(left)) <= parameters and len(shape) > dim:
                 count = shape[dim] // heads.head_dim
                 if count > 1 and shape[dim] == count * heads.head_dim:
                     yield from _other_heads(where, dim, count, heads)
+
+
+def _is_bias(left: Side) -> bool:
+    return all(name.endswith("bias") for name in names(left))
 
 
 def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:

@@ -1,0 +1,338 @@
+"""What a single call could have computed instead: for every function the mistakes that people make with it.
+
+Nothing here knows what a call is for. A term of a sum is left out, the parts of a tensor change places, a sine is a
+cosine, the last token stands for the first, a dimension is split the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from parity.calls import Call, Trace, Value
+from parity.diagnosis.walk import CASTS, RESHAPES, binary, with_number
+
+Compute = Callable[..., Any]
+
+_MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
+_MOST_PARTS = 8
+_FUNCTIONS = {"sin": ("cos",), "cos": ("sin",), "tanh": ("sigmoid",), "sigmoid": ("tanh",), "tril": ("triu",)}
+_REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
+_SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What a call returns instead.
+
+    Attributes:
+        described: as the end of a sentence that begins with the call.
+        compute: from what the call returned, and every tensor that it was given, in order.
+        value: a number of the call that it is about, where it is about one; positive.
+        tuned: the same with another number.
+    """
+
+    described: str
+    compute: Compute
+    value: float | None = None
+    tuned: Callable[[float], Alternative] | None = None
+
+
+def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Every known way to get a call wrong."""
+    yield from _operands(call)
+    yield from _selections(call)
+    yield from _numbers(call)
+    yield from _left_out(trace, call)
+    yield from _other_functions(call)
+    yield from _dimensions(trace, call)
+    yield from _split_otherwise(trace, call)
+    yield from _joined_otherwise(call)
+    yield from _other_elements(trace, call)
+    yield from _moved(trace, call)
+    yield from _reshaped(trace, call)
+
+
+def _operands(call: Call) -> Iterator[Alternative]:
+    """Operands that are missing, exchanged, or of the other sign."""
+    match binary(call):
+        case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
+            of_two = _of_two(call, left, right)
+        case _:
+            return
+    if isinstance(left, Value) and isinstance(right, Value):
+        yield Alternative("its left operand is left out", of_two(lambda was, x, y: y.expand_as(was).clone()))
+        yield Alternative("its right operand is left out", of_two(lambda was, x, y: x.expand_as(was).clone()))
+    if name == "add":
+        yield Alternative("its right operand is subtracted", of_two(lambda was, x, y: x - y))
+        yield Alternative("its left operand is subtracted", of_two(lambda was, x, y: y - x))
+    if name == "sub":
+        yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y - x))
+        yield Alternative("its operands are added", of_two(lambda was, x, y: x + y))
+    if name == "mul":
+        yield Alternative("its result is negated", of_two(lambda was, x, y: -was))
+    if name == "div":
+        yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y / x))
+        yield Alternative("its operands are multiplied", of_two(lambda was, x, y: x * y))
+
+
+def _selections(call: Call) -> Iterator[Alternative]:
+    if call.name == "where" and len(call.args) == 3:
+        yield Alternative(
+            "its branches are exchanged", _again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
+        )
+    if call.name == "masked_fill":
+        yield Alternative(
+            "its mask is inverted", _again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
+        )
+
+
+def _numbers(call: Call) -> Iterator[Alternative]:
+    """Another number in the place of a positive one."""
+    match with_number(call):
+        case (("add" | "sub" | "mul" | "div" | "pow") as name, _, number) if number > 0.0:
+            pass
+        case _:
+            return
+    functions: dict[str, Compute] = {
+        "add": torch.add,
+        "sub": torch.sub,
+        "mul": torch.mul,
+        "div": torch.div,
+        "pow": torch.pow,
+    }
+
+    def with_another(value: float) -> Alternative:
+        return Alternative(
+            f"its number is {value:.4g} for {number:.4g}",
+            lambda was, x: functions[name](x, value),
+            value,
+            with_another,
+        )
+
+    yield from map(with_another, (0.9 * number, 1.1 * number))
+
+
+def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """What changes a tensor and keeps its shape."""
+    if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
+        return
+    given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
+    if len(given) == 1 and trace.tensor(call.inputs[given[0]]).shape == trace.tensor(call.outputs[0]).shape:
+        yield Alternative("it is left out", lambda was, *inputs: inputs[given[0]])
+
+
+def _other_functions(call: Call) -> Iterator[Alternative]:
+    for name in (*_FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
+        other = getattr(torch, name)
+        with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
+        yield Alternative(f"it is {name}", _again(call, with_other))
+
+
+def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Functions along another dimension than their own."""
+    if call.name not in ("softmax", "log_softmax", "cumsum", "flip", *_REDUCTIONS) or len(call.inputs) != 1:
+        return
+    x, result = trace.tensor(call.inputs[0]), trace.tensor(call.outputs[0])
+    function = getattr(torch, call.name)
+    for dim in range(x.dim()):
+        arguments: dict[str, Any] = {"dims" if call.name == "flip" else "dim": dim}
+        if call.name in _REDUCTIONS:
+            arguments["keepdim"] = result.dim() == x.dim()
+        yield Alternative(
+            f"it is along dimension {dim}",
+            lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
+        )
+
+
+def _split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Parts of a tensor in another order, or every so many elements for those that follow each other."""
+    if call.name not in _SPLITS or not isinstance(call.result, (tuple, list)) or len(call.outputs) < 2:
+        return
+    shapes = [trace.tensor(x).shape for x in call.outputs]
+    for order in _orders(len(shapes)):
+        if [shapes[i] for i in order] == shapes:
+            yield Alternative(
+                f"its parts are in the order {_counted(order)}",
+                lambda was, x, order=order: tuple(was[i] for i in order),
+            )
+    x = trace.tensor(call.inputs[0])
+    differing = [dim for dim, size in enumerate(x.shape) if len(shapes[0]) == x.dim() and shapes[0][dim] != size]
+    if len(set(shapes)) == 1 and len(differing) == 1:
+        dim, count = differing[0], len(shapes)
+        yield Alternative(
+            "its parts lie in turns",
+            lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1),
+        )
+
+
+def _joined_otherwise(call: Call) -> Iterator[Alternative]:
+    if call.name not in _JOINS or len(call.inputs) < 2:
+        return
+
+    def in_order(order: Sequence[int]) -> Compute:
+        return _again(call, lambda args, kwargs: call.function([args[0][i] for i in order], *args[1:], **kwargs))
+
+    for order in _orders(len(call.inputs)):
+        yield Alternative(f"its parts are in the order {_counted(order)}", in_order(order))
+
+
+def _orders(count: int) -> list[tuple[int, ...]]:
+    """Other orders than the one there is."""
+    right = tuple(range(count))
+    if count <= _MOST_ORDERED:
+        return [order for order in permutations(right) if order != right]
+    if count > _MOST_PARTS:
+        return [right[::-1]]
+    exchanged = []
+    for one, other in combinations(right, 2):
+        order = list(right)
+        order[one], order[other] = other, one
+        exchanged.append(tuple(order))
+    return [*exchanged, right[::-1], (*right[1:], 0), (right[-1], *right[:-1])]
+
+
+def _counted(order: Sequence[int]) -> str:
+    return ", ".join(str(i + 1) for i in order)
+
+
+def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Other places of a dimension than an index says: its end for its beginning, a neighbour, the mean of all."""
+    if call.name != "getitem" or len(call.inputs) != 1:
+        return
+    x, index = trace.tensor(call.inputs[0]), call.args[1]
+    index = index if isinstance(index, tuple) else (index,)
+    dim = 0
+    for position, part in enumerate(index):
+        if part is Ellipsis:
+            dim = x.dim() - sum(one is not None for one in index[position + 1 :])
+        elif part is not None:
+            for described, instead in _other_places(part, x.shape[dim], dim):
+                changed = (*index[:position], instead, *index[position + 1 :])
+                yield Alternative(described, lambda was, x, changed=changed: x[changed])
+            if isinstance(part, int):
+                one = (*index[:position], 0, *index[position + 1 :])
+                yield Alternative(
+                    f"it is the mean over dimension {dim}",
+                    lambda was, x, one=one, dim=dim: x.mean(dim, keepdim=True)[one],
+                )
+            dim += 1
+
+
+def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, int):
+        own = part % size
+        places = {"first": 0, "last": size - 1, "next": own + 1, "previous": own - 1}
+        taken = {own}
+        for name, place in places.items():
+            if 0 <= place < size and place not in taken:
+                taken.add(place)
+                yield f"it takes the {name} of dimension {dim}", place
+    elif isinstance(part, slice):
+        start, stop, step = part.indices(size)
+        count = stop - start
+        if step == 1 and 0 < count < size:
+            at_end = start != size - count
+            yield (
+                f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}",
+                slice(size - count, size) if at_end else slice(0, count),
+            )
+            if size % count == 0:
+                yield f"it takes every {size // count}th of dimension {dim}", slice(start // count, None, size // count)
+        elif step > 1:
+            each = len(range(start, stop, step))
+            yield f"it takes {each} in a row of dimension {dim}", slice(start * each, (start + 1) * each)
+
+
+def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Dimensions that stay, or change places otherwise; elements that are moved the other way."""
+    if call.name in ("transpose", "T", "mT", "swapaxes") and len(call.inputs) == 1:
+        yield Alternative("it is left out", lambda was, x: x)
+    if call.name == "permute":
+        rank = trace.tensor(call.outputs[0]).dim()
+        for one, other in combinations(range(rank), 2):
+            yield Alternative(
+                f"its dimensions {one} and {other} are exchanged",
+                lambda was, x, one=one, other=other: was.transpose(one, other),
+            )
+    if call.name == "roll":
+        yield Alternative("it moves the other way", lambda was, x: _rolled_back(call, x))
+    if call.name in ("repeat_interleave", "repeat"):
+        yield from _repeated_otherwise(trace, call)
+
+
+def _rolled_back(call: Call, x: Tensor) -> Tensor:
+    shifts = call.kwargs.get("shifts", call.args[1] if len(call.args) > 1 else 0)
+    dims = call.kwargs.get("dims", call.args[2] if len(call.args) > 2 else ())
+    back = tuple(-shift for shift in shifts) if isinstance(shifts, (tuple, list)) else -shifts
+    return x.roll(back, dims)
+
+
+def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """As a whole for one by one, or the reverse."""
+    before, after = trace.tensor(call.inputs[0]).shape, trace.tensor(call.outputs[0]).shape
+    grown = [dim for dim in range(len(after)) if len(before) == len(after) and before[dim] != after[dim]]
+    if len(grown) != 1:
+        return
+    dim, times = grown[0], after[grown[0]] // max(before[grown[0]], 1)
+    if call.name == "repeat":
+        yield Alternative("it repeats one by one", lambda was, x: x.repeat_interleave(times, dim))
+    else:
+        counts = [times if i == dim else 1 for i in range(len(after))]
+        yield Alternative("it repeats as a whole", lambda was, x: x.repeat(*counts))
+
+
+def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """A dimension that is split, or two that are merged, the other way round."""
+    if call.name not in ("view", "reshape", "flatten", "unflatten") or len(call.inputs) != 1:
+        return
+    before, after = (tuple(trace.tensor(x).shape) for x in (call.inputs[0], call.outputs[0]))
+    dim = next((i for i, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
+    if dim is None:
+        return
+    if before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 2 :] and len(after) == len(before) + 1:
+        first, second = after[dim : dim + 2]
+        yield Alternative(
+            f"it splits dimension {dim} the other way round",
+            lambda was, x: x.unflatten(dim, (second, first)).transpose(dim, dim + 1),
+        )
+    if after[:dim] + after[dim + 1 :] == before[:dim] + before[dim + 2 :] and len(before) == len(after) + 1:
+        yield Alternative(
+            f"it merges dimensions {dim} and {dim + 1} the other way round",
+            lambda was, x: x.transpose(dim, dim + 1).flatten(dim, dim + 1),
+        )
+
+
+def _of_two(call: Call, left: Any, right: Any) -> Callable[[Compute], Compute]:
+    """From a function of the result and both operands to one of the result and the call's tensors."""
+
+    def compute_with(compute: Compute) -> Compute:
+        def computed(was: Tensor, *inputs: Tensor) -> Tensor:
+            given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+            x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
+            result: Tensor = compute(was, x, y)
+            return result
+
+        return computed
+
+    return compute_with
+
+
+def _again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
+    """From a function of the call's arguments to one of the result and the call's tensors."""
+
+    def computed(was: Any, *inputs: Tensor) -> Any:
+        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+        args, kwargs = tree_map(
+            lambda one: given[one.number] if isinstance(one, Value) else one, (call.args, call.kwargs)
+        )
+        return compute(args, kwargs)
+
+    return computed
