@@ -89,8 +89,8 @@ class Rounding:
     parts: frozenset[Part] = PARTS
 
     def store(self, x: Tensor) -> Tensor:
-        """``x`` as it reads after having been stored in the precision's dtype."""
-        return x if x.dtype == self.storage else x.to(self.storage).to(x.dtype)
+        """``x`` as it reads after having been stored in the precision's dtype; complex numbers stay in FP32."""
+        return x if x.dtype == self.storage or x.is_complex() else x.to(self.storage).to(x.dtype)
 
     def store_part(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``store``, if the part's roundings are made."""
