@@ -34,9 +34,12 @@ POINTWISE = (
 )
 RECIPROCAL_ROOT = _aten.rsqrt.default
 LAYER_NORM = _aten.native_layer_norm.default
+NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)
 AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 TABLES = (_aten.cos.default, _aten.sin.default)
 SAME_PLACE = (*POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
 REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)
 SUM_IN_PLACE = _aten.add_.Tensor
 SUMS = (_aten.add.Tensor, SUM_IN_PLACE)
+ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "pow", "sqrt", "exp", "reciprocal"})
+"""Of which PyTorch's own gradients are made, where a function has no kernel for its gradient."""

@@ -24,6 +24,7 @@ from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
+from parity.plain_calls import plain_calls
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare
 from parity.result import Determinism, Result, Status, TensorResult
@@ -211,6 +212,13 @@ def _step(which: str) -> Iterator[None]:
         raise _PassRaised(f"{which} raised {type(error).__name__}: {error}") from error
 
 
+def _plain_calls(ran: _Ran, precision: Precision) -> frozenset[str]:
+    """The functions that the candidate calls outside of TE."""
+    with plain_calls(precision.dtype) as names:
+        ran.rerun(lambda module: None)
+    return frozenset(names)
+
+
 def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     golden, known = answerable(golden_tensors(prepared), ran.models), ran.known
@@ -219,7 +227,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)
 
     first_look = judge_by(ran.models)
-    tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding)
+    plain = frozenset() if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)
+    tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding, plain)
     notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
     not_compared = prepared.golden.not_compared
     notes += tuple(

@@ -28,6 +28,8 @@ class Freedom:
             as from sums in another order: which way single values are rounded changes, and what hangs on them, such as
             the side of a ReLU's kink. The largest value of a tensor is one of them, so that a scale that comes from it
             moves by up to a roundoff, and with it where every value of the tensor falls in its format. None for none.
+        plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
+            behind them, and on a CPU they compute in the dtype (``parity.plain_kernels``).
     """
 
     stores_scores: bool
@@ -35,6 +37,7 @@ class Freedom:
     stores_pointwise: bool
     splits_of_k: int = 1
     jitter: int | None = None
+    plain: frozenset[str] = frozenset()
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:

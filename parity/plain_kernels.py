@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 
@@ -38,12 +38,15 @@ PLAIN_KERNELS = frozenset(
 
 def as_in(dtype: torch.dtype, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a kernel of FP32 tensors returns where a port holds them in ``dtype``; FP32 again, and not yet stored."""
-    device = next(x.device for x in args if isinstance(x, Tensor))
-    if device.type != "cpu" or dtype is torch.float32:
+    on_cpu = all(x.device.type == "cpu" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    if not on_cpu or dtype is torch.float32:
         return kernel(*args, **kwargs)
 
     def cast(tree: Any, to: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda x: x.to(to) if x.is_floating_point() else x, tree)
 
     given, named = cast((args, kwargs), dtype)
-    return cast(kernel(*given, **named), torch.float32)
+    try:
+        return cast(kernel(*given, **named), torch.float32)
+    except RuntimeError:  # none for the dtype: a port computes it in FP32
+        return kernel(*args, **kwargs)

@@ -34,10 +34,12 @@ from torch.utils._pytree import tree_map_only
 
 from parity.aten_calls import (
     AFFINE,
+    ARITHMETIC,
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     FIRST_OPERAND,
     LAYER_NORM,
+    NORMS,
     POINTWISE,
     RECIPROCAL_ROOT,
     REDUCTIONS,
@@ -56,6 +58,7 @@ from parity.operands_read import OperandsRead
 from parity.patches import are_patches, rows_of
 from parity.patches import backward as patches_backward
 from parity.patches import forward as patches_forward
+from parity.plain_calls import is_in_place, is_view
 from parity.plain_kernels import PLAIN_KERNELS, as_in
 
 OperandPart = Literal["weights", "inputs", "gradients"]
@@ -218,13 +221,17 @@ class _RoundingMode(TorchDispatchMode):
         patches = self._of_patches(func, args)
         if patches is not None:
             return patches
-        if func in PLAIN_KERNELS and "storage" in self.rounding.parts:
-            return tree_map_only(Tensor, self._store, as_in(self.rounding.storage, func, args, kwargs))
+        if "storage" in self.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
+            result = as_in(self.rounding.storage, func, args, kwargs)
+            self._remember_norm(func, args, result)
+            return tree_map_only(Tensor, self._store, result)
         result = func(*args, **kwargs)
         if self.freedom.stores_pointwise and self._is_stored(func, args):
             result = self._store(result)
+        if self.freedom.stores_pointwise and func in NORMS:
+            result = (self._store(result[0]), *result[1:])
         self._remember_norm(func, args, result)
-        if func in SOFTMAX:
+        if func in SOFTMAX and _is_along_last(result, func, args):
             self._probabilities[_address(result)] = result, result
         elif func in SAME_PLACE:
             for source in _addresses(args) & self._probabilities.keys():
@@ -245,6 +252,15 @@ class _RoundingMode(TorchDispatchMode):
     def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         left, right = self._linear_operands(left, right)
         return self._store(left @ right if bias is None else torch.addmm(bias, left, right))
+
+    def _is_plain(self, func: Any) -> bool:
+        """Whether a port calls the function by itself, or another whose gradient it gives."""
+        if not self.freedom.plain or func in SOFTMAX or is_view(func) or is_in_place(func):
+            return False
+        name = func.overloadpacket.__name__
+        if self.phase.backward and name in ARITHMETIC:
+            return True
+        return name.removesuffix("_backward") in self.freedom.plain
 
     def _is_of_te(self, weight: Tensor) -> bool:
         return _address(weight) in self._weights - self._plain
@@ -416,6 +432,11 @@ def _requires_grad(x: Any) -> bool:
 def _is_linear_layer(operand: Tensor) -> bool:
     """Attention multiplies in batches; a linear layer has one weight, also where einsum makes it a batch of 1."""
     return operand.dim() == 2 or operand.shape[0] == 1
+
+
+def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a softmax, or its gradient, is along the keys of attention."""
+    return args[2 if softmax is SOFTMAX_BACKWARD else 1] % result.dim() == result.dim() - 1
 
 
 def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:

@@ -65,7 +65,7 @@ def test_models_are_jittered_until_one_reaches_the_port():
         looks.append(len(modelled))
         return verdicts(margin=3.0 if len(modelled) < 4 else 0.5)
 
-    judged = second_look(verdicts(margin=3.0), models, judge, prepared, precision.rounding)
+    judged = second_look(verdicts(margin=3.0), models, judge, prepared, precision.rounding, frozenset())
     assert looks == [2, 3, 4]
     assert judged[0].margin == 0.5
     assert all(key in models[0] for key in golden_tensors(prepared))
@@ -76,7 +76,7 @@ def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
     (checked,) = check_case(case(), kernels.te)
     prepared = prepare(case(), checked, precision.dtype, 0, kernels)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-    second_look(failing, models, lambda _: failing, prepared, precision.rounding)
+    second_look(failing, models, lambda _: failing, prepared, precision.rounding, frozenset())
     assert models[0] is model_tensors(prepared, precision.rounding, FUSED)
     assert models[1] is model_tensors(prepared, precision.rounding, UNFUSED)
 
@@ -87,7 +87,7 @@ def test_no_jitter_is_tried_where_it_could_not_help():
 
     for margin in (0.9, 1e3, float("inf")):
         first = verdicts(margin)
-        assert second_look(first, [], judge, None, Rounding(torch.float16)) is first
+        assert second_look(first, [], judge, None, Rounding(torch.float16), frozenset()) is first
 
 
 def test_a_small_mistake_fails_at_second_look_too():

@@ -1,0 +1,81 @@
+"""Which of PyTorch's functions a port calls outside of TransformerEngine, in the precision's dtype.
+
+What TE fuses, it computes in FP32 between what it stores. A port's own lines are no such kernel: each function rounds
+what it returns, and some round inside. The rounding model is told which they are before a port fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parity import execute
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_CALLER = (
+    execute.__file__
+)  # of the port: what no line around PyTorch's calls, as of a Sequential, is the port's as well
+_TE = "transformer_engine"
+
+# Copies and casts round nothing by themselves; attention's softmax has a freedom of its own.
+_LEFT_OUT = frozenset({"_to_copy", "copy_", "clone", "detach", "_softmax", "_safe_softmax"})
+
+
+@contextmanager
+def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
+    """Within the context, names of ATen functions are added that code of neither TE nor parity calls on activations.
+
+    Args:
+        dtype: of the activations that count.
+    """
+    recorder = _Recorder(dtype)
+    with recorder:
+        yield recorder.names
+
+
+def is_view(func: Any) -> bool:
+    """Whether an ATen function returns its argument's memory, unchanged."""
+    returned = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    return any(not alias.is_write for alias in returned)
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether an ATen function returns its argument, changed."""
+    return any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_new = name not in self.names and name not in _LEFT_OUT and not is_view(func)
+        if is_new and self._is_of_activations(args) and _is_users(sys._getframe(1)):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+    def _is_of_activations(self, args: Any) -> bool:
+        return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Whether the nearest code around PyTorch's is neither TE's nor ours."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return file == _CALLER or not (file.startswith(_OURS) or _TE in file)

@@ -1,0 +1,95 @@
+"""What a port calls by itself between TE's modules is known, and what it rounds is expected of the port."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parity
+from parity.cpu.products import tf32
+from parity.plain_calls import plain_calls
+
+WIDTH = 64
+
+
+class Between(nn.Module):
+    """A function, and a layer that reads what it returns."""
+
+    def __init__(self, layer: nn.Module, function) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.function(x))
+
+
+def names_of(module: nn.Module, x: Tensor) -> set[str]:
+    with plain_calls(x.dtype) as names:
+        module(x)
+    return names
+
+
+def test_functions_of_activations_are_known_by_name():
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    assert names_of(Between(nn.Identity(), lambda x: torch.tanh(x + 0.25).view(-1)), x) == {"add", "tanh"}
+
+
+def test_functions_in_another_dtype_and_of_no_activation_are_left_out():
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    assert names_of(Between(nn.Identity(), lambda x: x.float().tanh() * torch.ones(1).exp()), x) == set()
+
+
+def test_what_te_calls_is_none_of_the_ports():
+    te = parity.te.kernels("cpu").te
+    layer = te.LayerNormMLP(WIDTH, WIDTH).to(torch.bfloat16)
+    x = torch.randn(16, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with tf32.left_out():
+        assert names_of(Between(layer, torch.sigmoid), x) == {"sigmoid"}
+
+
+FUNCTIONS = {
+    "shift": lambda x: x + 0.25,
+    "tanh": lambda x: torch.tanh(10 * x),
+    "centered": lambda x: x - x.mean(-1, keepdim=True),
+    "hardswish": F.hardswish,
+    "spread": lambda x: x / (x.std(-1, keepdim=True) + 0.1),
+    "product": lambda x: x * torch.cumprod(1 + 0.01 * x, 1),
+    "straight through": lambda x: x + (x.round() - x).detach(),
+    "norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "norm by hand": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+}
+
+
+def case(function, changed=None):
+    def factory(te, **_):
+        return parity.Pair(
+            reference=Between(nn.LayerNorm(WIDTH), function),
+            candidate=Between(te.LayerNorm(WIDTH), changed or function),
+            inputs=lambda rng, batch: rng.normal(batch, 32, WIDTH),
+            weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
+        )
+
+    return parity.Case("between", factory, sizes=(dict(batch=2),))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_right_ports_with_lines_of_their_own_pass(function, precision):
+    results = parity.compare(case(function), [precision], seeds=range(3))
+    assert {result.status for result in results} == {"passed"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [
+        (torch.tanh, lambda x: torch.tanh(1.02 * x)),
+        (lambda x: x * torch.cumprod(1 + 0.01 * x, 1), lambda x: x * torch.cumprod(1 + 0.05 * x, 1)),
+        (F.hardswish, F.silu),
+    ],
+)
+def test_wrong_lines_fail(function, changed, precision):
+    (result,) = parity.compare(case(function, changed), [precision])
+    assert result.status == "failed"
