@@ -32,6 +32,7 @@ POINTWISE = (
     _aten.threshold_backward.default,
     *SOFTMAX,
 )
+RELU, RELU_BACKWARD = _aten.relu.default, _aten.threshold_backward.default
 RECIPROCAL_ROOT = _aten.rsqrt.default
 LAYER_NORM = _aten.native_layer_norm.default
 NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)

@@ -43,6 +43,8 @@ from parity.aten_calls import (
     POINTWISE,
     RECIPROCAL_ROOT,
     REDUCTIONS,
+    RELU,
+    RELU_BACKWARD,
     SAME_PLACE,
     SOFTMAX,
     SOFTMAX_BACKWARD,
@@ -170,6 +172,7 @@ class _RoundingMode(TorchDispatchMode):
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
+        self._beside_kinks: dict[int, Tensor] = {}  # arguments of ReLUs, moved, by their results' address
         self._operands = OperandsRead()
         self._suspended = False
 
@@ -200,15 +203,8 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        position = FIRST_OPERAND.get(func)
-        if position is not None:
-            left, right = args[position], args[position + 1]
-            is_linear = _is_linear_layer(left)
-            operands = (self._linear_operands if is_linear else self._attention_operands)(left, right)
-            result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
-            if is_linear:
-                return self._store(result)
-            return self._attention_result(result, left, right, operands[0])
+        if func in FIRST_OPERAND:
+            return self._gemm(func, args, kwargs)
         if func is SOFTMAX_BACKWARD and not self.freedom.stores_scores:
             flash = self._flash_softmax_backward(*args[:2])
             if flash is not None:
@@ -225,11 +221,30 @@ class _RoundingMode(TorchDispatchMode):
             result = as_in(self.rounding.storage, func, args, kwargs)
             self._remember_norm(func, args, result)
             return tree_map_only(Tensor, self._store, result)
+        return self._in_between(func, args, kwargs)
+
+    def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        position = FIRST_OPERAND[func]
+        left, right = args[position], args[position + 1]
+        is_linear = _is_linear_layer(left)
+        operands = (self._linear_operands if is_linear else self._attention_operands)(left, right)
+        result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
+        if is_linear:
+            return self._store(result)
+        return self._attention_result(result, left, right, operands[0])
+
+    def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What lies between two GEMMs."""
+        if func is RELU_BACKWARD and _address(args[1]) in self._beside_kinks:
+            args = args[0], self._beside_kinks[_address(args[1])], 0.0
         result = func(*args, **kwargs)
-        if self.freedom.stores_pointwise and self._is_stored(func, args):
-            result = self._store(result)
+        if func is RELU and self.freedom.kinks:
+            width = args[0].square().mean().sqrt() * self.freedom.kinks
+            self._beside_kinks[_address(result)] = (args[0] + width).detach()
         if self.freedom.stores_pointwise and func in NORMS:
-            result = (self._store(result[0]), *result[1:])
+            result = self._store(result[0]), *result[1:]
+        elif self.freedom.stores_pointwise and self._is_stored(func, args):
+            result = self._store(result)
         self._remember_norm(func, args, result)
         if func in SOFTMAX and _is_along_last(result, func, args):
             self._probabilities[_address(result)] = result, result

@@ -5,13 +5,15 @@ runs once more with what they round (``parity.plain_calls``).
 
 Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
 alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
-fails, the model runs a few times more with jitter (``parity.freedom.Freedom``), and what any of these runs loses is
-expected as well. A mistake is none that jitter makes: its error stays where it is.
+fails, the model runs with every ReLU open that may be, with every one shut, and a few times with jitter
+(``parity.freedom.Freedom``), and what any of these runs loses is expected as well. A mistake is none that these make:
+its error stays where it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from parity.freedom import FUSED, UNFUSED
@@ -21,6 +23,8 @@ from parity.result import TensorResult
 from parity.rounding import Rounding
 
 LOOKS = 8
+# Standard deviations of a value's noise, taken to be that of the outputs, within which it may be beyond a ReLU's kink.
+KINK_WIDTH = 2.0
 # Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
 
@@ -43,22 +47,21 @@ def second_look(
         rounding: the precision's.
         plain: names of PyTorch's functions that the port calls by itself.
     """
-    if all(tensor.passed for tensor in tensors):
+    if all(tensor.passed for tensor in tensors) or not all(math.isfinite(tensor.margin) for tensor in tensors):
         return tensors
     unfused = dataclasses.replace(UNFUSED, plain=plain)
-    looked = list(models)
-    judged = tensors
-    if plain:
-        looked.append(run_model(prepared, rounding, unfused))
+    noise = max((tensor.expected.relative_l2 for tensor in tensors if tensor.kind == "output"), default=0.0)
+    kinks = (dataclasses.replace(FUSED, kinks=side * KINK_WIDTH * noise) for side in (1.0, -1.0) if noise)
+    jitter = (dataclasses.replace((FUSED, unfused)[seed % 2], jitter=seed) for seed in range(LOOKS))
+    looked, judged = list(models), tensors
+    for freedom in (*((unfused,) if plain else ()), *kinks, *jitter):
+        if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
+            break
+        looked.append(run_model(prepared, rounding, freedom))
         judged = judge(looked)
-    for seed in range(LOOKS):
         if all(tensor.passed for tensor in judged):
             return judged
-        if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
-            break
-        looked.append(run_model(prepared, rounding, dataclasses.replace((FUSED, unfused)[seed % 2], jitter=seed)))
-        judged = judge(looked)
-    return judged if all(tensor.passed for tensor in judged) else tensors
+    return tensors
 
 
 def remark(tensors: Sequence[TensorResult]) -> str:

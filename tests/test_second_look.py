@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,7 +12,7 @@ from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
 from parity.rounding import Rounding, rounded
-from parity.second_look import second_look
+from parity.second_look import LOOKS, second_look
 from parity.validate import check_case
 
 
@@ -81,13 +82,69 @@ def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
     assert models[1] is model_tensors(prepared, precision.rounding, UNFUSED)
 
 
-def test_no_jitter_is_tried_where_it_could_not_help():
-    def judge(modelled):
-        raise AssertionError("looked again")
+def looks_at(margin):
+    """How many models were judged by, at verdicts that stay as they are."""
+    precision, kernels = PRECISIONS["fp16"], parity.te.kernels("cpu")
+    (checked,) = check_case(case(), kernels.te)
+    prepared = prepare(case(), checked, precision.dtype, 0, kernels)
+    first, looks = verdicts(margin), []
 
-    for margin in (0.9, 1e3, float("inf")):
-        first = verdicts(margin)
-        assert second_look(first, [], judge, None, Rounding(torch.float16), frozenset()) is first
+    def judge(modelled):
+        looks.append(len(modelled))
+        return first
+
+    assert second_look(first, [], judge, prepared, precision.rounding, frozenset()) is first
+    return looks
+
+
+def test_nothing_is_tried_where_all_passed_or_a_value_is_not_finite():
+    assert looks_at(0.9) == looks_at(float("inf")) == []
+
+
+def test_no_jitter_is_tried_where_it_could_not_help():
+    of_kinks = 2
+    assert len(looks_at(1e3)) == of_kinks
+    assert len(looks_at(3.0)) == of_kinks + LOOKS
+
+
+class Kinked(nn.Module):
+    """Many ReLUs, each with gradients of its own."""
+
+    def __init__(self, linear) -> None:
+        super().__init__()
+        self.first, self.second = linear(64, 256), linear(256, 64)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_right_ports_with_relus_pass_on_every_seed(precision):
+    def factory(te, **_):
+        reference = nn.Sequential(Kinked(nn.Linear), Kinked(nn.Linear))
+        return parity.Pair(
+            reference,
+            nn.Sequential(Kinked(te.Linear), Kinked(te.Linear)),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch: rng.normal(batch, 48, 64),
+        )
+
+    results = parity.compare(parity.Case("kinked", factory, sizes=(dict(batch=2),)), [precision], seeds=range(8))
+    assert {result.status for result in results} == {"passed"}
+
+
+def test_a_relu_that_is_open_or_shut_where_it_may_be_changes_gradients_alone():
+    x = torch.tensor([-1.0, -1e-3, 1e-3, 1.0])
+    gradients = []
+    for kinks in (0.01, -0.01):
+        moved = x.clone().requires_grad_()
+        with rounded(Rounding(torch.float32), (), dataclasses.replace(FUSED, kinks=kinks)) as phase:
+            y = torch.relu(moved)
+            phase.begin_backward()
+            y.sum().backward()
+        assert torch.equal(y.detach(), x.clamp(min=0.0))
+        gradients.append(moved.grad.tolist())
+    assert gradients == [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
 
 
 def test_a_small_mistake_fails_at_second_look_too():
