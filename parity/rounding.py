@@ -94,8 +94,8 @@ class Rounding:
     parts: frozenset[Part] = PARTS
 
     def store(self, x: Tensor) -> Tensor:
-        """``x`` as it reads after having been stored in the precision's dtype; complex numbers stay in FP32."""
-        return x if x.dtype == self.storage or x.is_complex() else x.to(self.storage).to(x.dtype)
+        """``x`` as it reads after having been stored in the precision's dtype; integers and complex numbers stay."""
+        return x if x.dtype == self.storage or not x.is_floating_point() else x.to(self.storage).to(x.dtype)
 
     def store_part(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``store``, if the part's roundings are made."""
@@ -294,7 +294,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def _store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
-        if self.freedom.jitter is not None and part != "weights":
+        if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
             x = self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
         return self.rounding.store_part(x, part)
 

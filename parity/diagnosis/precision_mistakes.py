@@ -34,6 +34,9 @@ from parity.weights import parameter_shapes
 _NEARER = 0.7
 """Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
 
+_LEFT = 2.0
+"""Times what the precision costs, which a mistaken rounding may leave of the error that it explains."""
+
 _SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 _MANY = 64
 
@@ -77,6 +80,8 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
             continue
         shares = {result.label: _share(failure, result, other, own) for result in wrong}
         share = max(shares[result.label] for result in outputs or wrong)
+        if not all(_leaves_a_rounding(failure, result, other) for result in outputs or wrong):
+            continue
         entry = round(share, 2), max(shares.values()), mistake
         if share < _NEARER and (nearest is None or entry[:2] < nearest[:2]):
             nearest = entry
@@ -121,6 +126,18 @@ def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors)
     to_own = torch.linalg.vector_norm(candidate - own[key].double())
     to_other = torch.linalg.vector_norm(candidate - other[key].double())
     return (to_other / to_own).item() if to_own > 0 else 1.0
+
+
+def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -> bool:
+    """Whether another rounding leaves less than it costs itself, and in FP8 about what the precision costs anyway.
+
+    Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
+    """
+    key = result.kind, result.name
+    candidate, golden, rounded = failure.candidate[key].double(), failure.golden[key], other[key].double()
+    left, costs, size = (torch.linalg.vector_norm(x).item() for x in (candidate - rounded, rounded - golden, golden))
+    bound = _LEFT * result.expected.relative_l2 * size
+    return left < costs and (failure.precision.recipe is None or left <= bound)
 
 
 def _mistakes(precision: Precision) -> Iterator[_Mistake]:

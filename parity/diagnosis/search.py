@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
-from parity.diagnosis.verify import Explanation, is_loud, verified
+from parity.diagnosis.verify import Explanation, few_outputs, is_loud, verified
 
 CHECKS_FOR_SEARCH = 9.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
@@ -26,6 +26,7 @@ CHECKS_FOR_THE_REST = 4.0
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
+_VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
@@ -159,8 +160,9 @@ def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> lis
     found: list[Explanation] = []
     enough = _HELPS if is_loud(failure) else _HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
-    for combination in _one_of_each_name(helping)[:_VERIFIED]:
-        if found and budget.spent():
+    most = _VERIFIED_OF_FEW if few_outputs(failure) else _VERIFIED
+    for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
+        if budget.spent() and (found or tried >= _VERIFIED):
             break
         explanation = verified(failure, combination)
         if explanation is not None:

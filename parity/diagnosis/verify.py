@@ -19,7 +19,8 @@ from parity.result import Kind, TensorResult
 _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
-_FEW = 32  # elements of all outputs, which many a mistake would explain by chance
+_LOUD = 2.0  # times the tolerance, beyond which an error is far too large
+_FEW = 32  # elements
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Explanation:
 def is_loud(failure: Failure) -> bool:
     """Whether the norm of an output's error alone is too large."""
     return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
+
+
+def few_outputs(failure: Failure) -> bool:
+    """Whether all outputs together, such as a loss, are so few numbers that many a mistake would explain them."""
+    return sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
@@ -79,20 +85,26 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
 def _is_explained(
     failure: Failure, before: Mapping[tuple[Kind, str], TensorResult], judged: Sequence[TensorResult]
 ) -> bool:
-    """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them."""
+    """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them.
+
+    Where a tensor's error is far too large, an explanation must take half of it at least.
+    """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
         for result in judged
         for key in [(result.kind, result.name)]
     }
-    tells = sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") >= _FEW
+    tells = not few_outputs(failure)
     evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
 
     def explained(result: TensorResult) -> bool:
         left = share[result.kind, result.name]
+        was = before[result.kind, result.name]
+        if was.errors.relative_l2 > _LOUD * was.tolerance_relative_l2 and left > _HELPS_MUCH:
+            return False
         if result.passed or (result.errors.relative_l2 <= result.tolerance_relative_l2 and left < _NEARLY_NOTHING):
             return True
-        return result.kind != "output" and (evident or left < _HELPS_MUCH)
+        return result.kind != "output" and tells and (evident or left < _HELPS_MUCH)
 
     return all(map(explained, judged))
 
