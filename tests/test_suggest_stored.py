@@ -143,6 +143,31 @@ def test_attention_of_convolutions_of_1_by_1_is_mapped():
     )
 
 
+class HeadProjections(nn.Module):
+    """Its weights have a dimension for the heads, as models from JAX have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (HIDDEN, HEADS, HIDDEN // HEADS)
+        self.wq, self.wk, self.wv = (nn.Parameter(0.15 * torch.randn(*shape)) for _ in range(3))
+        self.wo = nn.Parameter(0.15 * torch.randn(*shape[1:], HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (torch.einsum("bnd,dhk->bhnk", x, weight) for weight in (self.wq, self.wk, self.wv))
+        return torch.einsum("bhnk,hkd->bnd", F.scaled_dot_product_attention(*heads), self.wo)
+
+
+def test_projections_with_a_dimension_for_the_heads_are_mapped():
+    options = dict(attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask", bias=False)
+    assert_entries(
+        HeadProjections(),
+        te.MultiheadAttention(HIDDEN, HEADS, **options),
+        lambda rng: rng.normal(2, 16, HIDDEN),
+        'parity.rearrange("wq", "d h k -> (h k) d"): "qkv.query_weight"',
+        'parity.rearrange("wo", "h k d -> d (h k)"): "proj.weight"',
+    )
+
+
 class LanguageModel(nn.Module):
     def __init__(self, layer: type[nn.Module], tied: bool) -> None:
         super().__init__()

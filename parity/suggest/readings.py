@@ -1,4 +1,4 @@
-"""Weights that one side stores with more dimensions: a convolution over patches as a linear layer, dimensions of 1."""
+"""Weights that the reference stores with more dimensions than TE: convolutions over patches, projections to heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from parity.suggest.units import WEIGHT, Unit
-from parity.weight_terms import Shape, Side, renamed
+from parity.weight_terms import Shape, Side, renamed, shape_of
 from parity.weights import rearrange
 
 # Axes of a convolution's weight: channels out and in, then time, rows and columns of a patch.
@@ -52,6 +52,8 @@ def readings(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[R
         yield Reading(tuple(reference), {})
     elif len(ranks) == 1 and ranks <= _KERNEL_AXES.keys():
         yield from _matrices(reference, convolutions)
+        if ranks == {3}:
+            yield from _of_heads(reference, convolutions)
 
 
 def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterator[Reading]:
@@ -74,6 +76,18 @@ def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterat
     for order in (*usual, *others):
         pattern = f"{outer} {channels} {' '.join(patch)} -> {outer} ({' '.join(order)})"
         yield Reading(units, dict.fromkeys(names, pattern), usual=order in usual)
+
+
+def _of_heads(reference: Sequence[Unit], projections: Sequence[Unit]) -> Iterator[Reading]:
+    """Projections to heads and back: ``[in, heads, head_dim]`` or ``[heads, head_dim, in]``, and the latter for out."""
+    for pattern in ("d h k -> (h k) d", "h k d -> (h k) d", "h k d -> d (h k)"):
+        units = tuple(
+            replace(unit, shapes={**unit.shapes, WEIGHT: shape_of(rearrange(WEIGHT, pattern), unit.shapes)})
+            if unit in projections
+            else unit
+            for unit in reference
+        )
+        yield Reading(units, {unit.parameters[WEIGHT]: pattern for unit in projections})
 
 
 def _without_ones(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Reading:
