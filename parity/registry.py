@@ -1,4 +1,7 @@
-"""The cases of a run: declared with ``@parity.pair``, found in a user's files and in installed packages."""
+"""The cases of a run: declared with ``@parity.pair``, found in a user's files and in installed packages.
+
+A case belongs to the file that is being imported when it is declared, also where a function of another file does it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,23 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from parity import te
 from parity.case import Case, Pair, Size
 from parity.declaration import checked_attention, checked_marks, checked_name, checked_precisions, checked_sizes
+from parity.declared_in import Place, place_of
 from parity.user_error import UserError
 
 ENTRY_POINT_GROUP = "parity.pairs"
+
+
+class NoPairError(UserError):
+    """A file that declares no pair."""
+
+
 _CASES: dict[str, Case] = {}
+_PLACES: WeakKeyDictionary[Case, Place] = WeakKeyDictionary()
 
 
 def pair(
@@ -48,11 +60,14 @@ def pair(
 
     Raises:
         UserError: from the decorator, if an argument is not as above, the factory does not take the sizes, or another
-            declaration has the name. Declaring the same lines again, as a second import does, replaces the case.
+            declaration has the name. A second import of the file, or calling the same lines again later, replaces the
+            case.
     """
-    path, line = _caller_of(inspect.currentframe())
+    written = _callers_place(inspect.currentframe())
 
     def declare(factory: Callable[..., Pair]) -> Case:
+        applied = _callers_place(inspect.currentframe())
+        place = written if written.path == applied.path else applied
         try:
             case = Case(
                 name=checked_name(name),
@@ -63,12 +78,12 @@ def pair(
                 vary_constants=vary_constants,
                 probe=probe,
                 attention=checked_attention(attention),
-                path=path,
-                line=line,
+                path=place.path,
+                line=place.line,
             )
         except UserError as error:
-            raise UserError(f"{path}:{line}: pair {name!r}: {error}") from None
-        _register(case)
+            raise UserError(f"{place.path}:{place.line}: pair {name!r}: {error}") from None
+        _register(case, place)
         return case
 
     return declare
@@ -92,7 +107,7 @@ def load_file(path: str | Path) -> list[Case]:
     the modules beside it while it is imported.
 
     Raises:
-        UserError: if there is no such file, it cannot be imported, or it declares no case.
+        UserError: if there is no such file, it cannot be imported, or it declares no case (``NoPairError``).
     """
     path = Path(path).resolve()
     if not path.is_file():
@@ -106,7 +121,7 @@ def load_file(path: str | Path) -> list[Case]:
             module = _import_file(path)
     found = _cases_of(module)
     if not found:
-        raise UserError(f"{path}: the file declares no pair; decorate a function with @parity.pair(...)")
+        raise NoPairError(f"{path}: the file declares no pair; decorate a function with @parity.pair(...)")
     return found
 
 
@@ -157,26 +172,34 @@ def load_entry_points() -> list[Case]:
     return found
 
 
-def _caller_of(frame: FrameType | None) -> tuple[Path, int]:
-    """File and line from which this frame's function was called."""
-    caller = frame.f_back if frame else None
-    return (Path(caller.f_code.co_filename).resolve(), caller.f_lineno) if caller else (Path(), 0)
+def _callers_place(frame: FrameType | None) -> Place:
+    """Where the function that has this frame is called."""
+    return place_of(frame.f_back if frame else None)
 
 
-def _register(case: Case) -> None:
+def _register(case: Case, place: Place) -> None:
     other = _CASES.get(case.name)
-    if other is not None and not _same_declaration(case, other):
+    if other is not None and not _same_declaration(case, place, other):
         raise UserError(
             f"{case.path}:{case.line}: pair {case.name!r} is declared already at {other.path}:{other.line}; "
             "rename one of them"
         )
     _CASES[case.name] = case
+    _PLACES[case] = place
 
 
-def _same_declaration(case: Case, other: Case) -> bool:
-    """Whether a file was imported again, or a function was typed again into an interpreter or notebook."""
-    if case.path == other.path and case.line == other.line:
-        return True
+def _place(case: Case) -> Place:
+    return _PLACES.get(case, Place(case.path, case.line))
+
+
+def _same_declaration(case: Case, place: Place, other: Case) -> bool:
+    """Whether a file was imported again, a function called again, or typed again into an interpreter or notebook."""
+    if case.path == other.path:
+        bodies = place.body, _place(other).body
+        if None not in bodies:
+            return bodies[0] is not bodies[1]
+        if case.line == other.line:
+            return True
     typed = not case.path.is_file() and not other.path.is_file()
     return typed and _qualified_name(case.factory) == _qualified_name(other.factory)
 
@@ -186,12 +209,12 @@ def _qualified_name(factory: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _cases_of(module: ModuleType) -> list[Case]:
-    """The cases that are declared in a module's file, by its functions, or in its submodules."""
+    """The cases that are declared in a module's file, or in its submodules."""
     file = getattr(module, "__file__", None)
     path = Path(file).resolve() if file else None
 
     def belongs(case: Case) -> bool:
-        home = getattr(case.factory, "__module__", "")
+        home = _place(case).module
         return case.path == path or home == module.__name__ or home.startswith(module.__name__ + ".")
 
     return [case for case in _CASES.values() if belongs(case)]
@@ -199,8 +222,7 @@ def _cases_of(module: ModuleType) -> list[Case]:
 
 def _imported_from(path: Path) -> ModuleType | None:
     """The module that was imported from this file, unless what it declared has been undone."""
-    declaring = {getattr(case.factory, "__module__", "") for case in _CASES.values() if case.path == path}
-    for name in declaring:
+    for name in {_place(case).module for case in _CASES.values() if case.path == path}:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
             return module

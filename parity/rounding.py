@@ -159,7 +159,10 @@ class _RoundingMode(TorchDispatchMode):
         self.phase = Phase()
         self._noise: torch.Generator | None = None
         self._roundoff = torch.finfo(rounding.storage).eps / 2
+        weights = list(weights)
         self._weights = {_address(weight) for weight in weights}
+        self._stacks = {_address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
+        self._read_by_experts: set[int] = set()  # addresses of inputs
         self._scaled_together = {_address(weight): group for group in scaled_together for weight in group}
         self._plain = {_address(weight) for weight in plain}
         self._read_plainly: dict[int, set[int]] = defaultdict(set)  # by inputs' address: plain layers' output channels
@@ -226,7 +229,7 @@ class _RoundingMode(TorchDispatchMode):
     def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         position = FIRST_OPERAND[func]
         left, right = args[position], args[position + 1]
-        is_linear = _is_linear_layer(left)
+        is_linear = _is_linear_layer(left) or self._is_of_experts(left, right)
         operands = (self._linear_operands if is_linear else self._attention_operands)(left, right)
         result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
         if is_linear:
@@ -395,6 +398,15 @@ class _RoundingMode(TorchDispatchMode):
         is_rotated = is_wgrad and self.rounding.rotate_wgrad
         return self._linear_operand(left, 1, is_rotated), self._linear_operand(right, 0, is_rotated)
 
+    def _is_of_experts(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a batch of GEMMs is one linear layer of each expert, whose weights are one ``[experts, ...]``."""
+        operands = {_address(left), _address(right)}
+        if any(self._stacks.get(address) == len(left) for address in operands):
+            if not self.phase.backward:
+                self._read_by_experts |= operands - self._stacks.keys()
+            return True
+        return self.phase.backward and bool(operands & self._read_by_experts)
+
     def _are_plain(self, left: Tensor, right: Tensor) -> bool:
         """Whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
         if {_address(left), _address(right)} & self._plain:
@@ -405,6 +417,8 @@ class _RoundingMode(TorchDispatchMode):
         return self.phase.backward and left.shape[-2] in self._read_plainly.get(_address(right), ())
 
     def _linear_operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
+        if not _is_linear_layer(x):  # each expert's is a tensor of its own
+            return torch.stack([self._linear_operand(matrix, dim, is_rotated) for matrix in x])
         part = self._part(x)
         to_format = self.rounding.operand_format(part)
 

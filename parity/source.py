@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-_IMPORTS = ("import parity", "from parity ", "from parity.")
+_IMPORT = re.compile(r"^[ \t]*import[ \t]+([^#;\n]+)", re.MULTILINE)
+_FROM = re.compile(r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([^#;\n)]*)", re.MULTILINE)
 
 
 def imports_parity(file: Path) -> bool:
-    """Whether a line of the file imports parity."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    return any(line.strip().startswith(_IMPORTS) for line in text.splitlines())
+    """Whether a line of the file imports parity, or a line of a module beside it that it imports.
+
+    Such a module may declare pairs for the file. Beside it are the modules in its folder, and those below the folder
+    of its outermost package.
+    """
+    seen: set[Path] = set()
+    front = [file]
+    while front:
+        current = front.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        modules = list(_imported(current))
+        if any(module.split(".")[0] == "parity" for module in modules):
+            return True
+        front += [found for module in modules for found in _beside(current, module)]
+    return False
 
 
 def that_import_parity(
@@ -35,3 +51,33 @@ def that_import_parity(
             subfolders[:] = [name for name in subfolders if not any(fnmatch(name, p) for p in ignored_folders)]
             candidates = (Path(folder, name) for name in files)
             yield from (file for file in candidates if any(file.match(p) for p in patterns) and imports_parity(file))
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Modules that a file's lines import, with leading dots where they are relative; names of functions among them."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    for listed in _IMPORT.findall(text):
+        yield from (part.split()[0] for part in listed.split(",") if part.split())
+    for dots, module, listed in _FROM.findall(text):
+        if module:
+            yield dots + module
+        yield from (
+            f"{dots}{module}{'.' if module else ''}{part.split()[0]}" for part in listed.split(",") if part.split()
+        )
+
+
+def _beside(file: Path, module: str) -> Iterator[Path]:
+    """The files that a module's name can mean from this file."""
+    name = module.lstrip(".")
+    level = len(module) - len(name)
+    for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _root(file)]:
+        place = base.joinpath(*name.split("."))
+        yield from (found for found in (place.with_suffix(".py"), place / "__init__.py") if found.is_file())
+
+
+def _root(file: Path) -> Path:
+    """The folder that holds the outermost package that the file is in, from which its absolute imports start."""
+    folder = file.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return folder

@@ -374,8 +374,8 @@ def linear_part(side: Side) -> Side:
     return Copies(parts, are_gradients=True) if isinstance(side, Copies) else dataclasses.replace(side, parts=parts)
 
 
-def renamed(side: Side, rename: Callable[[str], str]) -> Side:
-    """The same layout of parameters of other names."""
+def renamed(side: Side, rename: Callable[[str], Side]) -> Side:
+    """The same layout of parameters of other names, or of terms in their places."""
     if isinstance(side, str):
         return rename(side)
     if isinstance(side, Constant):

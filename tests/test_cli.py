@@ -189,6 +189,17 @@ def test_a_folder_stands_for_those_of_its_files_that_import_parity(
     ]  # fmt: skip
 
 
+def test_a_file_whose_helper_imports_parity_counts_as_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "import os, parity\ndef declare(name): parity.pair(name)(lambda te: 0)", "pairs/declaring.py")
+    write(tmp_path, "from declaring import declare\ndeclare('helped')", "pairs/helped.py")
+    write(tmp_path, "import os", "pairs/setup.py")
+    assert suite.files(["pairs"]) == ["pairs/declaring.py", "pairs/helped.py"]
+    assert [case.name for case in suite.cases(["pairs"])] == ["helped"]
+
+
 def test_a_folder_without_pairs_is_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no Python file in .* imports parity"):
         suite.files([str(tmp_path)])

@@ -152,6 +152,33 @@ def test_cases_that_are_declared_in_a_loop_are_all_collected(pytester: pytest.Py
     assert found == ["mlp_gelu[fp32-2]", "mlp_relu[fp32-2]"]
 
 
+HELPER = """
+    import parity
+
+    def declare(name):
+        def factory(te): ...
+        return parity.pair(name, precisions=["fp32"])(factory)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--import-mode=importlib", "-p", "no:cacheprovider")])
+def test_pairs_that_a_helper_in_another_file_declares_are_collected(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    write(pytester, HELPER + "\n    declare('shared')", "helper")
+    write(pytester, "from helper import declare\ndeclare('one')\n", "uses_one")
+    write(pytester, "from helper import declare\ndeclare('two')\n", "uses_two")
+    pytester.syspathinsert()
+    found = names(pytester, "uses_one.py", "uses_two.py", "helper.py", *options)
+    assert found == ["one[fp32-]", "two[fp32-]", "shared[fp32-]"]
+
+
+def test_pairs_that_a_helper_declares_run_in_workers(pytester: pytest.Pytester) -> None:
+    write(pytester, HELPER, "helper")
+    write(pytester, "from helper import declare\nfor n in 'abc':\n    declare(n)\n")
+    run_with_workers(pytester, 2, "my_pairs.py").assert_outcomes(passed=3)
+
+
 def test_what_parity_did_not_expect_is_a_collection_error_too(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

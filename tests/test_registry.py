@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import textwrap
@@ -182,6 +183,67 @@ def test_load_file_returns_cases_that_a_helper_elsewhere_declares_for_the_file(w
     write("declare_helper.py", "import parity\ndef declare(f):\n    return parity.pair(f.__name__)(f)\n")
     path = write("mine.py", "from declare_helper import declare\n@declare\ndef mine(te): ...\n")
     assert [case.name for case in registry.load_file(path)] == ["mine"]
+
+
+HELPER = """
+import parity
+
+def declare(name):
+    def factory(te): ...
+    return parity.pair(name)(factory)
+"""
+
+
+def test_a_pair_belongs_to_the_file_that_is_imported_wherever_its_function_is_written(write):
+    write("declare_helper.py", HELPER)
+    path = write("mine.py", "from declare_helper import declare\n\ndeclare('a')\nfor n in 'bc':\n    declare(n)\n")
+    found = registry.load_file(path)
+    assert [(case.name, case.path, case.line) for case in found] == [("a", path, 3), ("b", path, 5), ("c", path, 5)]
+    assert registry.load_file(path) == found
+    assert registry.load_case(path, "b") is found[1]
+
+
+def test_a_decorator_that_another_file_makes_declares_where_it_is_applied(write):
+    write("decorators.py", "import parity\nmine = parity.pair('mine')\n")
+    path = write("mine.py", "from decorators import mine\n\nmine(lambda te: 0)\n")
+    assert [(case.path, case.line) for case in registry.load_file(path)] == [(path, 3)]
+
+
+def test_pairs_that_a_text_declares_belong_to_the_file_that_executes_it(write):
+    path = write("mine.py", "text = 'import parity; parity.pair(\"mine\")(lambda te: 0)'\n\nexec(text, globals())\n")
+    assert [(case.path, case.line) for case in registry.load_file(path)] == [(path, 3)]
+
+
+def test_a_helpers_own_pairs_stay_its_own_with_two_files_that_import_it(write):
+    helper = write("declare_helper.py", HELPER + "\ndeclare('shared')\n")
+    files = [write(f"{n}.py", f"from declare_helper import declare\ndeclare('{n}')\n") for n in ("one", "two")]
+    names = [[case.name for case in registry.load_file(path)] for path in (*files, helper)]
+    assert names == [["one"], ["two"], ["shared"]]
+    assert [case.name for case in registry.cases()] == ["shared", "one", "two"]
+
+
+def test_one_name_for_two_pairs_of_one_line_is_told(write):
+    write("declare_helper.py", HELPER)
+    path = write("mine.py", "from declare_helper import declare\n\nfor n in 'aba':\n    declare(n)\n")
+    with pytest.raises(UserError, match=f"{path}:4: pair 'a' is declared already at {path}:4; rename one of them"):
+        registry.load_file(path)
+
+
+def test_one_name_for_pairs_of_two_files_with_one_helper_is_told_with_both_files(write):
+    write("declare_helper.py", HELPER)
+    one, two = (write(f"{n}.py", "from declare_helper import declare\n\ndeclare('a')\n") for n in ("one", "two"))
+    registry.load_file(one)
+    with pytest.raises(UserError, match=f"{two}:3: pair 'a' is declared already at {one}:3"):
+        registry.load_file(two)
+
+
+def test_a_file_that_is_imported_again_replaces_its_pairs_though_its_lines_moved(write, monkeypatch):
+    path = write("mine_again.py", DECLARATION.format(name="mine"))
+    monkeypatch.syspath_prepend(str(path.parent))
+    module = importlib.import_module("mine_again")
+    write("mine_again.py", "\n# edited\n" + DECLARATION.format(name="mine"))
+    importlib.reload(module)
+    assert [case.line for case in registry.cases()] == [6]
 
 
 def test_a_file_that_is_loaded_twice_is_imported_once(write):

@@ -42,6 +42,24 @@ def test_attention_is_spared_tf32_and_fp8():
         assert torch.equal(a @ b, bf16(torch.bmm(bf16(a), bf16(b))))
 
 
+@pytest.mark.parametrize("rounding", [FP32, BF16, FP8])
+def test_stacked_experts_that_a_batched_product_reads_are_a_linear_layer_each(rounding):
+    x, stacked, dy = (torch.randn(*shape) for shape in ((3, 16, 64), (3, 64, 8), (3, 16, 8)))
+    apart = [(x[i].clone().requires_grad_(), stacked[i].clone().requires_grad_()) for i in range(3)]
+    x.requires_grad_()
+    stacked.requires_grad_()
+    with rounded(rounding, [stacked, *(weight for _, weight in apart)]) as phase:
+        y = x @ stacked
+        each = [own @ weight for own, weight in apart]
+        phase.begin_backward()
+        y.backward(dy)
+        for output, gradient in zip(each, dy, strict=True):
+            output.backward(gradient)
+    assert torch.equal(y, torch.stack(each))
+    assert torch.equal(x.grad, torch.stack([own.grad for own, _ in apart]))
+    assert torch.equal(stacked.grad, torch.stack([weight.grad for _, weight in apart]))
+
+
 def test_gradients_are_rounded_to_their_own_format_in_the_backward_pass():
     x, weight, dy = (torch.randn(*shape) for shape in ((16, 64), (8, 64), (16, 8)))
     x.requires_grad_()

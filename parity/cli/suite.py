@@ -55,12 +55,20 @@ def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
 def cases(paths: Sequence[str] | None) -> list[Case]:
     """The cases of those files, or of those ids, in the order of declaration.
 
+    A folder's file without pairs may be there to help others.
+
     Raises:
         UserError: as ``files`` and ``registry.load``.
     """
     from parity import registry
 
-    found = {case.name: case for name in files(paths) for case in registry.load(name)}
+    found: dict[str, Case] = {}
+    for name in files(paths):
+        try:
+            found.update({case.name: case for case in registry.load(name)})
+        except registry.NoPairError:
+            if not paths or name in paths:
+                raise
     return list(found.values())
 
 

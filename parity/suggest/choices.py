@@ -10,7 +10,7 @@ from itertools import chain, combinations, permutations
 from parity.suggest.geometry import Geometry
 from parity.suggest.layouts import Entries, Layout, Shapes, constant_layouts, copied_entries, layouts
 from parity.suggest.matching import Group, Matching
-from parity.suggest.names import is_norm
+from parity.suggest.names import EMBEDDING, HEAD, is_norm, parts_by_unit
 from parity.suggest.units import Unit
 from parity.weight_terms import describe
 from parity.weights import names
@@ -61,9 +61,10 @@ def choices(matching: Matching, shapes: Shapes, geometry: Geometry) -> tuple[lis
 
 
 def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
-    """Norms of TE that the reference lacks, by the group of the norm before, which may hold the same numbers.
+    """Units of TE that the reference lacks, by the group that may hold the same numbers.
 
-    A layer of TE whose blocks are parallel has two norms, where the reference may have one.
+    A layer of TE whose blocks are parallel has two norms, where the reference may have one: the norm before. A
+    reference may tie its head to its embedding, where TE's module has both.
     """
 
     def place(unit: Unit) -> int:
@@ -71,17 +72,24 @@ def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[
 
     twins: dict[Group, list[Unit]] = {}
     for unit in matching.candidate_left:
-        before = [
+        alike = [
             group
             for group in matching.groups
-            if len(group.reference) == len(group.candidate) == 1
-            and is_norm(group.candidate[0])
-            and group.candidate[0].shape == unit.shape
-            and place(group.candidate[0]) < place(unit)
+            if len(group.reference) == len(group.candidate) == 1 and group.candidate[0].shape == unit.shape
         ]
-        if is_norm(unit) and before:
-            twins.setdefault(max(before, key=lambda group: place(group.candidate[0])), []).append(unit)
+        tied = [group for group in alike if _may_be_tied(group.candidate[0], unit)]
+        norms = [group for group in alike if is_norm(group.candidate[0]) and place(group.candidate[0]) < place(unit)]
+        if is_norm(unit) and norms:
+            twins.setdefault(max(norms, key=lambda group: place(group.candidate[0])), []).append(unit)
+        elif len(tied) == 1:
+            twins.setdefault(tied[0], []).append(unit)
     return twins
+
+
+def _may_be_tied(one: Unit, other: Unit) -> bool:
+    """Whether both may be an embedding and the head that is tied to it, of which one at least has a telling name."""
+    told = {part for unit in (one, other) for part in parts_by_unit([unit]).get(unit, ("untold",))}
+    return len(one.shape) == 2 and told in ({EMBEDDING, HEAD}, {EMBEDDING, "untold"}, {HEAD, "untold"})
 
 
 def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[Layout]:

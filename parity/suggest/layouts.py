@@ -11,13 +11,15 @@ from typing import Any
 from parity.suggest.geometry import Geometry
 from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
-from parity.suggest.units import WEIGHT, Unit
+from parity.suggest.readings import Reading, readings
+from parity.suggest.units import BIAS, WEIGHT, Unit, is_stack
 from parity.weight_terms import Constant, MisfitError, Shape, Side, Term, describe, names, shape_of
 from parity.weights import (
     constant,
     copies,
     experts,
     interleaved_qkv,
+    rearrange,
     reorder,
     rope_halves,
     separated_qkv,
@@ -70,11 +72,10 @@ def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
     orders = [group.reference] if group.named else list(permutations(group.reference))
     found: dict[tuple[str, ...], Layout] = {}
     for reference in orders:
-        for transposed in (False, True):
-            for layout in _of_kinds(reference, candidate, group.parts, transposed, geometry):
-                if layout.entries and shapes.fit(layout.entries):
-                    written = tuple(f"{describe(left)}: {describe(right)}" for left, right in layout.entries)
-                    found.setdefault(written, Layout(layout.entries + constant_biases, layout.usual))
+        for layout in _read(reference, candidate, group.parts, geometry):
+            if layout.entries and shapes.fit(layout.entries):
+                written = tuple(f"{describe(left)}: {describe(right)}" for left, right in layout.entries)
+                found.setdefault(written, Layout(layout.entries + constant_biases, layout.usual))
     return sorted(found.values(), key=lambda layout: not layout.usual)
 
 
@@ -111,12 +112,27 @@ def _constant(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
     return constant(value, *unit.shapes[kind]), unit.parameters[kind]
 
 
+def _read(
+    reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], geometry: Geometry
+) -> Iterator[Layout]:
+    """Layouts for each way to read the reference's weights; a convolution's is not transposed."""
+    if _is_stacked(reference, candidate):
+        ways = [Reading(tuple(reference), {})]
+    else:
+        ways = list(readings(reference, candidate))
+    for reading in ways:
+        for transposed in (False,) if reading.patterns else (False, True):
+            for layout in _of_kinds(reading.units, candidate, parts, transposed, geometry):
+                entries = tuple((reading.side(left), right) for left, right in layout.entries)
+                yield Layout(entries, layout.usual and reading.usual)
+
+
 def _of_kinds(
     reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
     """Layouts with the weights of the reference transposed or as they are."""
     words = [part.removeprefix("cross ") for part in parts]
-    if any(_is_fused(unit) for unit in (*reference, *candidate)):
+    if _is_stacked(reference, candidate):
         yield from map(Layout, _of_fused_experts(reference, candidate, words, transposed))
     elif words == ["query", "key", "value"]:
         yield from _of_attention(reference, candidate, transposed, geometry)
@@ -248,16 +264,26 @@ def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> li
 def _of_fused_experts(
     reference: Sequence[Unit], candidate: Sequence[Unit], words: Sequence[str], transposed: bool
 ) -> Iterator[Entries]:
-    """A weight ``[experts, out, in]`` on one side or on both."""
-    orders = [(0, 1), (1, 0)] if words == ["gate", "up"] else [(0,)]
+    """A weight ``[experts, out, in]`` on one side or on both; one that holds gate and up also row by row in turn."""
+    in_two = words == ["gate", "up"]
+    orders: list[tuple[int, ...]] = [(0, 1), (1, 0)] if in_two else [(0,)]
+    kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
+    sides = {kind: [[u for u in side if kind in u.parameters] for side in (reference, candidate)] for kind in kinds}
     for order in orders:
         entries = []
-        for kind in dict.fromkeys(kind for unit in candidate for kind in unit.parameters):
+        for kind, (left, right) in sides.items():
             flip = transposed and kind == WEIGHT
-            left = _all_experts([u for u in reference if kind in u.parameters], kind, order, flip)
-            right = _all_experts([u for u in candidate if kind in u.parameters], kind, order, False)
-            entries.append((left, right))
+            entries.append((_all_experts(left, kind, order, flip), _all_experts(right, kind, order, False)))
         yield tuple(entries)
+    if in_two and len(reference) == 1:
+        in_turn = {WEIGHT: "e (f two) d -> e (two f) d", BIAS: "e (f two) -> e (two f)"}
+        yield tuple(
+            (
+                rearrange(_all_experts(left, kind, (0, 1), transposed and kind == WEIGHT), in_turn[kind], two=2),
+                _all_experts(right, kind, (0, 1), False),
+            )
+            for kind, (left, right) in sides.items()
+        )
 
 
 def _all_experts(units: Sequence[Unit], kind: str, order: tuple[int, ...], transposed: bool) -> Side:
@@ -278,8 +304,11 @@ def _one_expert(names: Sequence[str], order: tuple[int, ...], transposed: bool) 
     return stack(*(sides[i] for i in order)) if len(sides) == 2 else sides[0]
 
 
-def _is_fused(unit: Unit) -> bool:
-    return unit.expert is None and len(unit.shapes.get(WEIGHT, ())) == 3
+def _is_stacked(reference: Sequence[Unit], candidate: Sequence[Unit]) -> bool:
+    """Whether a side has all experts in one weight, and the other side all experts; a convolution is no such weight."""
+    stacked = [any(is_stack(unit) for unit in side) for side in (reference, candidate)]
+    numbered = [all(unit.expert is not None for unit in side) for side in (reference, candidate)]
+    return any(stacked) and all(stack or number for stack, number in zip(stacked, numbered, strict=True))
 
 
 def _sides(reference: Sequence[Unit], kind: str, transposed: bool) -> list[Side]:

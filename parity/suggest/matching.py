@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parity.suggest.names import GATE, QKV, UP, Parts
-from parity.suggest.units import WEIGHT, Unit
+from parity.suggest.readings import flat
+from parity.suggest.units import WEIGHT, Unit, is_stack
+from parity.weight_terms import Shape
 
 # A part, an expert, and the how-manieth of its kind in the model: the third layer's query, say.
 Key = tuple[str, int | None, int]
@@ -68,17 +70,23 @@ def match(
     right = {unit: told[1].get(unit, ()) for unit in candidate}
     groups = [group for group in _by_part(left, right) if _numels(group.reference) == _numels(group.candidate)]
     rest = _Rest(reference, candidate, groups)
-    groups += [rest.take(group) for group in list(_by_path(rest.reference, rest.candidate))]
+    groups += [rest.take(group) for group in list(_by_path(rest.reference, rest.candidate, right))]
+    exchangeable: list[tuple[Group, ...]] = []
+
+    def take(classes: Iterable[tuple[Group, ...]]) -> None:
+        for alike in list(classes):
+            for group in alike:
+                rest.take(group)
+            if len(alike) == 1:
+                groups.extend(alike)
+            else:
+                exchangeable.append(alike)
+
+    take(_stacks_by_shape(rest.reference, rest.candidate, right))
     while (fused := _fused_by_shape(rest.reference, rest.candidate)) is not None:
         groups.append(rest.take(fused))
-    exchangeable = []
-    for same_shape in list(_by_shape(rest.reference, rest.candidate)):
-        for group in same_shape:
-            rest.take(group)
-        if len(same_shape) == 1:
-            groups += same_shape
-        else:
-            exchangeable.append(same_shape)
+    for shape_of in (tuple, flat):
+        take(_by_shape(rest.reference, rest.candidate, right, shape_of))
     return Matching(tuple(groups), tuple(exchangeable), tuple(rest.reference), tuple(rest.candidate))
 
 
@@ -98,7 +106,7 @@ class _Rest:
 
 def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -> Iterator[Group]:
     """Units that are connected through the parts that they share."""
-    experts = 1 + max((unit.expert for unit in (*reference, *candidate) if unit.expert is not None), default=-1)
+    experts = _numbers_of_experts(reference, candidate)
     left, right = (_keys(parts, experts) for parts in (reference, candidate))
     counts = [Counter((part, expert) for part, expert, _ in keys) for keys in (left, right)]
     shared = {key for key in left.keys() & right.keys() if counts[0][key[:2]] == counts[1][key[:2]]}
@@ -118,14 +126,22 @@ def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -
         )
 
 
-def _keys(parts: Mapping[Unit, Parts], experts: int) -> dict[Key, Unit]:
+def _numbers_of_experts(reference: Iterable[Unit], candidate: Iterable[Unit]) -> set[int]:
+    """How many experts a weight ``[experts, out, in]`` may have: as many as have numbers, or as one on both sides."""
+    numbered = 1 + max((unit.expert for unit in (*reference, *candidate) if unit.expert is not None), default=-1)
+    if numbered:
+        return {numbered}
+    return set.intersection(*({unit.shape[0] for unit in side if is_stack(unit)} for side in (reference, candidate)))
+
+
+def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Unit]:
     """Each part of each expert of each unit; a fused weight ``[experts, out, in]`` has the parts of all of them."""
     keys: dict[Key, Unit] = {}
     seen: Counter[tuple[str, int | None]] = Counter()
     for unit, unit_parts in parts.items():
-        fused = unit.expert is None and len(unit.shapes.get(WEIGHT, ())) == 3
+        fused = is_stack(unit) and unit.shape[0] in experts
         for part in unit_parts:
-            for expert in range(experts or unit.shape[0]) if fused else (unit.expert,):
+            for expert in range(unit.shape[0]) if fused else (unit.expert,):
                 keys[part, expert, seen[part, expert]] = unit
                 seen[part, expert] += 1
     return keys
@@ -154,13 +170,72 @@ def _rank(part: str) -> int:
     return order.index(word) if word in order else len(order)
 
 
-def _by_path(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[Group]:
+def _by_path(reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping[Unit, Parts]) -> Iterator[Group]:
     """Units of the same name and of fitting shapes."""
     paths = {(unit.path, unit.expert): unit for unit in reference}
     for unit in candidate:
         other = paths.get((unit.path, unit.expert))
         if other is not None and _fit(other, unit):
-            yield Group((other,), (unit,))
+            yield Group((other,), (unit,), told.get(unit, ()))
+
+
+def _stacks_by_shape(
+    reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping[Unit, Parts]
+) -> Iterator[tuple[Group, ...]]:
+    """Weights ``[experts, out, in]`` and the layers that TE has one of for each expert, as many on both sides.
+
+    Else two such weights that follow each other, for layers that hold the elements of both.
+    """
+    layers: dict[str, tuple[Unit, ...]] = defaultdict(tuple)
+    for unit in candidate:
+        if unit.expert is not None and len(unit.shape) == 2:
+            layers[unit.path] += (unit,)
+    stacks = [unit for unit in reference if is_stack(unit)]
+    told = {own[0]: told.get(own[0]) or _halves_of(own, layers.values()) for own in layers.values()}
+    for read in (_in_any_order, tuple, _transposed):
+        alike: dict[Shape, list[tuple[Unit, ...]]] = defaultdict(list)
+        for own in layers.values():
+            alike[read((len(own), *own[0].shape))].append(own)
+        for shape, of_shape in alike.items():
+            groups = tuple(_stacked(stacks, of_shape, shape, read, told))
+            yield from [groups] if groups else []
+            stacks = [unit for unit in stacks if all(unit not in group.reference for group in groups)]
+            for group in groups:
+                del layers[group.candidate[0].path]
+
+
+def _stacked(
+    stacks: Sequence[Unit],
+    layers: Sequence[tuple[Unit, ...]],
+    shape: Shape,
+    read: Callable[[Shape], Shape],
+    told: Mapping[Unit, Parts],
+) -> Iterator[Group]:
+    """Groups of layers that have one shape and are to be stacked; none where the numbers differ."""
+    same = [unit for unit in stacks if read(unit.shape) == shape]
+    if len(same) == len(layers):
+        for one, own in zip(same, layers, strict=True):
+            yield Group((one,), own, told.get(own[0], ()))
+        return
+    experts, rows, columns = len(layers[0]), *layers[0][0].shape
+    halves = tuple(unit for unit in stacks if read(unit.shape) == read((experts, rows // 2, columns)))
+    if len(layers) == 1 and not same and len(halves) == 2:
+        yield Group(halves, layers[0], (GATE, UP))
+
+
+def _halves_of(layers: Sequence[Unit], others: Iterable[Sequence[Unit]]) -> Parts:
+    """Gate and up, where other layers go from half as many channels back to as many as these read."""
+    rows, columns = layers[0].shape
+    return (GATE, UP) if any(2 * other[0].shape[1] == rows and other[0].shape[0] == columns for other in others) else ()
+
+
+def _in_any_order(shape: Shape) -> Shape:
+    """The shape of a stack without a difference between rows and columns."""
+    return (shape[0], *sorted(shape[1:]))
+
+
+def _transposed(shape: Shape) -> Shape:
+    return (shape[0], shape[2], shape[1])
 
 
 def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Group | None:
@@ -169,7 +244,11 @@ def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Gro
         if len(unit.shape) != 2 or any(_fit(other, unit) for other in reference):
             continue
         rows, columns = unit.shape
-        matrices = [other for other in reference if len(other.shape) == 2 and columns in other.shape]
+        matrices = [
+            other
+            for other in reference
+            if len(other.shape) == 2 and columns in other.shape and other.expert == unit.expert
+        ]
         for count, parts in ((2, ("gate", "up")), (3, ("query", "key", "value"))):
             for first in range(len(matrices) - count + 1):
                 run = matrices[first : first + count]
@@ -178,19 +257,27 @@ def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Gro
     return None
 
 
-def _by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[tuple[Group, ...]]:
+def _by_shape(
+    reference: Sequence[Unit],
+    candidate: Sequence[Unit],
+    told: Mapping[Unit, Parts],
+    shape_of: Callable[[Shape], Shape],
+) -> Iterator[tuple[Group, ...]]:
     """As many units on both sides of one shape, each put to that in the same place of the order."""
     classes: dict[object, tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
     for side, units in enumerate((reference, candidate)):
         for unit in units:
-            classes[WEIGHT in unit.shapes, tuple(sorted(unit.shape)), unit.expert][side].append(unit)
+            classes[WEIGHT in unit.shapes, tuple(sorted(shape_of(unit.shape))), unit.expert][side].append(unit)
     for left, right in classes.values():
         if left and len(left) == len(right):
-            yield tuple(Group((one,), (other,), named=False) for one, other in zip(left, right, strict=True))
+            yield tuple(
+                Group((one,), (other,), told.get(other, ()), named=False)
+                for one, other in zip(left, right, strict=True)
+            )
 
 
 def _fit(one: Unit, other: Unit) -> bool:
-    return sorted(one.shape) == sorted(other.shape)
+    return sorted(one.shape) == sorted(other.shape) or sorted(flat(one.shape)) == sorted(flat(other.shape))
 
 
 def _numels(units: Sequence[Unit]) -> int:

@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 
-from parity.suggest.units import Unit
+from parity.suggest.units import Unit, is_stack
 
 Parts = tuple[str, ...]
 
 QUERY, KEY, VALUE, GATE, UP = "query", "key", "value", "gate", "up"
+EMBEDDING, HEAD = "embedding", "head"
 QKV: Parts = (QUERY, KEY, VALUE)
 
 # A fused unit has several parts. Words that mean different things in different places are decided below the tables.
@@ -26,9 +27,9 @@ _LINEAR: dict[Parts, str] = {
     (UP,): "up_proj up wi wi_1 w_up fc1 linear_fc1 lin1 linear1 fc_in c_fc dense_h_to_4h w3",
     ("down",): "down_proj down w_down w2 fc2 linear_fc2 lin2 linear2 fc_out dense_4h_to_h",
     ("router",): "router",
-    ("embedding",): "wte embed_tokens word_embeddings tok_embeddings token_embedding",
+    (EMBEDDING,): "wte embed_tokens word_embeddings tok_embeddings token_embedding",
     ("position_embedding",): "wpe embed_positions position_embeddings position_embedding",
-    ("head",): "lm_head embed_out",
+    (HEAD,): "lm_head embed_out",
 }
 _NORM: dict[str, str] = {
     "query_norm": "q_norm query_norm q_layernorm",
@@ -102,7 +103,7 @@ def _by_place(
         return (GATE,) if "w3" in beside else (UP,)
     if word == "gate":
         chooses = any(f".{other.path}".startswith(f".{unit.scope}.expert".replace("..", ".")) for other in everything)
-        return ("router",) if chooses else (GATE,)
+        return ("router",) if chooses or _has_a_row_for_each_expert(unit, everything) else (GATE,)
     if word == "dense" and "intermediate" in context:
         return (UP,)
     if word not in _LAST_LAYER:
@@ -116,6 +117,14 @@ def _by_place(
     if told & set(QKV) or any(other.scope.rpartition(".")[2] in _PARTS_OF for other in everything):
         return ("attention_out",)
     return ("down",) if told & {GATE, UP} else ()
+
+
+def _has_a_row_for_each_expert(unit: Unit, everything: Sequence[Unit]) -> bool:
+    """Whether its rows are as many as the experts below its scope, in one weight or with a number each."""
+    below = [other for other in everything if f"{other.path}.".startswith(unit.scope)]
+    counts = {other.shape[0] for other in below if is_stack(other)}
+    counts |= {1 + max((other.expert for other in below if other.expert is not None), default=-1)}
+    return unit.shape[0] in counts
 
 
 def _with_gate(unit: Unit, parts: Parts, told: dict[Unit, Parts], siblings: Sequence[Unit]) -> Parts:

@@ -14,12 +14,12 @@ from parity.case import Case, Pair, Size, as_case
 from parity.suggest.choices import Choice, choices
 from parity.suggest.geometry import geometry_of
 from parity.suggest.layouts import Entries, Shapes
-from parity.suggest.matching import Group, match
+from parity.suggest.matching import Group, Matching, match
 from parity.suggest.names import parts_by_unit
 from parity.suggest.settle import Picks, Settled, settle
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
 from parity.suggest.trial import Trial, prepare_trial
-from parity.suggest.units import Unit, units_of
+from parity.suggest.units import Unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 from parity.validate import build, located
@@ -72,7 +72,9 @@ def suggest_map(
 
 def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:
     """What there is to choose for the parameters that no kept entry names, and which of them have no place."""
-    units = units_of(shapes.reference), units_of(shapes.candidate)
+    candidate_units = units_of(shapes.candidate)
+    experts = 1 + max((unit.expert for unit in candidate_units if unit.expert is not None), default=-1)
+    units = with_experts(units_of(shapes.reference), experts), candidate_units
     used = [{name for entry in kept.items() for name in names(entry[side])} for side in (0, 1)]
     reference, candidate = (
         [left for unit in side if (left := unit.without(taken)).parameters]
@@ -80,10 +82,19 @@ def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Cho
     )
     matching = match(reference, candidate, (parts_by_unit(units[0]), parts_by_unit(units[1])))
     found, misfits = choices(matching, shapes, geometry_of(pair.candidate, pair.reference))
+    misfits += list(_of_one_name(matching))
     mapped = {
         name for choice in found for left, right in choice.layouts[0].entries for name in (*names(left), *names(right))
     }
     return found, list(_problems(reference, candidate, mapped, misfits))
+
+
+def _of_one_name(matching: Matching) -> Iterator[Group]:
+    """Units of one name that were not put together, since their shapes do not go together."""
+    named = {(unit.path, unit.expert): unit for unit in matching.reference_left}
+    for unit in matching.candidate_left:
+        if (other := named.get((unit.path, unit.expert))) is not None:
+            yield Group((other,), (unit,))
 
 
 def _problems(

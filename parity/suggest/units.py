@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from parity.weight_terms import Shape
@@ -14,6 +15,7 @@ WEIGHT, BIAS = "weight", "bias"
 _LEAF = re.compile(r"(?P<stem>.*?)_?(?P<kind>weight|bias|gamma|beta)(?P<expert>\d*)")
 _KINDS = {"gamma": WEIGHT, "gain": WEIGHT, "scale": WEIGHT, "beta": BIAS, "offset": BIAS}
 _EXPERT = re.compile(r"(?:^|\.)(?:local_)?experts?\.(\d+)(?=\.|$)")
+_LAST_NUMBER = re.compile(r"(?P<before>(?:.*\.)?)(?P<number>\d+)(?P<after>(?:\.[^.]*\D[^.]*)*)")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Unit:
         return replace(self, parameters=kept, shapes={kind: self.shapes[kind] for kind in kept})
 
 
+def is_stack(unit: Unit) -> bool:
+    """Whether its weight has three dimensions, as that of all experts ``[experts, out, in]``."""
+    return unit.expert is None and len(unit.shapes.get(WEIGHT, ())) == 3
+
+
 def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
     """The units of a module, in the order in which it declares their first parameters.
 
@@ -63,7 +70,8 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
     """
     found: dict[tuple[str, int | None], dict[str, str]] = {}
     for name in shapes:
-        path, kind, expert = _parse(name)
+        weight = _weight_of(name, shapes)
+        path, kind, expert = _parse(name) if weight is None else (_parse(weight)[0], BIAS, _parse(weight)[2])
         kinds = found.setdefault((path, expert), {})
         # A second "weight" of one path, such as a scale beside it, is a unit of its own.
         target = kinds if kind not in kinds else found.setdefault((name, expert), {})
@@ -71,6 +79,25 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
     return [
         Unit(path, expert, kinds, {kind: tuple(shapes[name]) for kind, name in kinds.items()})
         for (path, expert), kinds in found.items()
+    ]
+
+
+def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
+    """The units, numbered as experts where the last number in their path counts to as many as there are experts.
+
+    For a mixture whose list of experts has another name; units stay as they are where one has an expert's number.
+    """
+    families: dict[tuple[str, str], list[int]] = defaultdict(list)
+    found = [_LAST_NUMBER.fullmatch(unit.path) for unit in units]
+    for match in filter(None, found):
+        families[match["before"], match["after"]].append(int(match["number"]))
+    if any(unit.expert is not None or (is_stack(unit) and unit.shape[0] == count) for unit in units):
+        return list(units)
+    return [
+        replace(unit, expert=int(match["number"]))
+        if match and sorted(families[match["before"], match["after"]]) == list(range(count))
+        else unit
+        for unit, match in zip(units, found, strict=True)
     ]
 
 
@@ -86,3 +113,15 @@ def _parse(name: str) -> tuple[str, str, int | None]:
         expert = int(match["expert"])
     path = ".".join(filter(None, (scope, match["stem"])))
     return path, _KINDS.get(match["kind"], match["kind"]), expert
+
+
+def _weight_of(name: str, shapes: Mapping[str, Shape]) -> str | None:
+    """The weight that a bias named ``b1`` or ``b_in`` belongs to, ``w1`` or ``w_in`` beside it; ``g`` for a norm's."""
+    scope, dot, leaf = name.rpartition(".")
+    if leaf[:1] not in ("b", "B"):
+        return None
+    small = leaf[0] == "b"
+    weight, gain = (f"{scope}{dot}{first if small else first.upper()}{leaf[1:]}" for first in "wg")
+    if weight in shapes and len(shapes[name]) == len(shapes[weight]) - 1:
+        return weight
+    return gain if gain in shapes and len(shapes[name]) == 1 and shapes[gain] == shapes[name] else None
