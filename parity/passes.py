@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import quantization_state, weights
+from parity import quantization_state, te_caches, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.freedom import Freedom
@@ -100,6 +100,7 @@ def _as_activation(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
+@te_caches.fresh()
 @quantization_state.fresh()
 def run_candidate(
     case: Case,
