@@ -18,6 +18,7 @@ from parity.execute import Pass, outputs_of, run
 from parity.freedom import Freedom
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
+from parity.quantized_parameters import check, moved
 from parity.result import PROBED, Kind
 from parity.rounding import Phase, Rounding, rounded
 from parity.separate_norms import separate_norms
@@ -145,7 +146,8 @@ def run_candidate(
 
 def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
     """The pair, its candidate in the precision's dtype and with the prepared weights."""
-    weights.fill(pair.candidate.to(precision.dtype), prepared.candidate_weights)
+    check(moved(pair.candidate, dtype=precision.dtype), precision)
+    weights.fill(pair.candidate, prepared.candidate_weights)
     return pair
 
 

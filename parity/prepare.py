@@ -28,6 +28,7 @@ from parity.long_sequences import attention_in_blocks
 from parity.outside_te import parameters_outside_te
 from parity.probes import probe
 from parity.products import Products
+from parity.quantized_parameters import moved
 from parity.te import Kernels
 from parity.validate import CheckedSize
 from parity.weights import WeightMap
@@ -117,7 +118,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         pair = case.build(kernels.te, checked.size)
     pair.reference.to(kernels.device).train()
-    pair.candidate.to(kernels.device).train()
+    moved(pair.candidate, device=kernels.device).train()
     return pair
 
 
