@@ -239,7 +239,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         judge=lambda truth, modelled: judge(truth, modelled, ran.candidate, precision, asked.calibration, ()),
         rerun=ran.rerun,
     )
-    missed = gradients_missed(ran.unreached, prepared.weights, prepared.reference)
+    missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
         explained = explain(failure, missed, known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation

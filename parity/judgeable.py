@@ -204,16 +204,16 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
         )
 
 
-def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, reference: nn.Module) -> tuple[str, ...]:
-    """Those of TE's parameters without a gradient whose gradient the reference has.
+def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Those of TE's parameters without a gradient whose gradient in the reference is not 0.
 
     Args:
         unreached: TE's parameters that no gradient reached.
         weights: the pair's map.
-        reference: whose frozen parameters need none.
+        golden: the gradients of the reference's parameters, but for frozen ones. One that it does not use has 0.
     """
-    trained = {name for name, parameter in reference.named_parameters() if parameter.requires_grad}
-    wanted = {name for left, right in weights.items() if trained & set(names(left)) for name in names(right)}
+    used = {name for name, gradient in golden.items() if max_abs(gradient)}
+    wanted = {name for left, right in weights.items() if used & set(names(left)) for name in names(right)}
     return tuple(name for name in unreached if name in wanted)
 
 

@@ -39,18 +39,19 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     if not failed:
         return ()
     spoiled = list(non_finite(failed, failure.precision))
-    missing = list(unreached_parameters(unreached))
     finite = all(result.errors.finite for result in failure.outputs)
     outputs_are_right = all(result.passed for result in failure.outputs)
     trace = calls_of(failure.prepared).trace
     # Gradients that are not finite, or not there, need no further cause where the outputs are right.
-    causes = _causes(failure, trace) if finite and not ((spoiled or missing) and outputs_are_right) else []
-    found = [*spoiled, *causes, *missing]
+    causes = _causes(failure, trace, unreached) if finite and not ((spoiled or unreached) and outputs_are_right) else []
+    told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
+    untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
+    found = [*spoiled, *causes, *untold]
     return tuple(found or [*where_the_error_is(failure), *first_divergence(failure, trace)])
 
 
-def _causes(failure: Failure, trace: Trace) -> list[Finding]:
-    """What explains finite outputs and the gradients with them."""
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Finding]:
+    """What explains finite outputs and the gradients with them; arguments as ``findings``."""
     seconds = max(failure.seconds, _SHORTEST_CHECK)
     budget = Budget(CHECKS_FOR_SEARCH * seconds)
     if all(result.passed for result in failure.outputs):
@@ -58,7 +59,10 @@ def _causes(failure: Failure, trace: Trace) -> list[Finding]:
     else:
         found = list(dropout_findings(failure))
     if not found:
-        known = [*scale_hypotheses(failure.prepared, failure.precision), *hypotheses(failure.prepared, trace)]
+        known = [
+            *scale_hypotheses(failure.prepared, failure.precision),
+            *hypotheses(failure.prepared, trace, frozenset(unreached)),
+        ]
         found = list(_told(explanations(failure, known, budget), failure))
     return (
         found
