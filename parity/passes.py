@@ -140,6 +140,7 @@ def run_candidate(
     if prepared.probed:
         if precision.warmup_passes:  # scales that come from other inputs would not fit these
             pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+            change(pair.candidate)
         tensors |= _probed(_probe_candidate(pair, prepared, precision, kernels))
     return tensors, ran.unreached + frozen
 
