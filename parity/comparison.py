@@ -15,7 +15,7 @@ from parity import te
 from parity.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
-from parity.determinism import RandomState, repeat
+from parity.determinism import repeat
 from parity.device_errors import classify
 from parity.diagnosis import Failure
 from parity.directions import Direction, directions
@@ -27,6 +27,7 @@ from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
 from parity.plain_calls import plain_calls
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare
+from parity.random_state import RandomState
 from parity.result import Determinism, Result, Status, TensorResult
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
@@ -135,6 +136,7 @@ class _Ran:
         models: the rounding model's tensors, for each way in which faithful kernels compute.
         candidate: its tensors, in the reference's layout.
         unreached: TE's parameters that no gradient reached.
+        draws: whether it drew random numbers.
         rerun: the candidate once more, after a change of its module.
         attention: the attention backends that TE ran.
         determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
@@ -146,6 +148,7 @@ class _Ran:
     models: list[Tensors]
     candidate: Tensors
     unreached: tuple[str, ...]
+    draws: bool
     rerun: Callable[[Callable[[nn.Module], None]], Tensors]
     attention: str
     determinism: Determinism | None
@@ -194,12 +197,13 @@ def _run(asked: _Asked) -> _Ran:
             return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
 
     with _step("the candidate"):
-        random_state = RandomState.now(kernels.device) if asked.determinism else None
+        before = RandomState.now(kernels.device)
         with attention_backends(asked.attention) as seen:
             candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
-        repeated = repeat(rerun, candidate, random_state, kernels.device) if random_state is not None else None
+        draws = not RandomState.now(kernels.device).is_as(before)
+        repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
-    return _Ran(prepared, known, models, candidate, unreached, rerun, ", ".join(seen), repeated, seconds)
+    return _Ran(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds)
 
 
 @contextmanager
@@ -247,8 +251,9 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         ran.seconds + time.process_time() - began,
         judge=lambda truth, modelled: judge(truth, modelled, ran.candidate, precision, asked.calibration, ()),
         rerun=ran.rerun,
+        draws=ran.draws,
     )
-    missed = gradients_missed(ran.unreached, prepared.weights, prepared.reference)
+    missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
         explained = explain(failure, missed, known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parity.kernel_trace import Trace, as_bytes, first_difference
 from parity.passes import Tensors
+from parity.random_state import RandomState, kept, other_numbers
 from parity.result import Determinism, label_of
 
 Run = Callable[[Callable[[nn.Module], None]], Tensors]
 # A kernel that adds in the order in which its blocks finish does not differ each time.
 _ATTEMPTS = 3
-_OTHER_SEED = 407
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The state of PyTorch's generators, from which a pass draws its random numbers.
-
-    Attributes:
-        cpu: as ``torch.get_rng_state``.
-        gpu: as ``torch.cuda.get_rng_state``; None without a GPU.
-    """
-
-    cpu: Tensor
-    gpu: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """That of this moment, of the CPU and the kernels' device."""
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-
-    def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.gpu is not None:
-            torch.cuda.set_rng_state(self.gpu, device)
 
 
 def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) -> Determinism:
@@ -50,12 +26,12 @@ def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) 
         before: the random state that it started from.
         device: the kernels'.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with kept(device):
         before.restore(device)
         differing = _differing(first, run(lambda module: None))
         if differing:
             return Determinism(differing, first=_located(run, before, device))
-        torch.manual_seed(_OTHER_SEED)
+    with other_numbers(device):
         return Determinism(drawn=_differing(first, run(lambda module: None)))
 
 

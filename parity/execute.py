@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity import main_grad
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -23,7 +25,8 @@ class Pass:
         outputs: the module's floating-point outputs; ``output``, or where there are several ``output[i]``, or
             ``output[key]`` if it returns a dict.
         input_gradients: by the input's name; zero where no gradient arrived.
-        weight_gradients: by the parameter's name; zero where no gradient arrived.
+        weight_gradients: by the parameter's name, from ``main_grad`` where TE added it there; zero where no gradient
+            arrived.
         unreached: names of the parameters where no gradient arrived.
         not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
     """
@@ -72,7 +75,7 @@ def run(
     """Call the module, then differentiate; its buffers and the inputs stay as they were.
 
     Args:
-        module: its parameters' gradients are cleared first.
+        module: its parameters' gradients are cleared first, also those in ``main_grad``.
         call: how to call it, as in ``parity.Pair``; None calls the module itself.
         inputs: as a pair's ``inputs`` returns them, in the module's dtype and on its device.
         names: of the positional inputs, see ``positional_names``.
@@ -81,6 +84,7 @@ def run(
         before_backward: called between the two passes.
     """
     module.zero_grad(set_to_none=True)
+    main_grad.clear(module)
     leaves: dict[str, Tensor] = {}
     args, kwargs = _differentiable(as_arguments(inputs), names, leaves)
     with _restored_buffers(module):
@@ -88,15 +92,16 @@ def run(
             returned = _call(module, call, (args, kwargs))
         outputs = _named_outputs(returned)
         before_backward()
-        gradients = cotangents(outputs)
+        given = cotangents(outputs)
         reached = [name for name, output in outputs.items() if output.requires_grad]
-        torch.autograd.backward([outputs[name] for name in reached], [gradients[name] for name in reached])
+        torch.autograd.backward([outputs[name] for name in reached], [given[name] for name in reached])
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    gradients = {name: main_grad.gradient(parameter) for name, parameter in trained.items()}
     return Pass(
         outputs={name: output.detach() for name, output in outputs.items()},
-        input_gradients={name: _gradient(leaf) for name, leaf in leaves.items()},
-        weight_gradients={name: _gradient(parameter) for name, parameter in trained.items()},
-        unreached=tuple(name for name, parameter in trained.items() if parameter.grad is None),
+        input_gradients={name: _or_zero(leaf.grad, leaf) for name, leaf in leaves.items()},
+        weight_gradients={name: _or_zero(gradients[name], parameter) for name, parameter in trained.items()},
+        unreached=tuple(name for name, gradient in gradients.items() if gradient is None),
         not_compared=sum(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)) - len(outputs),
     )
 
@@ -125,8 +130,8 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+def _or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient.detach()
 
 
 def _differentiable(arguments: Arguments, names: Sequence[str], leaves: dict[str, Tensor]) -> Arguments:

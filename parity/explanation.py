@@ -39,16 +39,21 @@ def _is_known(found: Sequence[Finding]) -> bool:
 
 def _on_probe(failure: Failure) -> Failure:
     """The same failure as the probing inputs show it: their outputs in the place of the others."""
-    prepared = failure.prepared
+    prepared, rerun = failure.prepared, failure.rerun
     probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
     return dataclasses.replace(
         failure,
         results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
-        candidate={("output", name): tensor for (kind, name), tensor in failure.candidate.items() if kind == PROBED},
+        candidate=_of_probe(failure.candidate),
         prepared=probed,
         judge=lambda truth, models: _as_outputs(failure.judge(_as_probed(truth), [_as_probed(m) for m in models])),
-        rerun=None,
+        rerun=None if rerun is None else lambda change: _of_probe(rerun(change)),
     )
+
+
+def _of_probe(tensors: Tensors) -> Tensors:
+    """The outputs on the probing inputs as outputs."""
+    return {("output", name): tensor for (kind, name), tensor in tensors.items() if kind == PROBED}
 
 
 def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:

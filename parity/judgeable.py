@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from parity.errors import max_abs
+from parity.errors import difference, max_abs, relative_l2
 from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.user_error import UserError
@@ -21,6 +21,7 @@ Tensors = dict[tuple[Kind, str], Tensor]
 # A quantized layer's gradient has at least 0.7 of the model's error on the calibrated ports, an unquantized one's 0.15.
 _TOO_EXACT = 0.35
 _ENOUGH_ELEMENTS = 1024
+_SAME_IN_FP64 = 1e-9  # of a tensor's norm: far below what any precision shows, far above FP64's own rounding
 
 LOSES_ALL = (
     "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
@@ -102,6 +103,29 @@ def check_golden(golden: Pass) -> None:
             "every output and gradient of the reference is 0 on these inputs, so a candidate that computes nothing "
             "would pass; give other inputs or weights"
         )
+
+
+def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
+    """Make sure that the reference returns the same whichever random numbers it draws.
+
+    Args:
+        golden: its pass.
+        again: its outputs in FP64 with other random numbers.
+
+    Raises:
+        NothingToJudge: if an output is another.
+    """
+    for name, output in golden.outputs.items():
+        moved = math.inf
+        if name in again and again[name].shape == output.shape:
+            by = torch.linalg.vector_norm(difference(again[name], output)).item()
+            moved = relative_l2(by, torch.linalg.vector_norm(output).item())
+        if moved > _SAME_IN_FP64:
+            raise NothingToJudge(
+                f"the reference draws random numbers (PAR253 not-reproducible): with others its {name} moves by "
+                f"{moved:.2g} of its norm, so that nothing can be compared with it; switch off what draws them in both "
+                "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
+            )
 
 
 def answerable(golden: Tensors, models: Sequence[Tensors]) -> Tensors:
@@ -204,16 +228,16 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
         )
 
 
-def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, reference: nn.Module) -> tuple[str, ...]:
-    """Those of TE's parameters without a gradient whose gradient the reference has.
+def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Those of TE's parameters without a gradient whose gradient in the reference is not 0.
 
     Args:
         unreached: TE's parameters that no gradient reached.
         weights: the pair's map.
-        reference: whose frozen parameters need none.
+        golden: the gradients of the reference's parameters, but for frozen ones. One that it does not use has 0.
     """
-    trained = {name for name, parameter in reference.named_parameters() if parameter.requires_grad}
-    wanted = {name for left, right in weights.items() if trained & set(names(left)) for name in names(right)}
+    used = {name for name, gradient in golden.items() if max_abs(gradient)}
+    wanted = {name for left, right in weights.items() if used & set(names(left)) for name in names(right)}
     return tuple(name for name in unreached if name in wanted)
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import quantization_state, weights
+from parity import quantization_state, te_caches, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.freedom import Freedom
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
+from parity.quantized_parameters import check, moved
 from parity.result import PROBED, Kind
 from parity.rounding import Phase, Rounding, rounded
 from parity.separate_norms import separate_norms
@@ -100,6 +101,7 @@ def _as_activation(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
+@te_caches.fresh()
 @quantization_state.fresh()
 def run_candidate(
     case: Case,
@@ -138,13 +140,15 @@ def run_candidate(
     if prepared.probed:
         if precision.warmup_passes:  # scales that come from other inputs would not fit these
             pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+            change(pair.candidate)
         tensors |= _probed(_probe_candidate(pair, prepared, precision, kernels))
     return tensors, ran.unreached + frozen
 
 
 def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
     """The pair, its candidate in the precision's dtype and with the prepared weights."""
-    weights.fill(pair.candidate.to(precision.dtype), prepared.candidate_weights)
+    check(moved(pair.candidate, dtype=precision.dtype), precision)
+    weights.fill(pair.candidate, prepared.candidate_weights)
     return pair
 
 

@@ -23,11 +23,13 @@ from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
 from parity.inputs import Rng
-from parity.judgeable import check_golden, check_inputs_fit, check_weights_fit
+from parity.judgeable import check_golden, check_inputs_fit, check_reproducible, check_weights_fit
 from parity.long_sequences import attention_in_blocks
 from parity.outside_te import parameters_outside_te
 from parity.probes import probe
 from parity.products import Products
+from parity.quantized_parameters import moved
+from parity.random_state import RandomState, other_numbers
 from parity.te import Kernels
 from parity.validate import CheckedSize
 from parity.weights import WeightMap
@@ -117,7 +119,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         pair = case.build(kernels.te, checked.size)
     pair.reference.to(kernels.device).train()
-    pair.candidate.to(kernels.device).train()
+    moved(pair.candidate, device=kernels.device).train()
     return pair
 
 
@@ -182,8 +184,13 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     with attention_in_blocks():
         exact = cast(inputs, torch.float64, faster)
         recording = Calls.recorded(pair.reference, calls) if faster == kernels.device else None
+        before = RandomState.now(faster)
         golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording)
-    check_golden(golden)
+        drew = not RandomState.now(faster).is_as(before)
+        check_golden(golden)
+        if drew:
+            with torch.no_grad(), other_numbers(faster):
+                check_reproducible(golden, outputs_of(pair.reference, pair.call_reference, exact))
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
     with torch.no_grad(), attention_in_blocks():
         exact = cast(probing, torch.float64, faster)

@@ -99,12 +99,18 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", _with(sink="zero"))
 
 
+def _to_be_capped(right: float) -> str:
+    if math.isinf(right):
+        return "leave the scores uncapped as the reference does, softcap=0.0 in TE"
+    return f"cap the scores as the reference does, softcap={right:g}"
+
+
 def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:
     def softcap(cap: float) -> Mistake[Attention]:
         return Mistake(
             "softcap",
             "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
-            f"cap the scores as the reference does, softcap={right:g}; it is {cap:.4g}",
+            f"{_to_be_capped(right)}; {'it caps none' if math.isinf(cap) else f'it has {cap:.4g}'}",
             _with(softcap=cap),
             value=cap if math.isfinite(cap) else None,
             tuned=softcap,

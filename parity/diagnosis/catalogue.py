@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -37,11 +37,17 @@ from parity.weights import parameter_shapes
 _NEAR = 60  # of a query's ancestors, among which its projection is
 
 
-def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
-    """Every known mistake, the likeliest subjects first."""
+def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) -> Iterator[Hypothesis]:
+    """Every known mistake, the likeliest subjects first.
+
+    Args:
+        prepared: what was compared.
+        trace: of the reference.
+        unused: TE's parameters without a gradient, which the reference gives one.
+    """
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace), prepared.reference
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace), prepared.reference, unused
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)

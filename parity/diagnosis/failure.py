@@ -26,6 +26,7 @@ class Failure:
         seconds: of processor time that the comparison took.
         judge: judges the candidate against another golden, whose rounding models are given with it.
         rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
+        draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
         on_probe: the same failure as the probing inputs show it; None where they show none.
     """
 
@@ -36,6 +37,7 @@ class Failure:
     seconds: float
     judge: Callable[[Tensors, Sequence[Tensors]], Sequence[TensorResult]]
     rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
+    draws: bool = False
     on_probe: Failure | None = None
 
     @property

@@ -13,6 +13,7 @@ from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
+from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
 from parity.diagnosis.scale import output_scale_findings
 from parity.diagnosis.screen import Budget
@@ -39,33 +40,44 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     if not failed:
         return ()
     spoiled = list(non_finite(failed, failure.precision))
-    missing = list(unreached_parameters(unreached))
     finite = all(result.errors.finite for result in failure.outputs)
     outputs_are_right = all(result.passed for result in failure.outputs)
     trace = calls_of(failure.prepared).trace
     # Gradients that are not finite, or not there, need no further cause where the outputs are right.
-    causes = _causes(failure, trace) if finite and not ((spoiled or missing) and outputs_are_right) else []
-    found = [*spoiled, *causes, *missing]
+    causes = _causes(failure, trace, unreached) if finite and not ((spoiled or unreached) and outputs_are_right) else []
+    told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
+    untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
+    found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))
     return tuple(found or [*where_the_error_is(failure), *first_divergence(failure, trace)])
 
 
-def _causes(failure: Failure, trace: Trace) -> list[Finding]:
-    """What explains finite outputs and the gradients with them."""
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Finding]:
+    """What explains finite outputs and the gradients with them; arguments as ``findings``."""
     seconds = max(failure.seconds, _SHORTEST_CHECK)
     budget = Budget(CHECKS_FOR_SEARCH * seconds)
-    if all(result.passed for result in failure.outputs):
+    found = _by_chance(failure)
+    if not found and all(result.passed for result in failure.outputs):
         found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * seconds))
-    else:
-        found = list(dropout_findings(failure))
+    # A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
+    found = found or list(microbatch_findings(failure))
     if not found:
-        known = [*scale_hypotheses(failure.prepared, failure.precision), *hypotheses(failure.prepared, trace)]
+        known = [
+            *scale_hypotheses(failure.prepared, failure.precision),
+            *hypotheses(failure.prepared, trace, frozenset(unreached)),
+        ]
         found = list(_told(explanations(failure, known, budget), failure))
     return (
         found
-        or list(microbatch_findings(failure))
         or list(output_scale_findings(failure))
         or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * seconds))
     )
+
+
+def _by_chance(failure: Failure) -> list[Finding]:
+    """Random numbers, where any other cause would explain this pass and not the next."""
+    outputs_are_right = all(result.passed for result in failure.outputs)
+    found = [] if outputs_are_right else list(dropout_findings(failure))
+    return found or (list(random_findings(failure)) if failure.draws else [])
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:

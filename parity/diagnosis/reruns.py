@@ -38,7 +38,7 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
         yield finding(
             "dropout",
             f"the candidate agrees without dropout; switch off {', '.join(sorted(set(dropped)))} "
-            "(hidden_dropout=0.0, attention_dropout=0.0), or call .eval() on both modules",
+            "(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=0.0), or call .eval() on both modules",
         )
 
 
@@ -78,7 +78,7 @@ def _switched_off(module: nn.Module) -> Iterator[str]:
     """Sets every probability of dropout to 0; yields each that was not, with its value."""
     for name, submodule in module.named_modules():
         for attribute, value in list(vars(submodule).items()):
-            is_probability = "dropout" in attribute or (attribute == "p" and "Dropout" in type(submodule).__name__)
+            is_probability = "drop" in attribute or (attribute == "p" and "Drop" in type(submodule).__name__)
             if is_probability and isinstance(value, float) and value > 0.0:
                 setattr(submodule, attribute, 0.0)
                 yield f"{name}.{attribute}={value:g}".lstrip(".")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, takewhile
 
@@ -41,7 +41,12 @@ class _Misread:
 
 
 def weight_hypotheses(
-    weights: WeightMap, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None, module: nn.Module
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    module: nn.Module,
+    unused: Container[str] = (),
 ) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with one entry of this weight map, or two that were exchanged.
 
@@ -51,21 +56,27 @@ def weight_hypotheses(
         candidate_shapes: ditto of TE's.
         heads: of the reference's attention; None where it has none.
         module: the reference.
+        unused: TE's parameters without a gradient, which the reference gives one.
     """
-    for entries in _misread(weights, shapes, candidate_shapes, heads):
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused):
         yield from (_hypothesis([entry], shapes, module) for entry in entries)
     yield from (_exchanged([exchange], shapes, module) for exchange in _exchanges(weights, shapes))
 
 
 def repeated_weight_hypotheses(
-    weights: WeightMap, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None, module: nn.Module
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    module: nn.Module,
+    unused: Container[str] = (),
 ) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with several entries alike; arguments as ``weight_hypotheses``.
 
     An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
     """
     same: dict[tuple[str, str, int], list[_Misread]] = defaultdict(list)
-    for entries in _misread(weights, shapes, candidate_shapes, heads):
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused):
         alike: Counter[tuple[str, str]] = Counter()
         for entry in entries:
             what = entry.reading.title, entry.reading.name
@@ -83,12 +94,12 @@ def repeated_weight_hypotheses(
 
 
 def _misread(
-    weights: WeightMap, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None
+    weights: WeightMap, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None, unused: Container[str]
 ) -> Iterator[list[_Misread]]:
     """By entry of the map, every other reading of it."""
     for left, right in weights.items():
         if any(names(left)):
-            yield [_Misread(one, left, right) for one in readings(left, right, shapes, candidate_shapes, heads)]
+            yield [_Misread(one, left, right) for one in readings(left, right, shapes, candidate_shapes, heads, unused)]
 
 
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:

@@ -6,11 +6,12 @@ gradients with respect to the true parameters come out as the port's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, permutations
 
+import torch
 from torch import Tensor
 
 from parity.weight_terms import (
@@ -79,7 +80,12 @@ class Reading:
 
 
 def readings(
-    left: Side, right: Side, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None
+    left: Side,
+    right: Side,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    unused: Container[str] = (),
 ) -> Iterator[Reading]:
     """Every other reading of an entry.
 
@@ -88,9 +94,12 @@ def readings(
         shapes: of the reference's parameters, by name.
         candidate_shapes: ditto of TE's.
         heads: of the reference's attention; None where it has none.
+        unused: TE's parameters without a gradient, which the reference gives one.
     """
     yield from _other_terms(left, right, shapes, heads)
     yield from _other_terms_of_te(left, right, candidate_shapes, heads)
+    is_unused = all(name in unused for name in names(right))
+    yield from _unused(left, right) if is_unused else _not_copied(left, right, shapes)
     yield from _other_values(left, right, shapes, heads)
 
 
@@ -206,17 +215,37 @@ def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None
             yield key // head_dim, head_dim
 
 
-def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Rows and columns in another order, and constants, which no term of a map says."""
-    shape, where = shape_of(left, shapes), describe(right)
-    if len(shape) == 1:
+def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
+    """A constant, as it was constructed, which gets its gradient."""
+    if len(shape_of(left, shapes)) == 1:
         for value in (1.0, 0.0):
             yield Reading(
                 "weight-not-copied",
                 f"not copied ({value:g})",
-                f"copy the reference's parameter to {where}; it holds {value:g} throughout, as it was constructed",
+                f"copy the reference's parameter to {describe(right)}; it holds {value:g} throughout, as it was "
+                "constructed",
                 lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
             )
+
+
+def _unused(left: Side, right: Side) -> Iterator[Reading]:
+    """Nothing is added to, or multiplied by it: a constant without a gradient."""
+    where = describe(right)
+    if _is_bias(left):
+        yield Reading("bias-dropped", "unused (0)", f"add {where}, which the candidate does not use", _constant(0.0))
+        return
+    for value in (1.0, 0.0):
+        repair = f"use {where}: the candidate computes as if it were {value:g}, and no gradient reaches it"
+        yield Reading("no-gradient", f"unused ({value:g})", repair, _constant(value))
+
+
+def _constant(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda packed: torch.full_like(packed, value)
+
+
+def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Rows and columns in another order, which no term of a map says."""
+    shape, where = shape_of(left, shapes), describe(right)
     is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
     rows = shape[-2] if len(shape) in _MATRICES else shape[0] if _is_bias(left) else 0
     if rows % 2 == 0 and rows > 2 and not is_of_attention:

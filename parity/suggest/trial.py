@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import weights
+from parity import te_caches, weights
 from parity.case import Pair, Size, draw_inputs
 from parity.errors import measure
 from parity.execute import outputs_of
@@ -58,7 +58,7 @@ class Trial:
         """
         shapes = weights.parameter_shapes(self.candidate)
         weights.fill(self.candidate, weights.to_candidate(weight_map, self.reference_weights, shapes))
-        with torch.no_grad():
+        with torch.no_grad(), te_caches.fresh():
             outputs = _outputs("candidate", self.candidate, self.call, self.inputs)
         return _worst_error(outputs, self.golden)
 

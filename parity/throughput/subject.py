@@ -18,6 +18,7 @@ from parity.inputs import Rng
 from parity.long_sequences import attention_in_blocks
 from parity.one_line import one_line
 from parity.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
+from parity.quantized_parameters import moved
 from parity.te import Kernels
 from parity.throughput.clock import Passes
 from parity.throughput.fused_attention import with_fused_attention
@@ -104,7 +105,7 @@ def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
 def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kernels) -> Pair:
     """A new pair whose candidate holds the subject's weights, in its dtype; TE's modules keep state between passes."""
     pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
-    weights.fill(pair.candidate.to(subject.dtype), subject.candidate_weights)
+    weights.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
     return pair
 
 

@@ -1,0 +1,54 @@
+"""Parameters that TE holds quantized, as ``te.quantized_model_init`` (formerly ``fp8_model_init``) makes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from parity.precision import Precision
+from parity.user_error import UserError
+
+
+def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """The candidate itself, on the device or in the dtype that is given.
+
+    Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired.
+    """
+    trained = [parameter.requires_grad for parameter in candidate.parameters()]
+    candidate.to(device=device, dtype=dtype)
+    for parameter, requires_grad in zip(candidate.parameters(), trained, strict=True):
+        parameter.requires_grad_(requires_grad)
+    return candidate
+
+
+def check(candidate: nn.Module, precision: Precision) -> None:
+    """Make sure that the precision fits the parameters that are quantized.
+
+    Args:
+        candidate: in the precision's dtype, as far as its parameters can be.
+        precision: at which it is compared.
+
+    Raises:
+        UserError: if the precision has no recipe, or TE keeps such a parameter in another dtype.
+    """
+    quantized = {name: parameter for name, parameter in candidate.named_parameters() if _is_quantized(parameter)}
+    dtype = str(precision.dtype)
+    if quantized and precision.recipe is None:
+        raise UserError(
+            f"the candidate holds {_some(list(quantized))} quantized (te.quantized_model_init), so it cannot compute "
+            f"in {precision.name}; name the recipe's precision in the pair's precisions, or build the module without"
+        )
+    others = [name for name, parameter in quantized.items() if parameter.dtype is not precision.dtype]
+    if others:
+        raise UserError(
+            f"TE keeps the quantized {_some(others)} in {quantized[others[0]].dtype} whatever module.to({dtype}) says, "
+            f"and {precision.name} computes in {dtype}; build the module with params_dtype={dtype}"
+        )
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return type(parameter).__module__.startswith("transformer_engine.")
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,119 @@
+"""What shows only when a module runs again: random numbers, and weights that TE cached before they changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parity
+
+HIDDEN = 64
+
+
+class Noisy(nn.Module):
+    """A linear layer, and something random beside it."""
+
+    def __init__(self, linear: Any, what: str = "") -> None:
+        super().__init__()
+        self.linear, self.what = linear(HIDDEN, HIDDEN), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "functional dropout":
+            return self.linear(F.dropout(x, 0.1))
+        if self.what == "unused":
+            torch.rand([])
+        y = self.linear(x)
+        if self.what == "noise":
+            return y + 0.03 * torch.randn_like(y)
+        if self.what == "stochastic depth":
+            return y * (torch.rand(len(y), 1, 1, device=y.device) > 0.3) / 0.7
+        return y + 0.03 if self.what == "offset" else y
+
+
+def result_of(reference: Any, candidate: Any, precision: str, weights: dict[str, str], **more: Any) -> parity.Result:
+    def factory(te: Any, **_: int) -> parity.Pair:
+        return parity.Pair(reference(), candidate(te), lambda rng, batch: rng.normal(batch, 16, HIDDEN), weights)
+
+    case = parity.Case("reruns", factory, sizes=(dict(batch=8),), probe=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of what a candidate draws, whichever test ran before
+        (result,) = parity.compare(case, [precision], **more)
+    return result
+
+
+def noisy(precision: str, reference: str, candidate: str, **more: Any) -> parity.Result:
+    return result_of(
+        lambda: Noisy(nn.Linear, reference),
+        lambda te: Noisy(te.Linear, candidate),
+        precision,
+        {"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
+        **more,
+    )
+
+
+def told(precision: str, candidate: str, **more: Any) -> list[str]:
+    """The codes of the findings."""
+    return [finding.code for finding in noisy(precision, "", candidate, **more).findings]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+@pytest.mark.parametrize("what", ["functional dropout", "noise", "stochastic depth"])
+def test_a_candidate_that_draws_random_numbers_is_not_reproducible(precision: str, what: str) -> None:
+    if (precision, what) == ("fp8_current", "noise"):
+        pytest.skip("below what the precision costs")
+    assert told(precision, what) == ["PAR253"]
+
+
+def test_with_determinism_it_is_told_as_well() -> None:
+    assert told("bf16", "noise", determinism=True) == ["PAR253"]
+
+
+@pytest.mark.parametrize("what", ["functional dropout", "noise", "stochastic depth"])
+@pytest.mark.parametrize("candidate", ["", "noise"])
+def test_nothing_is_compared_with_a_reference_that_draws_random_numbers(what: str, candidate: str) -> None:
+    result = noisy("fp32", what, candidate)
+    assert result.status == "error"
+    assert result.reason.startswith("the reference draws random numbers (PAR253 not-reproducible)")
+
+
+def test_random_numbers_that_the_reference_does_not_use_are_no_matter() -> None:
+    """As those of Hugging Face's layer drop, which are drawn where its probability is 0."""
+    assert noisy("fp32", "unused", "").passed
+
+
+def test_what_is_wrong_without_random_numbers_is_not_put_down_to_them() -> None:
+    assert "PAR253" not in told("fp32", "offset")
+
+
+class Updated(nn.Module):
+    """A linear layer whose weight is halved before it is used; the gradient is that of the new weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        return F.linear(x, weight - 0.5 * weight.detach())
+
+
+class UpdatedTE(nn.Module):
+    def __init__(self, te: Any, first: bool) -> None:
+        super().__init__()
+        self.linear, self.first = te.Linear(HIDDEN, HIDDEN, bias=False), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x, is_first_microbatch=True)
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.linear(x, is_first_microbatch=self.first)
+
+
+@pytest.mark.parametrize(("first", "codes"), [(True, []), (False, ["PAR307"])])
+def test_quantized_weights_of_before_a_step_are_stale(first: bool, codes: list[str]) -> None:
+    result = result_of(Updated, lambda te: UpdatedTE(te, first), "fp8_current", {"linear.weight": "linear.weight"})
+    assert [finding.code for finding in result.findings] == codes
