@@ -41,9 +41,8 @@ def found(module: nn.Module, call=None, **te_arguments):
     """The titles of the findings, and the first message, where TE's attention is called with these arguments."""
 
     def factory(te, **_):
-        core = te.DotProductAttention(
-            HEADS, HEAD_DIM, qkv_format="bshd", attention_dropout=0.0, **{"attn_mask_type": "causal", **te_arguments}
-        )
+        options = dict(qkv_format="bshd", attention_dropout=0.0, attn_mask_type="causal") | te_arguments
+        core = te.DotProductAttention(HEADS, HEAD_DIM, **options)
         return parity.Pair(
             reference=module,
             candidate=core,
@@ -150,6 +149,36 @@ def test_a_bias_that_is_added_in_place_stays_where_the_scale_is_another():
     unmasked = dict(attn_mask_type="no_mask")
     assert found(Biased(), call, softmax_scale=1.0, **unmasked)[0] == ["passed"]
     assert found(Biased(), call, **unmasked)[0] == ["softmax-scale"]
+
+
+def test_batch_and_sequence_that_are_viewed_as_each_other_are_found():
+    def call(core, *heads):
+        return core(*(x.reshape(SEQ, 2, HEADS, HEAD_DIM) for x in heads)).reshape(2, SEQ, -1)
+
+    assert found(Reference(CAUSAL), call, qkv_format="sbhd")[0] == ["sequence-first"]
+
+
+class TwoAttentions(nn.Module):
+    """A causal attention, and one that sees all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Reference(CAUSAL), Reference(torch.ones_like(CAUSAL))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.second(self.first(query, key, value).unflatten(-1, (HEADS, -1)), key, value)
+
+
+def test_a_mask_is_compared_with_that_of_its_own_attention():
+    def calls(second: str):
+        return lambda core, query, key, value: core(
+            core(query, key, value).unflatten(-1, (HEADS, -1)), key, value, attn_mask_type=second
+        )
+
+    assert found(TwoAttentions(), calls("no_mask"))[0] == ["passed"]
+    titles, message = found(TwoAttentions(), calls("causal"))
+    assert titles == ["mask"]
+    assert message.endswith("by default in second")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -12,24 +13,40 @@ from torch import Tensor, nn
 from parity.calls import Edit, Trace
 from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.masks import MaskMistake, mask_mistakes
-from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.masks import MaskMistake, band_of, hidden_keys, mask_mistakes
+from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
 
 
 def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's attention."""
     found = attentions(trace)
-    if found:
-        first = found[0]  # sizes and masks of the others are taken to be like it
-        query, key, value = heads_of(trace, first)
-        mistakes = [
-            *_masks(traced_bias(trace, first)),
-            *_scales(first, query, value),
-            *_softmax(first),
-            *(_heads(query, key, value) if query.dim() == 4 else ()),
-        ]
-        yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+    if not found:
+        return
+    alike = _masked_alike(trace, found)
+    for some in alike if len(alike) > 1 else ():
+        where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
+        mistakes = _masks(traced_bias(trace, some[0]))
+        yield from everywhere_and_somewhere(mistakes, some, module, where=where)
+    first = found[0]  # sizes of the others are taken to be like it
+    query, key, value = heads_of(trace, first)
+    mistakes = chain(
+        _masks(traced_bias(trace, first)),
+        _scales(first, query, value),
+        _softmax(first),
+        _heads(query, key, value) if query.dim() == 4 else (),
+    )
+    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+
+
+def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
+    """Attentions whose masks leave the same band visible, such as those with a window, and those to an encoder."""
+    alike: dict[tuple[object, ...], list[Attention]] = defaultdict(list)
+    for attention in found:
+        bias = traced_bias(trace, attention)
+        band, is_padded = band_of(hidden_keys(bias))
+        alike[bias.shape[-1] == bias.shape[-2], band, is_padded].append(attention)
+    return list(alike.values())
 
 
 def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:

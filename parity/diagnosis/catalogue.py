@@ -65,6 +65,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from loss_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)
+    yield _viewed_as_sequence_first(module)
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
@@ -112,6 +113,32 @@ def _sequence_first(module: nn.Module) -> Hypothesis:
         module,
         around=_first_two_exchanged,
     )
+
+
+def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
+    return Hypothesis(
+        "sequence-first",
+        "batch and sequence viewed as each other",
+        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
+        module,
+        around=_first_two_viewed,
+    )
+
+
+def _first_two_viewed(call: Call) -> Call:
+    """The same call where ``[batch, seq, ...]`` is viewed as ``[seq, batch, ...]``, and its result viewed back."""
+
+    def viewed(x: Tensor) -> Tensor:
+        return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else x
+
+    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, viewed, (args, kwargs))
+        return tree_map_only(Tensor, back, call(module, *args, **kwargs))
+
+    return under
 
 
 def _first_two_exchanged(call: Call) -> Call:
