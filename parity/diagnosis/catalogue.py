@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
     """Every known mistake, the likeliest subjects first."""
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace), prepared.reference
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
@@ -150,18 +150,19 @@ def _first_two_exchanged(call: Call) -> Call:
     return lambda module, *args, **kwargs: exchange(call(module, *exchange(args), **exchange(kwargs)))
 
 
-def _heads(trace: Trace) -> Heads | None:
-    """Of the reference's first attention."""
+def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
+    """Of the reference's first attention that shows them."""
     for attention in attentions(trace):
         query, key, _ = heads_of(trace, attention)
+        rows = frozenset(_projections_before(trace))
         if query.dim() == 4:
-            return Heads(
-                query.shape[1],
-                distinct_heads(key),
-                query.shape[-1],
-                frozenset(_projections_before(trace)),
-                frozenset(_projections_after(trace)),
-            )
+            count, groups = query.shape[1], distinct_heads(key)
+        else:  # [batch * heads, seq, head_dim], of which the projections' rows tell how many are heads
+            counts = {shapes[name][0] // query.shape[-1] for name in rows if len(shapes[name]) == 2}
+            count = groups = counts.pop() if len(counts) == 1 else 0
+            if query.dim() != 3 or count < 1 or len(query) % count:
+                continue
+        return Heads(count, groups, query.shape[-1], rows, frozenset(_projections_after(trace)))
     return None
 
 

@@ -1,8 +1,9 @@
-"""A reference's fused query, key and value, copied as they are where TE reads them in another order."""
+"""Rows of query, key and value that are copied as they are where TE reads them in another order."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -75,3 +76,38 @@ def test_channels_that_hold_query_key_and_value_in_turn_are_found(is_interleaved
     ((title, message),) = found(BY_CHANNEL, is_interleaved)
     assert title == "qkv-layout"
     assert "(heads channels qkv) ..." in message
+
+
+class FlatAttention(nn.Module):
+    """Attention over ``[batch * heads, seq, head_dim]``, as older models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.q.weight.data *= 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).flatten(0, 1) for layer in (self.q, self.k, self.v)
+        )
+        query, key, value = heads
+        context = torch.bmm((torch.bmm(query, key.mT) * (HIDDEN // HEADS) ** -0.5).softmax(-1), value)
+        return self.out(context.unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2))
+
+
+def test_rows_of_heads_that_are_batched_are_found_in_another_order():
+    def by_channel(name: str):
+        return parity.rearrange(f"{name}.weight", "(heads channels) ... -> (channels heads) ...", heads=HEADS)
+
+    def factory(te, **_):
+        module = te.MultiheadAttention(
+            HIDDEN, HEADS, attention_dropout=0.0, attn_mask_type="no_mask", qkv_format="bshd", bias=False
+        )
+        weights = {
+            by_channel(name): f"qkv.{of}_weight" for name, of in zip("qkv", ("query", "key", "value"), strict=True)
+        }
+        weights["out.weight"] = "proj.weight"
+        return parity.Pair(FlatAttention(), module, lambda rng, batch: rng.normal(batch, 17, HIDDEN), weights)
+
+    (result,) = parity.compare(parity.Case("flat", factory, sizes=(dict(batch=2),)), ["bf16"])
+    assert [finding.title for finding in result.findings] == ["heads-transposed"]
