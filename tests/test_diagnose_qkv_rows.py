@@ -31,8 +31,8 @@ BY_HEAD = (HEADS, 3, HIDDEN // HEADS), (3, 0, 2, 1, 4)
 BY_CHANNEL = (HEADS, HIDDEN // HEADS, 3), (4, 0, 2, 1, 3)
 
 
-def found(layout, is_interleaved: bool):
-    """Titles and messages of the findings where TE is given the reference's fused weight and bias unchanged."""
+def found(layout, is_interleaved: bool, weights=None):
+    """Titles and messages of the findings where TE is given the reference's fused weight and bias unchanged, or so."""
 
     def factory(te, **_):
         module = te.MultiheadAttention(
@@ -45,8 +45,10 @@ def found(layout, is_interleaved: bool):
             qkv_format="bshd",
         )
         names = {"fused": "qkv", "out": "proj"}
-        weights = {f"{a}.{kind}": f"{b}.{kind}" for a, b in names.items() for kind in ("weight", "bias")}
-        return parity.Pair(Attention(*layout), module, lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN), weights)
+        plain = {f"{a}.{kind}": f"{b}.{kind}" for a, b in names.items() for kind in ("weight", "bias")}
+        if weights:
+            plain = weights | {left: right for left, right in plain.items() if left.startswith("out")}
+        return parity.Pair(Attention(*layout), module, lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN), plain)
 
     case = parity.Case("fused", factory, sizes=(dict(batch=2, seq=17),))
     (result,) = parity.compare(case, ["bf16"])
@@ -76,6 +78,16 @@ def test_channels_that_hold_query_key_and_value_in_turn_are_found(is_interleaved
     ((title, message),) = found(BY_CHANNEL, is_interleaved)
     assert title == "qkv-layout"
     assert "(heads channels qkv) ..." in message
+
+
+def test_rows_that_a_map_rearranges_though_te_reads_them_as_they_are_are_found():
+    def by_head(kind: str):
+        return parity.rearrange(f"fused.{kind}", "(qkv heads c) ... -> (heads qkv c) ...", qkv=3, heads=HEADS)
+
+    rearranged = {by_head("weight"): "qkv.weight", by_head("bias"): "qkv.bias"}
+    ((title, message),) = found(BY_KIND, is_interleaved=False, weights=rearranged)
+    assert title == "qkv-layout"
+    assert 'map "fused.weight" to "qkv.weight"' in message
 
 
 class FlatAttention(nn.Module):

@@ -56,32 +56,30 @@ def test_frequencies_of_a_base_and_any_others_are_not_scaled(frequencies):
 class Attention(nn.Module):
     """Causal attention that rotates with these frequencies, and multiplies cosines and sines by ``mscale``."""
 
-    def __init__(self, frequencies: Tensor, mscale: float = 1.0) -> None:
+    def __init__(self, frequencies: Tensor, mscale: float, positions: Tensor) -> None:
         super().__init__()
-        self.frequencies, self.mscale = frequencies, mscale
+        self.frequencies, self.mscale, self.positions = frequencies, mscale, positions
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
         self.q.weight.data *= 4
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        angles = (torch.arange(SEQ)[:, None] * self.frequencies).repeat(1, 2)
+        angles = (self.positions[:, None] * self.frequencies).repeat(1, 2)
         cos, sin = ((table * self.mscale).to(x.dtype) for table in (angles.cos(), angles.sin()))
         query, key = (y * cos + torch.cat((-y[..., 16:], y[..., :16]), -1) * sin for y in (query, key))
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-def found(right: Tensor, ports: Tensor, mscale: float = 1.0, **te_arguments):
+def found(right: Tensor, ports: Tensor, mscale: float = 1.0, positions: Tensor | None = None):
     """Titles and messages of the findings where TE rotates with ``ports``."""
 
     def factory(te, **_):
         angles = (torch.arange(SEQ)[:, None] * ports).repeat(1, 2).float()[:, None, None]
-        module = te.MultiheadAttention(
-            HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", bias=False, **te_arguments
-        )
+        module = te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", bias=False)
         names = {"q": "qkv.query_weight", "k": "qkv.key_weight", "v": "qkv.value_weight", "o": "proj.weight"}
         return parity.Pair(
-            reference=Attention(right, mscale),
+            reference=Attention(right, mscale, torch.arange(SEQ) if positions is None else positions),
             candidate=module,
             inputs=lambda rng, batch: rng.normal(batch, SEQ, HIDDEN),
             weights={f"{a}.weight": b for a, b in names.items()},
@@ -124,3 +122,9 @@ def test_plain_frequencies_that_are_interpolated_are_found():
     ((title, message),) = found(plain(), plain() / 3)
     assert title == "rope-position"
     assert "seq_len_interpolation_factor=3" in message
+
+
+def test_positions_that_begin_again_and_are_counted_through_are_found():
+    ((title, message),) = found(plain(), plain(), positions=torch.arange(SEQ) % 16)
+    assert title == "rope-position"
+    assert "counted from the first token on" in message

@@ -97,6 +97,13 @@ def _positions() -> Iterator[Mistake[Rotation]]:
                 _turned_more(role, by),
             )
     yield from map(_divided_by, (2.0, 4.0, 8.0))
+    yield Mistake(
+        "rope-position",
+        "rope positions counted through",
+        "give TE angles of the reference's positions as rotary_pos_emb; they are counted from the first token on, "
+        "where the reference's begin again, or skip or repeat some",
+        _with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
+    )
 
 
 def _divided_by(factor: float) -> Mistake[Rotation]:

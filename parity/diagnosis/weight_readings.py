@@ -169,6 +169,9 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
             yield "gamma-shift", part
         case Transpose(parts=(part,)):
             yield "weight-transposed", part
+        case Rearrange(parts=(part,)):
+            is_fused = heads is not None and shape_of(left, shapes)[:1] == (heads.all_rows,)
+            yield "qkv-layout" if is_fused else "heads-transposed", part
         case Reorder(parts=(part,), order=order):
             yield _title_of_reorder(part, order, shape_of(left, shapes)), part
         case str() if len(shapes[left]) == 1:
