@@ -341,8 +341,10 @@ class _Editor(TorchFunctionMode):
         if func in _OPENED:
             with self:
                 return _OPENED[func](*args, **kwargs)
-        result = func(*args, **kwargs)
         changed = _changed_in_place(func, args, kwargs)
+        if changed is not None:
+            self._keep_what_was(changed)
+        result = func(*args, **kwargs)
         if not _is_recorded(result, changed):
             return result
         site = self.frames.site(canonical_name(func))
@@ -361,6 +363,13 @@ class _Editor(TorchFunctionMode):
         if wanted:
             tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
             self._found.update({value.number: tensors[value.position] for value in wanted})
+
+    def _keep_what_was(self, changed: Tensor) -> None:
+        """Copies what was found and shares memory with a tensor that is about to change, as the trace did."""
+        address = changed.untyped_storage().data_ptr()
+        for number, x in self._found.items():
+            if x.untyped_storage().data_ptr() == address:
+                self._found[number] = x.clone()
 
     def _found_value(self, value: Value) -> Tensor:
         if value.number not in self._found:

@@ -91,3 +91,47 @@ def test_a_key_that_is_written_part_by_part_is_followed_back_to_its_rotation():
 def test_what_turns_no_pairs_is_no_rotation():
     _, none = found(Attention(lambda x: x.flip(-1), 0, 24))
     assert none == []
+
+
+class SharedKey(nn.Module):
+    """One rotated key for all heads beside channels that are not rotated, as DeepSeek's latent attention has it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        apart = [torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (query[..., 16:], key[:1, :1, :, 16:])]
+        rotated = [halves(x) for x in apart]
+        query = torch.cat((query[..., :16], rotated[0]), -1)[:1]
+        key = torch.cat((key[:1, ..., :16], rotated[1].expand(-1, HEADS, -1, -1)), -1)
+        return F.scaled_dot_product_attention(query, key, value[:1])
+
+
+def test_one_key_for_all_heads_is_recognised_and_how_its_pairs_were_laid_out():
+    _, both = found(SharedKey())
+    assert [(one.role, one.form, one.result_form, one.base) for one in both] == [
+        ("query", "interleaved", "halves", BASE),
+        ("key", "interleaved", "halves", BASE),
+    ]
+
+
+def turned_by(by: Tensor, scale: float = 1.0):
+    """Halves that are turned by angles, whose cosines and sines are multiplied by a number."""
+
+    def turned(x: Tensor) -> Tensor:
+        cos, sin = scale * by.cos(), scale * by.sin()
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    return turned
+
+
+def test_a_rotation_that_scales_besides_is_recognised():
+    trace, both = found(Attention(turned_by(angles(24), scale=1.25), 0, 24))
+    assert [one.amplitude for one in both] == [pytest.approx(1.25)] * 2
+    for one in both:
+        torch.testing.assert_close(one.compute(trace.tensor(one.x)), trace.tensor(one.call.outputs[0]))
+
+
+def test_frequencies_that_nothing_holds_are_read_off_the_angles():
+    _, both = found(Attention(turned_by(0.3 * angles(24)), 0, 24))
+    for one in both:
+        positions, frequencies = one.phases
+        torch.testing.assert_close(positions[:, None] * frequencies, 0.3 * angles(24))

@@ -34,11 +34,12 @@ class Attention:
         query: as the call that makes the scores is given it.
         key: ditto.
         value: as ``call`` is given it.
-        masks: what holds the bias: the scores before and after masking, or a mask, or nothing.
+        masks: what holds the bias: the scores before and after masking, once or oftener, or a mask, or nothing.
         added: what is added to the product of query and key at once, by ``baddbmm``, besides.
         to_heads: each of query, key and value to ``[..., heads, seq, head_dim]``.
         from_heads: the context from that layout to the call's own.
         scale: of the scores as they are computed here.
+        mask_scales: by which the scores are multiplied after each masking, part of ``scale``.
         earlier_scale: by which query and key were multiplied before.
         softcap: infinite for none.
         is_causal: whether scaled_dot_product_attention makes the mask itself.
@@ -62,6 +63,7 @@ class Attention:
     mask: Bias | None = None
     arrange: tuple[Rearrange | None, ...] = (None,) * 4
     added: tuple[Value, ...] = ()
+    mask_scales: tuple[float, ...] = ()
     sinks: Value | None = None
     sink: Literal["own", "zero", "none"] = "own"
 
@@ -105,10 +107,11 @@ class Attention:
         """
         masks, added = biases[: len(self.masks)], biases[len(self.masks) :]
         bias = torch.zeros_like(scores)
-        if len(masks) == 2:
-            before, after = masks
-            difference = (after - before).detach().to(scores.dtype)
-            bias = torch.where(difference.isfinite() & (difference > HIDDEN / 2), after - before, HIDDEN)
+        if self.mask_scales:
+            for before, after, scale in zip(masks[::2], masks[1::2], self.mask_scales, strict=True):
+                difference = (after - before).detach().to(scores.dtype)
+                shown = difference.isfinite() & (difference > HIDDEN / 2)
+                bias = bias + _in_batches_of(bias, torch.where(shown, scale * (after - before), HIDDEN))
         elif masks and masks[0].dtype is torch.bool:
             bias = bias.masked_fill(~masks[0], HIDDEN)
         elif masks:
@@ -214,21 +217,21 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
     context = _product_with_values(trace, call.outputs[0], _THROUGH if sinks is None else _THROUGH | {"getitem"})
     if path is None or context is None:
         return None
-    before, scale, softcap, product = path
     context_call, value, to_value_heads, from_heads = context
-    query, key, to_query_heads, to_key_heads, added = product
+    query, key, to_query_heads, to_key_heads, added = path.product
     return Attention(
         context_call,
         query,
         key,
         value,
-        (before, after) if before != after else (),
+        path.masks,
         (to_query_heads, to_key_heads, to_value_heads),
         from_heads,
-        scale,
+        path.scale,
         _earlier_scale(trace, query) * _earlier_scale(trace, key),
-        softcap,
+        path.softcap,
         added=added,
+        mask_scales=path.mask_scales,
         sinks=sinks,
     )
 
@@ -251,19 +254,31 @@ def _scores_and_sinks(trace: Trace, value: Value) -> tuple[Value, Value | None]:
 _Product = tuple[Value, Value, Rearrange, Rearrange, tuple[Value, ...]]
 
 
-def _to_product(trace: Trace, value: Value) -> tuple[Value, float, float, _Product] | None:
-    """From a softmax's argument back to query times key: the unmasked scores, scale, softcap, and the product."""
-    unmasked, scale, softcap = value, 1.0, math.inf
+@dataclass(frozen=True)
+class _Path:
+    """From query times key to a softmax's argument; attributes as of ``Attention``."""
+
+    product: _Product
+    masks: tuple[Value, ...]
+    scale: float
+    mask_scales: tuple[float, ...]
+    softcap: float
+
+
+def _to_product(trace: Trace, value: Value) -> _Path | None:
+    """From a softmax's argument back to query times key."""
+    masks: tuple[Value, ...] = ()
+    mask_scales: tuple[float, ...] = ()
+    scale, softcap = 1.0, math.inf
     while True:
         call = trace.producer(value)
         if call is None:
             return None
         product = _product(trace, call)
         if product is not None:
-            return unmasked, scale * call.kwargs.get("alpha", 1), softcap, product
-        if call.name in CASTS or call.name in ("view", "reshape") or (call.name == "where" and len(call.inputs) > 1):
+            return _Path(product, masks, scale * call.kwargs.get("alpha", 1), mask_scales, softcap)
+        if call.name in CASTS or call.name in ("view", "reshape"):
             value = _scores_among(trace, call)
-            unmasked = value if call.name == "where" else unmasked
             continue
         match binary(call), with_number(call):
             case _, ("mul", value, factor):
@@ -273,8 +288,13 @@ def _to_product(trace: Trace, value: Value) -> tuple[Value, float, float, _Produ
             case (("mul" | "div") as name, left, Value() as number), _ if trace.tensor(number).numel() == 1:
                 factor = trace.tensor(number).item()
                 value, scale = left, scale * (factor if name == "mul" else 1 / factor)
-            case _ if call.name in ("add", "masked_fill", "sub"):
-                value = unmasked = _scores_among(trace, call)
+            case _ if call.name in ("add", "masked_fill", "sub") or (call.name == "where" and len(call.inputs) > 1):
+                scores = _scores_among(trace, call)
+                if masks and masks[0] == value:  # the mask that follows is of these scores
+                    masks = (scores, *masks[1:])
+                else:
+                    masks, mask_scales = (scores, value, *masks), (scale, *mask_scales)
+                value = scores
             case _ if call.name == "tanh":
                 value, softcap = call.inputs[0], scale
             case _:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -11,27 +13,44 @@ from torch import Tensor, nn
 from parity.calls import Edit, Trace
 from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.masks import MaskMistake, mask_mistakes
-from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.masks import MaskMistake, band_of, hidden_keys, mask_mistakes
+from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
+from parity.diagnosis.segments import segment_mistakes
 
 
 def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's attention."""
     found = attentions(trace)
-    if found:
-        first = found[0]  # sizes and masks of the others are taken to be like it
-        query, key, value = heads_of(trace, first)
-        mistakes = [
-            *_masks(traced_bias(trace, first)),
-            *_scales(first, query, value),
-            *_softmax(first),
-            *(_heads(query, key) if query.dim() == 4 else ()),
-        ]
-        yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+    if not found:
+        return
+    alike = _masked_alike(trace, found)
+    for some in alike if len(alike) > 1 else ():
+        where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
+        mistakes = _masks(traced_bias(trace, some[0]))
+        yield from everywhere_and_somewhere(mistakes, some, module, where=where)
+    first = found[0]  # sizes of the others are taken to be like it
+    query, key, value = heads_of(trace, first)
+    mistakes = chain(
+        _masks(traced_bias(trace, first)),
+        _scales(first, query, value),
+        _softmax(first),
+        _heads(query, key, value) if query.dim() == 4 else (),
+    )
+    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+
+
+def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
+    """Attentions whose masks leave the same band visible, such as those with a window, and those to an encoder."""
+    alike: dict[tuple[object, ...], list[Attention]] = defaultdict(list)
+    for attention in found:
+        bias = traced_bias(trace, attention)
+        band, is_padded = band_of(hidden_keys(bias))
+        alike[bias.shape[-1] == bias.shape[-2], band, is_padded].append(attention)
+    return list(alike.values())
 
 
 def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
-    return map(_mask, mask_mistakes(bias))
+    return map(_mask, chain(mask_mistakes(bias), segment_mistakes(bias)))
 
 
 def _mask(mistake: MaskMistake) -> Mistake[Attention]:
@@ -119,7 +138,7 @@ def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:
     return softcap
 
 
-def _heads(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
+def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
     """Heads and channels that are taken for each other, in ``[batch, heads, seq, head_dim]``."""
     heads = query.shape[1]
     groups = distinct_heads(key)
@@ -133,6 +152,7 @@ def _heads(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
         )
     moves: dict[str, Rearrange] = {
         "channel by channel": _channels_before_heads,
+        "read channel by channel": _heads_before_channels,
         "heads not transposed back": _heads_taken_for_positions,
         "in reverse order": lambda x: x.flip(1),
         "moved by one": lambda x: x.roll(1, 1),
@@ -151,6 +171,7 @@ def _heads(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
         )
     for described, move in (
         ("channels before heads", _channels_before_heads),
+        ("heads before channels", _heads_before_channels),
         ("view without transpose", _positions_taken_for_heads),
     ):
         yield Mistake(
@@ -167,6 +188,13 @@ def _heads(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
             "exchange TE's query and key",
             lambda one: one.edits(query=one.key, key=one.query, to_heads=tuple(one.to_heads[i] for i in (1, 0, 2))),
         )
+    if key.shape == value.shape:
+        yield Mistake(
+            "key-value-swapped",
+            "key and value exchanged",
+            "exchange TE's key and value",
+            lambda one: one.edits(key=one.value, value=one.key, to_heads=tuple(one.to_heads[i] for i in (0, 2, 1))),
+        )
 
 
 def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
@@ -182,6 +210,12 @@ def _channels_before_heads(x: Tensor) -> Tensor:
     """``[batch, heads, seq, head_dim]`` whose rows were laid out as ``[head_dim, heads]``."""
     batch, heads, seq, head_dim = x.shape
     return x.permute(0, 2, 3, 1).reshape(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+def _heads_before_channels(x: Tensor) -> Tensor:
+    """The inverse of ``_channels_before_heads``."""
+    batch, heads, seq, head_dim = x.shape
+    return x.transpose(1, 2).reshape(batch, seq, head_dim, heads).permute(0, 3, 1, 2)
 
 
 def _heads_taken_for_positions(x: Tensor) -> Tensor:

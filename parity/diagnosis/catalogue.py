@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     """
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace), prepared.reference, unused
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference, unused
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
@@ -71,6 +71,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from loss_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)
+    yield _viewed_as_sequence_first(module)
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
@@ -120,6 +121,32 @@ def _sequence_first(module: nn.Module) -> Hypothesis:
     )
 
 
+def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
+    return Hypothesis(
+        "sequence-first",
+        "batch and sequence viewed as each other",
+        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
+        module,
+        around=_first_two_viewed,
+    )
+
+
+def _first_two_viewed(call: Call) -> Call:
+    """The same call where ``[batch, seq, ...]`` is viewed as ``[seq, batch, ...]``, and its result viewed back."""
+
+    def viewed(x: Tensor) -> Tensor:
+        return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else x
+
+    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, viewed, (args, kwargs))
+        return tree_map_only(Tensor, back, call(module, *args, **kwargs))
+
+    return under
+
+
 def _first_two_exchanged(call: Call) -> Call:
     """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
 
@@ -129,18 +156,19 @@ def _first_two_exchanged(call: Call) -> Call:
     return lambda module, *args, **kwargs: exchange(call(module, *exchange(args), **exchange(kwargs)))
 
 
-def _heads(trace: Trace) -> Heads | None:
-    """Of the reference's first attention."""
+def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
+    """Of the reference's first attention that shows them."""
     for attention in attentions(trace):
         query, key, _ = heads_of(trace, attention)
+        rows = frozenset(_projections_before(trace))
         if query.dim() == 4:
-            return Heads(
-                query.shape[1],
-                distinct_heads(key),
-                query.shape[-1],
-                frozenset(_projections_before(trace)),
-                frozenset(_projections_after(trace)),
-            )
+            count, groups = query.shape[1], distinct_heads(key)
+        else:  # [batch * heads, seq, head_dim], of which the projections' rows tell how many are heads
+            counts = {shapes[name][0] // query.shape[-1] for name in rows if len(shapes[name]) == 2}
+            count = groups = counts.pop() if len(counts) == 1 else 0
+            if query.dim() != 3 or count < 1 or len(query) % count:
+                continue
+        return Heads(count, groups, query.shape[-1], rows, frozenset(_projections_after(trace)))
     return None
 
 

@@ -53,6 +53,7 @@ CODES = {
     "rope-partial": "PAR227",
     "rope-precision": "PAR228",
     "rope-direction": "PAR229",
+    "rope-scaling": "PAR230",
     "residual-placement": "PAR231",
     "parallel-block": "PAR232",
     "post-norm": "PAR233",

@@ -43,7 +43,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     Args:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
     """
-    hidden = _hidden(bias)
+    hidden = hidden_keys(bias)
     band, padded = band_of(hidden)
     if band is not None:
         for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
@@ -53,12 +53,12 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
         yield from map(_window_instead(band, padded), _other_windows(band, hidden.shape[-1]))
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
-            yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", _shown)
+            yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
         yield MaskMistake(
             "mask-polarity",
             "mask inverted",
             "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible",
-            lambda bias: torch.where(_hidden(bias), 0.0, HIDDEN).to(bias.dtype),
+            lambda bias: torch.where(hidden_keys(bias), 0.0, HIDDEN).to(bias.dtype),
         )
     yield from _other_biases(bias)
     if padded:
@@ -66,13 +66,13 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "padding-mask",
             "padding ignored",
             'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; padded keys are attended to',
-            lambda bias: _shown(bias).masked_fill(_hidden(bias) & ~_padding(bias), HIDDEN),
+            lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) & ~_padding(bias), HIDDEN),
         )
         yield MaskMistake(
             "mask-polarity",
             "padding mask inverted",
             "invert the padding mask: for TE True means that a key is hidden",
-            lambda bias: _shown(bias).masked_fill(_hidden(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
+            lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
         )
         yield MaskMistake(
             "mask-polarity",
@@ -90,11 +90,11 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
 
 def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
     """What ports make of a bias by position, which is added where no key is hidden."""
-    if not bool((_shown(bias) != 0.0).any()):
+    if not bool((without_hiding(bias) != 0.0).any()):
         return
 
     def changed(change: Bias) -> Bias:
-        return lambda bias: torch.where(_hidden(bias), bias, change(_shown(bias)))
+        return lambda bias: torch.where(hidden_keys(bias), bias, change(without_hiding(bias)))
 
     repair = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
     yield MaskMistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
@@ -171,6 +171,13 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
     for by, seen in ((-1, "one key too few"), (1, "one key too many")):
         repair = f"move the causal mask by one; a query sees {seen}"
         yield replace(band, right=band.right + by), "mask", f"causal mask off by {by:+d}", repair
+    if band.right > 0:
+        repair = f"{_right_window(band)}; it sees none after it"
+        yield replace(band, right=0), "window", "window before the query alone", repair
+        for by in (-1, 1) if math.isfinite(band.left) else ():
+            repair = f"{_right_window(band)}; it sees {band.left + by:g} and {band.right + by:g}"
+            other = Band(band.left + by, band.right + by)
+            yield other, "window", f"window off by {by:+d} on both sides", repair
     if math.isfinite(band.left):
         for by in (-1, 1):
             repair = f"{_right_window(band)}; it sees {band.left + by:g}"
@@ -180,7 +187,9 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
 
 def _other_windows(band: Band, keys: int) -> Iterator[float]:
     """Numbers of keys before its own that a query may see instead, so different that each leads to those near it."""
-    sizes = [keys / 2, keys / 4, keys / 8] if math.isinf(band.left) else [band.left / 2, band.left * 2]
+    sizes = [band.left / 2, band.left * 2]
+    if math.isinf(band.left):  # a search goes up to eight times as far, but not from one whole number to the next
+        sizes = [*(keys * share for share in (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)), *range(1, 4)]
     yield from (size for size in sizes if 1 <= size < keys)
 
 
@@ -193,7 +202,7 @@ def _window_instead(band: Band, padded: bool) -> Callable[[float], MaskMistake]:
             "window",
             f"window of {left}",
             f"{_right_window(band)}; it sees {left}",
-            _band_instead(Band(left, min(band.right, left)), padded),
+            _band_instead(Band(left, 0 if band.right == 0 else left), padded),
             size,
             of_size,
         )
@@ -210,7 +219,7 @@ def _band_instead(band: Band, padded: bool) -> Bias:
     def instead(bias: Tensor) -> Tensor:
         queries, keys = bias.shape[-2:]
         hidden = band.hidden(range(queries), range(keys), bias.device)
-        return _shown(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
+        return without_hiding(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
 
     return instead
 
@@ -222,7 +231,7 @@ def _lengths_of_padding(bias: Tensor) -> Tensor:
     beyond = (torch.arange(queries, device=bias.device)[:, None] >= length) | (
         torch.arange(keys, device=bias.device) >= length
     )
-    return _shown(bias).masked_fill(beyond, HIDDEN)
+    return without_hiding(bias).masked_fill(beyond, HIDDEN)
 
 
 def _sparing(band: Band, padded: bool) -> Bias:
@@ -230,20 +239,20 @@ def _sparing(band: Band, padded: bool) -> Bias:
 
     def sparing(bias: Tensor) -> Tensor:
         changed = instead(bias)
-        return torch.where(_hidden(changed).all(-1, keepdim=True), bias, changed)
+        return torch.where(hidden_keys(changed).all(-1, keepdim=True), bias, changed)
 
     return sparing
 
 
-def _hidden(bias: Tensor) -> Tensor:
+def hidden_keys(bias: Tensor) -> Tensor:
     return bias <= HIDDEN / 2
 
 
 def _padding(bias: Tensor) -> Tensor:
     """Keys that no query sees."""
-    return _hidden(bias).all(-2, keepdim=True)
+    return hidden_keys(bias).all(-2, keepdim=True)
 
 
-def _shown(bias: Tensor) -> Tensor:
+def without_hiding(bias: Tensor) -> Tensor:
     """The bias without what hides keys; a bias by position stays."""
-    return bias.masked_fill(_hidden(bias), 0.0)
+    return bias.masked_fill(hidden_keys(bias), 0.0)

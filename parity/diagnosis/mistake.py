@@ -43,6 +43,7 @@ def everywhere_and_somewhere(
     module: nn.Module,
     place: Callable[[Operation], str] | None = None,
     kind: Callable[[Operation], str] = lambda operation: "",
+    where: str = "",
 ) -> Iterator[Hypothesis]:
     """Each mistake made with all operations at once, with those of each kind, and with each alone if they are few.
 
@@ -52,12 +53,13 @@ def everywhere_and_somewhere(
         module: the reference.
         place: of an operation, for names and messages; None to try all at once only.
         kind: of an operation, for names and messages, where one argument of TE is for some of them.
+        where: the operations are, for names and messages; empty where they are all of their sort.
     """
     for mistake in mistakes:
         changed = [operation for operation in operations if mistake.edits(operation)]
         if not changed:
             continue
-        yield _made(mistake, operations, module)
+        yield _made(mistake, operations, module, where=where)
         kinds: dict[str, list[Operation]] = defaultdict(list)
         for operation in changed:
             kinds[kind(operation)].append(operation)

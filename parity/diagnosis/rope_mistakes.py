@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from parity.calls import Edit, Trace
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.rope_scaling import scaling_mistakes
 from parity.diagnosis.rotation import Form, Rotation, frequencies, rotations
 from parity.formats import tf32
 
@@ -27,7 +28,8 @@ def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's rotary embeddings."""
     found = rotations(trace)
     if found:
-        mistakes = [*_forms(found[0]), *_positions(), *_frequencies(found[0]), *_rounded()]
+        of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
+        mistakes = [*_forms(found[0]), *_positions(), *of_frequencies, *_rounded()]
         yield from everywhere_and_somewhere(mistakes, found, module)
 
 
@@ -94,13 +96,25 @@ def _positions() -> Iterator[Mistake[Rotation]]:
                 f"count positions of query and key alike; the {role}'s are off by {by:+d}",
                 _turned_more(role, by),
             )
-    for factor in (2, 4, 8):
-        yield Mistake(
-            "rope-position",
-            f"rope positions divided by {factor}",
-            f"leave out seq_len_interpolation_factor={factor}; positions are divided by it",
-            _with_angles(lambda positions, frequency, factor=factor: positions[:, None] / factor * frequency),  # type: ignore[misc]
-        )
+    yield from map(_divided_by, (2.0, 4.0, 8.0))
+    yield Mistake(
+        "rope-position",
+        "rope positions counted through",
+        "give TE angles of the reference's positions as rotary_pos_emb; they are counted from the first token on, "
+        "where the reference's begin again, or skip or repeat some",
+        _with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
+    )
+
+
+def _divided_by(factor: float) -> Mistake[Rotation]:
+    return Mistake(
+        "rope-position",
+        f"rope positions divided by {factor:.4g}",
+        f"leave out seq_len_interpolation_factor={factor:.4g}; positions are divided by it",
+        _with_angles(lambda positions, frequency: positions[:, None] / factor * frequency),
+        value=factor,
+        tuned=_divided_by,
+    )
 
 
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:

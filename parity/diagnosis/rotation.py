@@ -8,7 +8,7 @@ turning pairs of channels by angles that depend on position and pair alone. Any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Rotation:
         start: the first of the channels that are rotated.
         result_form: in which the rotated pairs are returned; None for ``form``.
         times: how often it is rotated.
+        amplitude: by which rotated channels are multiplied besides, YaRN's mscale (Peng et al., arXiv 2309.00071).
         table: dtype to which cosines and sines are rounded; None for the computation's own.
         table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
     """
@@ -65,6 +66,7 @@ class Rotation:
     start: int = 0
     result_form: Form | None = None
     times: int = 1
+    amplitude: float = 1.0
     table: torch.dtype | None = None
     table_form: Form | None = None
 
@@ -90,6 +92,7 @@ class Rotation:
         for _ in range(self.times):
             first, second = pairs(rotated, self.form)
             rotated = _joined(first * cos[0] - second * sin[0], second * cos[1] + first * sin[1], self.form)
+            rotated = rotated * self.amplitude
         rotated = _joined(*pairs(rotated, self.form), self.result_form or self.form)
         return torch.cat((before, rotated, after), -1)
 
@@ -132,37 +135,70 @@ def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
 
 
 def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
-    """The last rotation before a query or key."""
+    """The last rotation before a query or key; one that scales besides, such as YaRN's, where no other is."""
     chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
+    scaled: list[tuple[Call, Value, float]] = []
     for i, result in enumerate(candidates):
         call = trace.producer(result)
         if call is None or call.outputs != [result]:
             continue
         shape = trace.tensor(result).shape
         for x in candidates[i + 1 :]:
-            if trace.tensor(x).shape == shape:
+            amplitude = _amplitude(trace, x, result) if trace.tensor(x).shape == shape else None
+            if amplitude == 1.0:
                 rotation = _turned(trace, call, x, role)
                 if rotation is not None:
-                    return rotation
-    return None
+                    return _taken_apart(trace, rotation, candidates[i + 1 :])
+            elif amplitude is not None:
+                scaled.append((call, x, amplitude))
+    turned = (_turned(trace, call, x, role, amplitude) for call, x, amplitude in scaled)
+    return next((rotation for rotation in turned if rotation is not None), None)
 
 
-def _turned(trace: Trace, call: Call, x: Value, role: Literal["query", "key"]) -> Rotation | None:
+def _taken_apart(trace: Trace, rotation: Rotation, earlier: Iterable[Value]) -> Rotation:
+    """The rotation of what was interleaved, where it was taken apart into halves before."""
+    x = trace.tensor(rotation.x)
+    if rotation.form == "halves" and rotation.rotary == rotation.head_dim:
+        for value in earlier:
+            before = trace.tensor(value)
+            if before.shape == x.shape and torch.equal(_joined(*pairs(before, "interleaved"), "halves"), x):
+                return replace(rotation, x=value, form="interleaved", result_form="halves")
+    return rotation
+
+
+def _amplitude(trace: Trace, x: Value, result: Value) -> float | None:
+    """The ratio of every head's norm after and before, if it is the same for all; else they are not turned."""
+    before, after = (torch.linalg.vector_norm(trace.tensor(value).double(), dim=-1) for value in (x, result))
+    if torch.allclose(before, after, rtol=_EXACT):
+        return 1.0
+    ratio = float(torch.linalg.vector_norm(after) / torch.linalg.vector_norm(before).clamp(min=1e-300))
+    return ratio if torch.allclose(ratio * before, after, rtol=_EXACT) else None
+
+
+def _turned(
+    trace: Trace, call: Call, x: Value, role: Literal["query", "key"], amplitude: float = 1.0
+) -> Rotation | None:
     """The rotation from ``x`` to what ``call`` returns, if there is one."""
-    before, after = trace.tensor(x).double(), trace.tensor(call.outputs[0]).double()
-    norms = torch.linalg.vector_norm(before, dim=-1), torch.linalg.vector_norm(after, dim=-1)
-    if not torch.allclose(*norms, rtol=_EXACT) or torch.allclose(before, after, rtol=_EXACT):
+    before, after = trace.tensor(x).double(), trace.tensor(call.outputs[0]).double() / amplitude
+    if torch.allclose(before, after, rtol=_EXACT):
         return None
     head_dim = before.shape[-1]
     for start, end in _ranges(before != after):
         for form, result_form in _FORMS:
             turned = _angles(before[..., start:end], after[..., start:end], form, result_form)
-            if turned is not None:
-                axis, angles = turned
-                phases = _phases(trace, call, angles)
-                angles = angles if phases is None else phases[0][:, None] * phases[1]
-                return Rotation(call, x, role, head_dim, form, axis, angles, phases, start, result_form)
+            if turned is None:
+                continue
+            axis, angles, is_sure = turned
+            if bool((_wrapped(angles - angles[:1]).abs() < _EXACT).all()):  # a rotation by 90 degrees, of its own parts
+                continue
+            phases = _phases(trace, call, angles)
+            if phases is None and not is_sure:
+                continue
+            angles = angles if phases is None else phases[0][:, None] * phases[1]
+            return Rotation(
+                call, x, role, head_dim, form, axis, angles, phases, start, result_form, amplitude=amplitude
+            )
     return None
 
 
@@ -173,8 +209,11 @@ def _ranges(differ: Tensor) -> Iterator[tuple[int, int]]:
     yield from (ends for ends in dict.fromkeys((changed, head)) if (ends[1] - ends[0]) % 2 == 0)
 
 
-def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tuple[int, Tensor] | None:
-    """The dimension of positions, and by how much each position turns each pair; None if it is no such rotation."""
+def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tuple[int, Tensor, bool] | None:
+    """The dimension of positions, by how much each position turns each pair, and whether several heads agree on it.
+
+    None if it is no such rotation.
+    """
     a, b = pairs(before, form)
     c, d = pairs(after, result_form)
     cos, sin, square = a * c + b * d, a * d - b * c, (a * a + b * b).clamp(min=1e-300)
@@ -190,8 +229,8 @@ def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tup
         best = weights.argmax(-1, keepdim=True)
         common = by_position.gather(-1, best)
         off = _wrapped(by_position - common).abs()
-        if bool((off[weights > 1e-3 * weights.mean()] < _EXACT).all()) and off.shape[-1] > 1:
-            return axis, common.squeeze(-1)
+        if bool((off[weights > 1e-3 * weights.mean()] < _EXACT).all()):
+            return axis, common.squeeze(-1), off.shape[-1] > 1
     return None
 
 
@@ -199,7 +238,7 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
     """Positions and frequencies whose products are the angles, up to full turns.
 
     Both are looked for among what the rotation is computed from. Where a cache holds its sines, positions are counted
-    from 0 and frequencies are those of a base.
+    from 0 and frequencies are those of a base, or what the angles show.
     """
     seq, count = angles.shape
     near = [trace.tensor(value) for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS)]
@@ -211,12 +250,22 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
     if count > 1 and last > 0.0:
         measured = last ** (-count / (count - 1))
         frequencies_found += [frequencies(base, 2 * count) for base in (round(measured, -2), measured)]
+    frequencies_found.append(_slopes(angles))
     for position in positions:
         for frequency in frequencies_found:
             expected = position[:, None] * frequency.to(position.device)
             if bool((_wrapped(angles - expected).abs() < 10 * _EXACT).all()):
                 return position, frequency
     return None
+
+
+def _slopes(angles: Tensor) -> Tensor:
+    """By how much each pair is turned from one position to the next, where that is the same everywhere."""
+    slopes, step = _wrapped(angles[1] - angles[0]), 1
+    while step < len(angles):  # so near that no full turn is missed, and more exact with each step
+        slopes = slopes + _wrapped(angles[step] - angles[0] - step * slopes) / step
+        step *= 2
+    return slopes
 
 
 def _base(frequency: Tensor) -> float | None:

@@ -6,10 +6,10 @@ gradients with respect to the true parameters come out as the port's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, permutations
+from itertools import chain, combinations, islice, permutations
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from parity.weight_terms import (
     Experts,
     InterleavedQKV,
     MisfitError,
+    Rearrange,
     Reorder,
     RopeHalves,
     SeparatedQKV,
@@ -37,6 +38,7 @@ Shapes = Mapping[str, Shape]
 
 _MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
 _FEW_EXPERTS = 8  # of which every two are tried in each other's place
+_OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # of Q, K and V
 _HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -105,18 +107,25 @@ def readings(
 
 def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
     """Other terms that people take for the left side of an entry."""
-    for title, other in _confused_with(left, shapes, heads):
+    others = _confused_with(left, shapes, heads)
+    if heads is not None and isinstance(left, str) and isinstance(right, str) and left in heads.rows:
+        rest = islice(_fused_otherwise(left, shapes, heads), 1, None)
+        others = chain(others, rest, _rearranged(left, shapes, heads))
+    for title, other in others:
         if _are_alike(left, other, shapes):
             repair = f"map {describe(other)} to {describe(right)}, in place of {describe(left)}"
             yield Reading(title, _named(title, left, other), repair, _read_as(other, left, shapes))
 
 
 def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Ditto for the right side, where several of TE's parameters hold one of the reference's."""
-    if isinstance(right, str):
-        return
+    """Ditto for the right side: several of TE's parameters hold one of the reference's, or Q, K and V are fused."""
     unnamed = None if heads is None else replace(heads, rows=frozenset(), columns=frozenset())
-    for title, other in _confused_with(right, shapes, unnamed):
+    if isinstance(right, str):
+        is_fused = heads is not None and set(names(left)) <= heads.rows
+        others: Iterable[tuple[str, Side]] = _fused_otherwise(right, shapes, heads) if heads and is_fused else ()
+    else:
+        others = _confused_with(right, shapes, unnamed)
+    for title, other in others:
         if _are_alike(right, other, shapes):
             repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
             yield Reading(title, _named(title, right, other), repair, _read_as(right, other, shapes))
@@ -169,6 +178,9 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
             yield "gamma-shift", part
         case Transpose(parts=(part,)):
             yield "weight-transposed", part
+        case Rearrange(parts=(part,)):
+            is_fused = heads is not None and shape_of(left, shapes)[:1] == (heads.all_rows,)
+            yield "qkv-layout" if is_fused else "heads-transposed", part
         case Reorder(parts=(part,), order=order):
             yield _title_of_reorder(part, order, shape_of(left, shapes)), part
         case str() if len(shapes[left]) == 1:
@@ -176,10 +188,31 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
             yield "gamma-shift", Shift((left,), 1.0)
         case str() if len(shapes[left]) in _MATRICES:
             yield "weight-transposed", Transpose((left,))
-    if heads is not None and isinstance(left, str) and shapes[left][:1] == (heads.all_rows,):
-        yield "qkv-layout", SeparatedQKV((left,), heads.groups, heads.head_dim)
+    if heads is not None and isinstance(left, str):
+        yield from islice(_fused_otherwise(left, shapes, heads), 1)
     if heads is not None and not isinstance(left, RopeHalves) and set(names(left)) <= heads.rows:
         yield "rope-layout", RopeHalves((left,), heads.head_dim, heads.head_dim)
+
+
+def _fused_otherwise(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
+    """Terms that make Q over K over V of a parameter which holds all three by group, in whichever order."""
+    if shapes[one][:1] == (heads.all_rows,):
+        separated = SeparatedQKV((one,), heads.groups, heads.head_dim)
+        yield "qkv-layout", separated
+        if heads.query == heads.groups:
+            yield from (("qkv-layout", Reorder((separated,), order)) for order in _OTHER_ORDERS)
+
+
+def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
+    """Terms that make one of TE's layouts of a fused parameter that holds Q, K and V in another order."""
+    if shapes[one][:1] != (heads.all_rows,) or heads.query != heads.groups:
+        return
+    yield from (("qkv-layout", Reorder((one,), order)) for order in _OTHER_ORDERS)
+    more = " ..." if len(shapes[one]) > 1 else ""
+    for before in ("heads channels qkv", "channels heads qkv", "channels qkv heads", "qkv channels heads"):
+        for after in ("qkv heads channels", "heads qkv channels"):
+            sizes = (("qkv", 3), ("heads", heads.query))
+            yield "qkv-layout", Rearrange((one,), f"({before}){more} -> ({after}){more}", sizes)
 
 
 def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
