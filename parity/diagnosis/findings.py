@@ -9,12 +9,13 @@ from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
 from parity.diagnosis.failure import Failure
+from parity.diagnosis.few_outputs import loss_explanations
 from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
-from parity.diagnosis.scale import output_scale_findings
+from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
 from parity.diagnosis.values import non_finite, unreached_parameters
@@ -57,6 +58,8 @@ def _causes(failure: Failure, trace: Trace) -> list[Finding]:
         found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * seconds))
     else:
         found = list(dropout_findings(failure))
+    if not found:
+        found = list(_told(loss_explanations(failure, trace, budget), failure)) or list(whole_scale_findings(failure))
     if not found:
         known = [*scale_hypotheses(failure.prepared, failure.precision), *hypotheses(failure.prepared, trace)]
         found = list(_told(explanations(failure, known, budget), failure))
