@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _UNLIKE = 0.7  # of a value, within which no unrelated value is
 _MOSTLY = 0.9  # of a value's columns, which must be found
 _CONSTANT = 1e-6  # of a column's norm, below which what is left without its mean is nothing
 _FEWEST_ROWS = 8
+_MOST_ROWS = 512  # that are looked for among others
 _PROJECTIONS = 16
 
 
@@ -37,6 +39,7 @@ class _Returned:
 
     module: str
     tensor: Tensor
+    given: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,19 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
     rounded = values_under(failure.prepared, failure.precision)
     known: dict[int, _Known] = {}
     agreed: list[str] = []
+    reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
     for one in _compared_pass(returned, failure.precision.warmup_passes):
         rows = one.tensor.shape[:-1].numel()
         if rows not in known:
             known[rows] = _columns(trace, rounded, rows, failure.precision.dtype)
         share = _share_that_agrees(one.tensor, known[rows])
-        if share is None:
-            continue
-        if share >= _MOSTLY:
+        if share is not None and share >= _MOSTLY:
             agreed.append(one.module)
+            continue
+        if rows in reordered or (share is not None and _has_rows_in_another_order(one.given, trace)):
+            reordered.add(rows)
+            continue
+        if share is None:
             continue
         before = f"{agreed[-1]} before it agrees" if agreed else "nothing before it can be compared"
         yield finding(
@@ -90,13 +97,17 @@ def _record(module: nn.Module, returned: list[_Returned]) -> None:
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(submodule: nn.Module, args: Any, result: Any) -> None:
-            tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
-            returned.extend(_Returned(name, x.detach()) for x in tensors[:1])
+            given = next(_activations(args), None)
+            returned.extend(_Returned(name, x, given) for x in islice(_activations(result), 1))
 
         return keep
 
     for name, submodule in module.named_modules():
         submodule.register_forward_hook(hook(name))
+
+
+def _activations(tree: Any) -> Iterator[Tensor]:
+    return (x.detach() for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Returned]:
@@ -115,7 +126,7 @@ def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Retur
     for one in returned[starts[passes_before] : [*starts, len(returned)][passes_before + 1]]:
         calls[one.module] += 1
         which = f"{one.module} (call {calls[one.module]})" if calls[one.module] > 1 else one.module
-        numbered += [_Returned(which, one.tensor)] if one.module else []
+        numbered += [replace(one, module=which)] if one.module else []
     return numbered
 
 
@@ -137,6 +148,29 @@ def _share_that_agrees(x: Tensor, known: _Known) -> float | None:
         surely.append((same & clear).any(1).double().mean().item())
         perhaps.append(same.any(1).double().mean().item())
     return None if max(surely) < _MOSTLY <= max(perhaps) else max(surely)
+
+
+def _has_rows_in_another_order(x: Tensor | None, trace: Trace) -> bool:
+    """Whether what a submodule was given has the rows of a traced value, all of them, in another order or repeated.
+
+    Nothing that is computed from them has its columns in the reference.
+    """
+    if x is None or x.dim() not in (2, 3):
+        return False
+    rows = x.double().flatten(0, -2)
+    rows = rows[rows.any(1)]
+    directions = _directions(x.shape[-1]).to(x.device)
+    known = {y.flatten(0, -2) for y in trace.tensors if _may_hold_rows(y, x) and len(rows) >= y.shape[:-1].numel()}
+    for y in known:
+        wanted, held = rows[:_MOST_ROWS] @ directions, y.double().to(x.device) @ directions
+        apart = torch.cdist(wanted, held).amin(1) <= _MOST_NOISE * torch.linalg.vector_norm(wanted, dim=1)
+        if apart.double().mean().item() >= _MOSTLY:
+            return True
+    return False
+
+
+def _may_hold_rows(y: Tensor, x: Tensor) -> bool:
+    return y.is_floating_point() and y.dim() in (2, 3) and y.shape[-1] == x.shape[-1] and y.numel() > 0
 
 
 def _columns(trace: Trace, rounded: Mapping[Place, Tensor], rows: int, stored: torch.dtype) -> _Known:
@@ -187,9 +221,12 @@ def _has_rows(y: Tensor, rows: int) -> bool:
 def _projected(x: Tensor) -> Tensor:
     """``[columns, projections]`` of ``[rows, columns]``, each column without its mean, of norm 1 or 0."""
     x = x.double()
-    directions = torch.randn(len(x), _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     centred = x - x.mean(0)
     norm = torch.linalg.vector_norm(centred, dim=0)
     varies = norm > _CONSTANT * torch.linalg.vector_norm(x, dim=0)
     scaled = torch.where(varies, centred / norm.clamp(min=1e-300), 0.0)
-    return (scaled.T @ directions.to(x.device)).cpu() / math.sqrt(_PROJECTIONS)
+    return (scaled.T @ _directions(len(x)).to(x.device)).cpu() / math.sqrt(_PROJECTIONS)
+
+
+def _directions(size: int) -> Tensor:
+    return torch.randn(size, _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
