@@ -10,25 +10,36 @@ import parity
 WIDTH, TOKENS = 64, 32
 
 
+def disturbed(y: Tensor) -> Tensor:
+    """What nobody would compute."""
+    return y + 0.3 * (3.0 * y.roll(7, -1)).sin()
+
+
+class Wrong(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return disturbed(x.tanh())
+
+
 class Ladder(nn.Module):
     """Two linear layers, the second called twice, beside ``carried`` times the input.
 
-    ``wrong`` says after which call a port computes what nobody would.
+    ``wrong`` says after which call, or in which, a port computes what nobody would.
     """
 
     def __init__(self, linear, carried: float, wrong: str = "") -> None:
         super().__init__()
         self.fc1, self.fc2 = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.act = Wrong() if wrong == "act" else nn.Tanh()
         self.carried, self.wrong = carried, wrong
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.disturbed("fc1", self.fc1(x))
-        y = self.disturbed("fc2", self.fc2(y.tanh()))
+        y = self.disturbed("fc2", self.fc2(self.act(y)))
         y = self.fc2(y.tanh())
         return self.carried * x + self.disturbed("sum", y)
 
     def disturbed(self, after: str, y: Tensor) -> Tensor:
-        return y + 0.3 * (3.0 * y.roll(7, -1)).sin() if after == self.wrong else y
+        return disturbed(y) if after == self.wrong else y
 
 
 def divergence(wrong: str, precision: str, carried: float = 0.0) -> list[str]:
@@ -50,7 +61,14 @@ def divergence(wrong: str, precision: str, carried: float = 0.0) -> list[str]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_submodule_after_the_last_that_agrees_is_named(precision):
     (message,) = divergence("fc1", precision)
-    assert message.startswith("fc2 is the first")
+    assert message.startswith("act is the first")
+    assert message.endswith("fc1 before it agrees")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_submodule_is_named_that_is_given_what_is_right(precision):
+    (message,) = divergence("act", precision)
+    assert message.startswith("act is the first")
     assert message.endswith("fc1 before it agrees")
 
 

@@ -68,20 +68,23 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
     failure.rerun(lambda module: _record(module, returned))
     rounded = values_under(failure.prepared, failure.precision)
     known: dict[int, _Known] = {}
+
+    def share_of(x: Tensor) -> float | None:
+        if _rows(x) not in known:
+            known[_rows(x)] = _columns(trace, rounded, _rows(x), failure.precision.dtype)
+        return _share_that_agrees(x, known[_rows(x)])
+
     agreed: list[str] = []
     reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
     for one in _compared_pass(returned, failure.precision.warmup_passes):
-        rows = one.tensor.shape[:-1].numel()
-        if rows not in known:
-            known[rows] = _columns(trace, rounded, rows, failure.precision.dtype)
-        share = _share_that_agrees(one.tensor, known[rows])
+        share = share_of(one.tensor)
         if share is not None and share >= _MOSTLY:
             agreed.append(one.module)
             continue
-        if rows in reordered or (share is not None and _has_rows_in_another_order(one.given, trace)):
-            reordered.add(rows)
-            continue
-        if share is None:
+        given = one.given
+        if given is not None and (share_of(given) or 0.0) < _MOSTLY and _has_rows_in_another_order(given, trace):
+            reordered |= {_rows(one.tensor), _rows(given)}
+        if share is None or _rows(one.tensor) in reordered:
             continue
         before = f"{agreed[-1]} before it agrees" if agreed else "nothing before it can be compared"
         yield finding(
@@ -150,12 +153,12 @@ def _share_that_agrees(x: Tensor, known: _Known) -> float | None:
     return None if max(surely) < _MOSTLY <= max(perhaps) else max(surely)
 
 
-def _has_rows_in_another_order(x: Tensor | None, trace: Trace) -> bool:
+def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:
     """Whether what a submodule was given has the rows of a traced value, all of them, in another order or repeated.
 
     Nothing that is computed from them has its columns in the reference.
     """
-    if x is None or x.dim() not in (2, 3):
+    if x.dim() not in (2, 3):
         return False
     rows = x.double().flatten(0, -2)
     rows = rows[rows.any(1)]
@@ -212,6 +215,10 @@ def _cost(exact: Tensor, value: Tensor, model: Tensor | None) -> Tensor:
 
 def _varying(columns: Tensor) -> Tensor:
     return columns[columns.any(1)]
+
+
+def _rows(x: Tensor) -> int:
+    return x.shape[:-1].numel()
 
 
 def _has_rows(y: Tensor, rows: int) -> bool:
