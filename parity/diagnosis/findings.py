@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parity.calls import Trace
+from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
+from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.few_outputs import loss_explanations
 from parity.diagnosis.gradients import gradient_findings
@@ -57,7 +59,7 @@ def _causes(failure: Failure, trace: Trace) -> list[Finding]:
     if all(result.passed for result in failure.outputs):
         found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * seconds))
     else:
-        found = list(dropout_findings(failure))
+        found = list(exchange_findings(failure)) or list(dropout_findings(failure)) or list(buffer_findings(failure))
     if not found:
         found = list(_told(loss_explanations(failure, trace, budget), failure)) or list(whole_scale_findings(failure))
     if not found:
