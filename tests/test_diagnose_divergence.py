@@ -10,9 +10,9 @@ import parity
 WIDTH, TOKENS = 64, 32
 
 
-def disturbed(y: Tensor) -> Tensor:
+def disturbed(y: Tensor, share: float = 0.3) -> Tensor:
     """What nobody would compute."""
-    return y + 0.3 * (3.0 * y.roll(7, -1)).sin()
+    return y + share * (3.0 * y.roll(7, -1)).sin()
 
 
 class Wrong(nn.Module):
@@ -26,11 +26,11 @@ class Ladder(nn.Module):
     ``wrong`` says after which call, or in which, a port computes what nobody would.
     """
 
-    def __init__(self, linear, carried: float, wrong: str = "") -> None:
+    def __init__(self, linear, carried: float, wrong: str = "", share: float = 0.3) -> None:
         super().__init__()
         self.fc1, self.fc2 = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
         self.act = Wrong() if wrong == "act" else nn.Tanh()
-        self.carried, self.wrong = carried, wrong
+        self.carried, self.wrong, self.share = carried, wrong, share
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.disturbed("fc1", self.fc1(x))
@@ -39,15 +39,15 @@ class Ladder(nn.Module):
         return self.carried * x + self.disturbed("sum", y)
 
     def disturbed(self, after: str, y: Tensor) -> Tensor:
-        return disturbed(y) if after == self.wrong else y
+        return disturbed(y, self.share) if after == self.wrong else y
 
 
-def divergence(wrong: str, precision: str, carried: float = 0.0) -> list[str]:
+def divergence(wrong: str, precision: str, carried: float = 0.0, share: float = 0.3) -> list[str]:
     def factory(te, **_):
         names = [f"{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")]
         return parity.Pair(
             reference=Ladder(nn.Linear, carried),
-            candidate=Ladder(te.Linear, carried, wrong),
+            candidate=Ladder(te.Linear, carried, wrong, share),
             inputs=lambda rng, tokens: rng.normal(tokens, WIDTH),
             weights={name: name for name in names},
         )
@@ -70,6 +70,11 @@ def test_a_submodule_is_named_that_is_given_what_is_right(precision):
     (message,) = divergence("act", precision)
     assert message.startswith("act is the first")
     assert message.endswith("fc1 before it agrees")
+
+
+def test_a_submodule_is_named_that_is_given_nearly_what_is_right():
+    (message,) = divergence("fc1", "fp32", share=0.02)
+    assert message.startswith("act is the first")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

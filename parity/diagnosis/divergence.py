@@ -29,6 +29,7 @@ _UNLIKE = 0.7  # of a value, within which no unrelated value is
 _MOSTLY = 0.9  # of a value's columns, which must be found
 _CONSTANT = 1e-6  # of a column's norm, below which what is left without its mean is nothing
 _FEWEST_ROWS = 8
+_MOVED = 0.5  # of the rows, which must stand elsewhere; else they are the same ones, with an error
 _MOST_ROWS = 512  # that are looked for among others
 _PROJECTIONS = 16
 
@@ -166,8 +167,10 @@ def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:
     known = {y.flatten(0, -2) for y in trace.tensors if _may_hold_rows(y, x) and len(rows) >= y.shape[:-1].numel()}
     for y in known:
         wanted, held = rows[:_MOST_ROWS] @ directions, y.double().to(x.device) @ directions
-        apart = torch.cdist(wanted, held).amin(1) <= _MOST_NOISE * torch.linalg.vector_norm(wanted, dim=1)
-        if apart.double().mean().item() >= _MOSTLY:
+        apart, where = torch.cdist(wanted, held).min(1)
+        is_held = apart <= _MOST_NOISE * torch.linalg.vector_norm(wanted, dim=1)
+        has_moved = where != torch.arange(len(where), device=where.device)
+        if is_held.double().mean() >= _MOSTLY and has_moved.double().mean() >= _MOVED:
             return True
     return False
 
