@@ -10,22 +10,29 @@ from torch import Tensor, nn
 import parity
 
 HIDDEN, FFN, EXPERTS, TOKENS = 64, 96, 4, 64
+BIAS = torch.tensor([0.3, -0.2, 0.1, -0.3])
 
 
 class Mixture(nn.Module):
     """Of experts whose weights are stacked, as in Mixtral; each token's weights are divided by their sum, or not."""
 
-    def __init__(self, normalised: bool = True, after: bool = False) -> None:
+    def __init__(self, normalised: bool = True, after: bool = False, biased: bool = False) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
         nn.init.normal_(self.router.weight)
         self.gate_up = nn.Parameter(0.1 * torch.randn(EXPERTS, 2 * FFN, HIDDEN))
         self.down = nn.Parameter(0.1 * torch.randn(EXPERTS, HIDDEN, FFN))
-        self.normalised, self.after = normalised, after
+        self.normalised, self.after, self.biased = normalised, after, biased
+        self.register_buffer("bias", BIAS.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
-        if self.after:
+        if self.biased:
+            scores = logits.sigmoid()
+            experts = (scores + self.bias).topk(2, -1).indices
+            weights = scores.gather(-1, experts)
+            weights = weights / weights.sum(-1, keepdim=True)
+        elif self.after:
             chosen, experts = logits.topk(2, -1)
             weights = chosen.softmax(-1)
         else:
@@ -41,8 +48,11 @@ class Mixture(nn.Module):
         return result
 
 
-def port(te, weigh, experts=2):
-    """TE's grouped layers, with a router that scores by ``weigh``: from logits to weights and chosen experts."""
+def port(te, weigh, experts=2, split=None):
+    """TE's grouped layers, with a router that scores by ``weigh``: from logits to weights and chosen experts.
+
+    ``split`` makes splits from the right ones.
+    """
 
     class Port(nn.Module):
         def __init__(self) -> None:
@@ -55,6 +65,7 @@ def port(te, weigh, experts=2):
             weights, chosen = weigh(self.router(x), experts)
             rows, places = te.moe_permute(x, chosen.int(), num_out_tokens=chosen.numel(), map_type="index")
             splits = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+            splits = split(splits) if split else splits
             gate, up = self.fc1(rows, splits).chunk(2, -1)
             y = self.fc2(F.silu(gate) * up, splits)
             return te.moe_unpermute(y, places, weights.float(), map_type="index")
@@ -81,14 +92,31 @@ def sigmoids(logits, k):
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
-def found(weigh, experts=2, order=range(EXPERTS), gate_up_order=None, **reference):
+def biased(choice=1.0, weight=0.0, logit=0.0, score=torch.sigmoid):
+    """Chooses and weights by sigmoids to which so many times the bias is added; ``logit`` adds to logits."""
+
+    def weigh(logits, k):
+        bias, scores = BIAS.to(logits.dtype), score(logits)
+        chosen = ((logits if logit else scores) + (logit or choice) * bias).topk(k, -1).indices
+        weights = (scores + weight * bias).gather(-1, chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    return weigh
+
+
+def sorted_alone(logits, k):
+    weights, chosen = normalised(logits, k)
+    return weights, chosen.sort(-1).values
+
+
+def found(weigh, experts=2, order=range(EXPERTS), gate_up_order=None, split=None, **reference):
     """Titles of the findings on a port that weights so, against the reference with these arguments."""
 
     def factory(te, **_):
         fc1 = [f"fc1.weight{i}" for i in (order if gate_up_order is None else gate_up_order)]
         return parity.Pair(
             reference=Mixture(**reference),
-            candidate=port(te, weigh, experts),
+            candidate=port(te, weigh, experts, split),
             inputs=lambda rng, tokens: rng.normal(tokens, HIDDEN),
             weights={
                 "router.weight": "router.weight",
@@ -103,7 +131,8 @@ def found(weigh, experts=2, order=range(EXPERTS), gate_up_order=None, **referenc
 
 
 @pytest.mark.parametrize(
-    ("weigh", "reference"), [(normalised, {}), (of_all, dict(normalised=False)), (normalised, dict(after=True))]
+    ("weigh", "reference"),
+    [(normalised, {}), (of_all, dict(normalised=False)), (normalised, dict(after=True)), (biased(), dict(biased=True))],
 )
 def test_right_ports_of_stacked_experts_pass(weigh, reference):
     assert found(weigh, **reference) == ["passed"]
@@ -116,10 +145,26 @@ def test_right_ports_of_stacked_experts_pass(weigh, reference):
         (normalised, dict(normalised=False)),
         (of_all, dict(after=True)),
         (sigmoids, {}),
+        (sorted_alone, {}),
+        (lambda *x: (of_all(*x)[0].square(), of_all(*x)[1]), dict(normalised=False)),
+        (biased(score=lambda logits: logits.softmax(-1)), dict(biased=True)),
     ],
 )
 def test_weights_that_are_made_otherwise_are_found(weigh, reference):
     assert found(weigh, **reference) == ["routing-weights"]
+
+
+@pytest.mark.parametrize("weigh", [biased(choice=0.0), biased(choice=-1.0), biased(weight=1.0), biased(logit=1.0)])
+def test_a_bias_that_is_added_otherwise_is_found(weigh):
+    assert found(weigh, biased=True) == ["routing-bias"]
+
+
+@pytest.mark.parametrize(
+    "split", [sorted, lambda splits: splits[::-1], lambda splits: [2 * TOKENS // EXPERTS] * EXPERTS]
+)
+def test_splits_that_are_no_counts_of_the_experts_tokens_are_found(split):
+    assert found(normalised, split=split) == ["expert-splits"]
+    assert found(biased(), split=split, biased=True) == ["expert-splits"]
 
 
 @pytest.mark.parametrize("reference", [{}, dict(normalised=False), dict(after=True)])

@@ -7,6 +7,7 @@ function equals a known activation of something before it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.calls import Call, Edit, Trace, Value, edit
-from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.hypothesis import Hypothesis, Scope
+from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, agree, back, binary, other, users, with_number
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -32,11 +33,22 @@ ACTIVATIONS: dict[str, Pointwise] = {
     "relu": F.relu,
     "squared relu": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "leaky relu": F.leaky_relu,
 }
 GELUS = ("gelu (erf)", "gelu (tanh)", "quick gelu")
+OF_TE = ("gelu (erf)", "gelu (tanh)", "quick gelu", "silu", "relu", "squared relu", "sigmoid")
+"""What TE's modules compute; the others are the reference's alone, or a plain module's."""
+
 GPT_OSS_LIMIT = 7.0
 
-_NONLINEAR = frozenset({"gelu", "silu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_min", "maximum"})
+_NONLINEAR = frozenset(
+    {"gelu", "silu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_min", "maximum"}
+    | {"mish", "hardswish", "softplus", "elu", "leaky_relu"}
+)
 _POINTWISE = CASTS | {"square"}
 _MOST_STEPS = 8  # of a GELU written out, from its argument to its nonlinear function, and from there to its result
 _SAMPLE = 2048
@@ -110,14 +122,40 @@ def activations(trace: Trace) -> list[Activation]:
 
 def gated_units(trace: Trace) -> list[GatedUnit]:
     """Every product of an activation and another activation-shaped value, in order."""
-    return [unit for activation in activations(trace) if (unit := _gated(trace, activation)) is not None]
+    in_three = [unit for call in trace.calls if (unit := _in_three(trace, call)) is not None]
+    known = {unit.call.site for unit in in_three}
+    in_two = [unit for activation in activations(trace) if (unit := _gated(trace, activation)) is not None]
+    return in_three + [unit for unit in in_two if unit.call.site not in known]
 
 
 def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's activations and gated units."""
     found, units = activations(trace), gated_units(trace)
-    yield from everywhere_and_somewhere(_others(found), found, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_others(found), found, module)
+    by_name: dict[str, list[Activation]] = defaultdict(list)
+    for one in found:
+        by_name[one.name].append(one)
+    for name, alike in by_name.items() if len(by_name) > 1 else ():
+        if len(alike) > 1:
+            yield from _made_with(alike, module, "kind", f" for {name}")
+    if 1 < len(found) <= MOST_PLACES:
+        for one in found:
+            yield from _made_with([one], module, "one", f" in {_place(one, found)}")
     yield from everywhere_and_somewhere(_unit_mistakes(units), units, module, lambda one: one.call.module)
+
+
+def _made_with(some: list[Activation], module: nn.Module, scope: Scope, where: str) -> Iterator[Hypothesis]:
+    """Mistakes with some of the reference's activations; messages name no other ones."""
+    for one in everywhere_and_somewhere(_others(some), some, module):
+        yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
+
+
+def _place(one: Activation, found: list[Activation]) -> str:
+    """The submodule that computes an activation, and which of those that it computes."""
+    there = [other.call.site for other in found if other.call.module == one.call.module]
+    if len(there) == 1:
+        return one.call.module
+    return f"{one.call.module}, at activation {there.index(one.call.site) + 1} of {len(there)} there"
 
 
 def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
@@ -145,7 +183,7 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
         "exchange the halves of fc1_weight: the gate, which is activated, comes first",
         lambda unit: unit.edits(gate=unit.up, up=unit.gate),
     )
-    for name in ACTIVATIONS:
+    for name in OF_TE:
         yield Mistake(
             "gate-up-swapped",
             f"gate and up swapped, activation {name}",
@@ -154,6 +192,9 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
         )
     right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
 
+    # Near the reference's own, from where another one is looked for.
+    near = sorted({part * unit.limit for unit in units if math.isfinite(unit.limit) for part in (0.8, 1.25)})
+
     def clamped(activation: str, limit: float, offset: float) -> Mistake[GatedUnit]:
         computed = _clamping(activation, limit, offset)
         return Mistake(
@@ -161,13 +202,13 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
             _clamped(activation, limit, offset),
-            subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units},
+            subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units} and limit not in near,
             value=limit if math.isfinite(limit) else None,
             tuned=lambda value: clamped(activation, value, offset),
         )
 
     for activation in ("silu", "quick gelu"):
-        for limit in (math.inf, GPT_OSS_LIMIT, 10.0):
+        for limit in (math.inf, GPT_OSS_LIMIT, 10.0, *near):
             for offset in (0.0, 1.0):
                 yield clamped(activation, limit, offset)
 
@@ -258,16 +299,65 @@ def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
             continue
         if trace.tensor(factor).shape != shape or trace.parameter(factor):
             continue
-        gate, limit = _before_clamp(trace, activation.x)
-        up, offset = factor, 0.0
-        match with_number(trace.producer(back(trace, up))):
-            case ("add", up, offset):
-                pass
-        up, _ = _before_clamp(trace, up)
-        unit = GatedUnit(call, gate, up, activation.name, limit, offset)
-        if agree(unit.compute(trace.tensor(gate), trace.tensor(up)), trace.tensor(call.outputs[0])):
+        unit = _unit(trace, call, activation.x, factor, activation.name)
+        if unit is not None:
             return unit
     return None
+
+
+def _in_three(trace: Trace, call: Call) -> GatedUnit | None:
+    """The product of a gate, its sigmoid and something else, in any order."""
+    factors = _factors(trace, call)
+    shape = trace.tensor(call.outputs[0]).shape if len(call.outputs) == 1 else None
+    if len(factors) != 3 or any(trace.tensor(x).shape != shape or trace.parameter(x) for x in factors):
+        return None
+    for sigmoid in factors:
+        made = trace.producer(back(trace, sigmoid))
+        if made is None or made.name != "sigmoid":
+            continue
+        scaled = with_number(trace.producer(back(trace, made.inputs[0])))
+        x = scaled[1] if scaled is not None and scaled[0] == "mul" else made.inputs[0]
+        name = "silu" if scaled is None or scaled[0] != "mul" else "quick gelu"
+        rest = [factor for factor in factors if back(trace, factor) != back(trace, x) and factor != sigmoid]
+        if len(rest) == 1:
+            return _unit(trace, call, x, rest[0], name)
+    return None
+
+
+def _factors(trace: Trace, call: Call) -> list[Value]:
+    """Of a product, those of a factor that is a product itself in its place."""
+    match binary(call):
+        case ("mul", Value() as left, Value() as right):
+            inner = [(x, _factors_of_two(trace, x)) for x in (left, right)]
+            return [factor for x, factors in inner for factor in factors or [x]]
+    return []
+
+
+def _factors_of_two(trace: Trace, value: Value) -> list[Value]:
+    match binary(trace.producer(back(trace, value))):
+        case ("mul", Value() as left, Value() as right):
+            return [left, right]
+    return []
+
+
+def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) -> GatedUnit | None:
+    """The gated unit that a call computes; None if it does not.
+
+    Args:
+        trace: of the reference.
+        call: the product.
+        x: what is activated.
+        factor: the other factor.
+        activation: of ``ACTIVATIONS``.
+    """
+    gate, limit = _before_clamp(trace, x)
+    up, offset = factor, 0.0
+    match with_number(trace.producer(back(trace, up))):
+        case ("add", up, offset):
+            pass
+    up, _ = _before_clamp(trace, up)
+    unit = GatedUnit(call, gate, up, activation, limit, offset)
+    return unit if agree(unit.compute(trace.tensor(gate), trace.tensor(up)), trace.tensor(call.outputs[0])) else None
 
 
 def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:

@@ -13,8 +13,10 @@ from parity.calls import Trace
 from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
+from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.label_shifts import label_shift_hypotheses
 from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.lookups import lookup_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
@@ -69,6 +71,8 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from routing_hypotheses(trace, module)
     yield from factor_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
+    yield from cross_entropy_hypotheses(trace, module)
+    yield from label_shift_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)
     yield _viewed_as_sequence_first(module)

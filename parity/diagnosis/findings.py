@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from parity.calls import Trace
+from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
+from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure
+from parity.diagnosis.few_outputs import loss_explanations
 from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
-from parity.diagnosis.scale import output_scale_findings
+from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
 from parity.diagnosis.values import non_finite, unreached_parameters
@@ -52,25 +55,31 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
 
 
 def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Finding]:
-    """What explains finite outputs and the gradients with them; arguments as ``findings``."""
+    """What explains finite outputs and the gradients with them; arguments as ``findings``.
+
+    A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
+    """
     seconds = max(failure.seconds, _SHORTEST_CHECK)
-    budget = Budget(CHECKS_FOR_SEARCH * seconds)
-    found = _by_chance(failure)
-    if not found and all(result.passed for result in failure.outputs):
-        found = gradient_findings(failure, trace, Budget(CHECKS_FOR_THE_REST * seconds))
-    # A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
-    found = found or list(microbatch_findings(failure))
-    if not found:
-        known = [
-            *scale_hypotheses(failure.prepared, failure.precision),
-            *hypotheses(failure.prepared, trace, frozenset(unreached)),
-        ]
-        found = list(_told(explanations(failure, known, budget), failure))
-    return (
-        found
-        or list(output_scale_findings(failure))
-        or precision_findings(failure, Budget(CHECKS_FOR_THE_REST * seconds))
-    )
+    search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
+
+    def known() -> Iterator[Hypothesis]:
+        yield from scale_hypotheses(failure.prepared, failure.precision)
+        yield from hypotheses(failure.prepared, trace, frozenset(unreached))
+
+    causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
+    if all(result.passed for result in failure.outputs):
+        causes += [lambda: gradient_findings(failure, trace, Budget(rest))]
+    else:
+        causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
+    causes += [
+        lambda: microbatch_findings(failure),
+        lambda: _told(loss_explanations(failure, trace, search), failure),
+        lambda: whole_scale_findings(failure),
+        lambda: _told(explanations(failure, known(), search), failure),
+        lambda: output_scale_findings(failure),
+        lambda: precision_findings(failure, Budget(rest)),
+    ]
+    return next(filter(None, (list(cause()) for cause in causes)), [])
 
 
 def _by_chance(failure: Failure) -> list[Finding]:

@@ -12,7 +12,7 @@ from parity.calls import Trace, detached
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, tolerance_of
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.scale import factor_of, readable
+from parity.diagnosis.scale import SAME_FACTOR, factor_of, readable
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.errors import measure
@@ -20,7 +20,6 @@ from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.tolerance import margin
 
-_SAME_FACTOR = 0.02  # by which the factors of a gradient that is scaled as a whole may differ
 _CLEARLY = 0.5  # of the error, below which another rounding must bring it
 
 
@@ -39,7 +38,7 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
     if any(factor is None for factor in factors):
         return
     known = [factor for factor in factors if factor is not None]
-    if max(known) - min(known) > _SAME_FACTOR * max(map(abs, known)):
+    if max(known) - min(known) > SAME_FACTOR * max(map(abs, known)):
         return
     factor = sum(known) / len(known)
     gradients = [result for result in failure.results if result.kind != "output"]

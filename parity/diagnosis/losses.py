@@ -10,19 +10,25 @@ from parity.calls import Call, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import CASTS, back, binary
 
-_AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+OF_COUNTED = "the mean over the tokens that count"
+SUM = "the sum over all tokens"
+AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    OF_COUNTED: lambda losses, counts: losses.sum() / counts.sum(),
     "the mean over all tokens, those that do not count included": lambda losses, counts: losses.mean(),
     "the mean of each sequence's mean": lambda losses, counts: (losses.sum(-1) / counts.sum(-1)).mean(),
     "the mean of each sequence's sum": lambda losses, counts: losses.sum(-1).mean(),
-    "the sum over all tokens": lambda losses, counts: losses.sum(),
+    SUM: lambda losses, counts: losses.sum(),
 }
+"""Of losses ``[sequences, tokens]``, 0 where a token does not count, and of which count: 1 or 0."""
 
 
 def loss_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Other averages of the reference's losses ``[batch, seq]``, of which some tokens count."""
     for call in trace.calls:
         summed = _average(trace, call)
-        for described, average in _AVERAGES.items() if summed else ():
+        for described, average in AVERAGES.items() if summed else ():
+            if described == OF_COUNTED:
+                continue
             yield Hypothesis(
                 "loss-scale",
                 f"loss as {described}",

@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
+from parity.diagnosis.few_outputs import FEW
 from parity.errors import measure
 from parity.result import Finding, TensorResult
 from parity.tolerance import Tolerance, margin
+
+SAME_FACTOR = 0.02
+"""By how much the factors of tensors that are scaled together may differ."""
 
 _MOST = 1e6  # a factor beyond is no scale but another magnitude altogether
 
@@ -26,6 +30,32 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
                 f"{result.label} is {readable(factor)} times what it should be, and right but for that; look for a "
                 "scale that is applied twice or not at all",
             )
+
+
+def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if outputs that are few, and every gradient with them, are the right ones times one factor.
+
+    A factor alone would explain a single number; the gradients must share it.
+    """
+    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    outputs = [result for result in failed if result.kind == "output"]
+    count = sum(failure.golden[result.kind, result.name].numel() for result in failure.outputs)
+    if count >= FEW or len(outputs) < len(failure.outputs) or len(failed) == len(outputs):
+        return
+    factors = [factor_of(failure, result) for result in failed]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors) or max(known) - min(known) > SAME_FACTOR * max(map(abs, known)):
+        return
+    factor = known[failed.index(outputs[0])]
+    hidden = [one for one in failure.results if one.passed and abs(factor - 1.0) > one.tolerance_relative_l2]
+    if any(bool(failure.golden[one.kind, one.name].any()) for one in hidden):
+        return
+    yield finding(
+        "loss-scale",
+        f"{', '.join(one.label for one in outputs)} and every gradient are {readable(factor)} times what they should "
+        "be, and right but for that; look for a sum in the place of a mean, or for a number of tokens, sequences, "
+        "microbatches or ranks by which the loss is divided on one side alone",
+    )
 
 
 def factor_of(failure: Failure, result: TensorResult) -> float | None:
