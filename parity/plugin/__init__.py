@@ -39,13 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Bad options end the run before any worker starts; so does asking for a GPU where there is none."""
+    """Bad options end the run before any worker starts; so do unusable files, and a GPU that is not there."""
     config.addinivalue_line("markers", "parity: items of parity; each also has its precision's name as a mark")
     try:
         config.stash[_OPTIONS] = options.read(config)
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     ending.keep_stderr(config)
+    if not hasattr(config, "workerinput") and staffing.has_cases(config):
+        _check_surroundings(config.stash[_OPTIONS])
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -53,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
         reason = te.why_no_gpu()
         if reason is not None:
             raise pytest.UsageError(f"--parity-backend=gpu: no real TransformerEngine kernels here: {reason}")
+
+
+def _check_surroundings(asked: Options) -> None:
+    """Files and the environment's variables, once, before the workers each find the same mistake."""
+    try:
+        options.check_files(asked)
+        if any(variable.startswith("PARITY_EMULATED_") for variable in os.environ):
+            from parity.cpu import cuda
+
+            cuda.check_environment()
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _place(config: pytest.Config) -> None:
