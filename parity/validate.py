@@ -20,7 +20,9 @@ from parity.attention_backend import BACKENDS, AttentionBackend, checked_choice,
 from parity.case import Case, Pair, Size, draw_inputs
 from parity.inputs import Rng
 from parity.meta_build import without_memory
-from parity.outside_te import has_te
+from parity.other_names import other_names
+from parity.outside_te import has_te, of_te
+from parity.raised import users_frame, users_line
 from parity.user_error import UserError
 from parity.weight_terms import WeightMapError
 
@@ -92,9 +94,14 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
     """The size, with the shape of the first input tensor as label."""
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
+        _check_plain(pair)
         try:
             weights.check(
-                pair.weights, weights.parameter_shapes(pair.reference), weights.parameter_shapes(pair.candidate)
+                pair.weights,
+                weights.parameter_shapes(pair.reference),
+                weights.parameter_shapes(pair.candidate),
+                other_names(pair.reference),
+                other_names(pair.candidate),
             )
         except WeightMapError as error:
             raise WeightMapError(f"{error}\n{_advice(case)}") from None
@@ -167,7 +174,10 @@ def _as_user_error(what: str, path: Path) -> Iterator[None]:
         # The user looks for the mistake in the file that declares the case, even if code further down raised.
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
         place = f" in line {lines[-1]}" if lines else ""
-        raise UserError(f"{what} raised {type(error).__name__}{place}: {error}") from error
+        innermost = users_frame(error)
+        deeper = innermost is not None and Path(innermost.filename).resolve() != path
+        further = f"; at {users_line(error)}" if deeper else ""
+        raise UserError(f"{what} raised {type(error).__name__}{place}: {error}{further}") from error
 
 
 def _check_pair(pair: Any) -> None:
@@ -185,6 +195,18 @@ def _check_pair(pair: Any) -> None:
     ):
         if not (callable(function) or (function is None and role != "inputs")):
             raise UserError(f"{role} must be a function, not {_type_name(function)}")
+
+
+def _check_plain(pair: Pair) -> None:
+    """A reference that computes with TE's kernels would be compared with these; they know no FP64, either."""
+    for name, part in of_te(pair.reference).items():
+        if any(part.parameters(recurse=False)) or has_attention(part):
+            what = f"its {name}" if name else "it"
+            advice = "" if has_te(pair.candidate) else "; are reference and candidate exchanged?"
+            raise UserError(
+                f"the reference must be plain PyTorch, which runs in FP64, but {what} is TransformerEngine's "
+                f"{_type_name(part)}{advice}"
+            )
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from parity import host
 from parity.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.lasting import lasting
 from parity.plugin import ending, lines, options, staffing
-from parity.plugin.item import BrokenCase, ParityItem
+from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
@@ -131,8 +131,17 @@ def pytest_make_collect_report(
         report.result.extend(_nodes(collector))
     call = getattr(report, "call", None)
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
-        report.longrepr = str(call.excinfo.value)
+        report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
     return report
+
+
+def _told(error: UserError, details: bool) -> str:
+    """The message; with details also how Python came to the mistake, if it was the user's code that raised."""
+    if not details or error.__cause__ is None:
+        return str(error)
+    from parity.raised import way_there
+
+    return f"{error}\n{way_there(error.__cause__)}"
 
 
 def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
