@@ -200,7 +200,7 @@ def _check_pair(pair: Any) -> None:
 def _check_plain(pair: Pair) -> None:
     """A reference that computes with TE's kernels would be compared with these; they know no FP64, either."""
     for name, part in of_te(pair.reference).items():
-        if any(part.parameters(recurse=False)) or has_attention(part):
+        if list(part.parameters(recurse=False)) or has_attention(part):
             what = f"its {name}" if name else "it"
             advice = "" if has_te(pair.candidate) else "; are reference and candidate exchanged?"
             raise UserError(

@@ -152,6 +152,13 @@ def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
     assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches\n"
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_unknown_pair_comes_with_the_nearest_names(tmp_path: Path, workers: str) -> None:
+    write(tmp_path, FITS)
+    done = parity(tmp_path, "run", "my_pairs.py::my_linar", "-n", workers)
+    assert_mistake(done, "no pair 'my_linar' in my_pairs.py; did you mean my_pairs.py::my_linear?")
+
+
 def test_failed_parity_is_code_1(here: Here) -> None:
     here.write(FITS.replace("my_linear", "fails"))
     assert here.run() == 1

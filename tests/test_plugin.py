@@ -99,6 +99,21 @@ def test_an_id_selects_its_item(pytester: pytest.Pytester) -> None:
     assert names(pytester, "my_pairs.py::mlp[bf16-2x64]") == ["mlp[bf16-2x64]"]
 
 
+@pytest.mark.parametrize(
+    ("item", "advice"),
+    [
+        ("mpl", "*there is no pair 'mpl' in my_pairs.py; did you mean my_pairs.py::mlp?*"),
+        ("attention", "*there is no pair 'attention' in my_pairs.py; it declares mlp, fails*"),
+        ("mlp[bf16-3x3]", "*the pair 'mlp' of my_pairs.py has no item 'mlp?bf16-3x3?'; *--collect-only*"),
+    ],
+)
+def test_an_id_that_is_not_there_comes_with_those_that_are(pytester: pytest.Pytester, item: str, advice: str) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, f"my_pairs.py::{item}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([advice])
+
+
 def test_keywords_and_marks_select_items(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     assert names(pytester, "my_pairs.py", "-k", "mlp and bf16 and 4x128") == ["mlp[bf16-4x128]"]

@@ -21,6 +21,7 @@ from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
+from parity.plugin.unknown import unknown_pairs
 from parity.plugin.workers import Workers
 from parity.source import imports_parity
 from parity.user_error import UserError
@@ -99,6 +100,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     gpus = _gpus(config)
     return staffing.how_many(gpus, largest_need(staffing.files_of_cases(config)) if gpus else None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """An id that pytest does not find comes with the nearest pairs that there are."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        registry = sys.modules.get("parity.registry")
+        if registry is None:
+            raise
+        start = session.config.invocation_params.dir
+        raise pytest.UsageError(*error.args, *unknown_pairs(session.config.args, start, registry.cases())) from None
 
 
 @pytest.hookimpl(tryfirst=True)
