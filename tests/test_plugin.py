@@ -331,6 +331,15 @@ def test_a_candidate_that_raises_fails_with_the_reason(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(["the candidate raised ValueError: no (seed 0)"])
 
 
+def test_the_traceback_of_what_raised_is_in_the_report_and_shown_where_details_are_asked_for(
+    pytester: pytest.Pytester,
+) -> None:
+    write(pytester, "import parity\n@parity.pair('raises', precisions=['fp32'])\ndef raises(te): ...")
+    assert "line 6, in forward" not in run(pytester, "my_pairs.py", "-v").stdout.str()
+    assert "line 6, in forward" in run(pytester, "my_pairs.py", "-vv").stdout.str()
+    assert "line 6, in forward" in (pytester.path / "reports" / "parity.md").read_text()
+
+
 def test_last_failed_runs_what_failed(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     run(pytester, "my_pairs.py")
