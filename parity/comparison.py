@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
-from parity import te
+from parity import side_effects, te
 from parity.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
@@ -19,6 +19,7 @@ from parity.determinism import repeat
 from parity.device_errors import classify
 from parity.diagnosis import Failure
 from parity.directions import Direction, directions
+from parity.execute import CALL, Pass
 from parity.explanation import explain
 from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
@@ -26,11 +27,13 @@ from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_not
 from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
 from parity.plain_calls import plain_calls
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import Prepared, forget, prepare
+from parity.prepare import Prepared, forget, part_that_raised, prepare
+from parity.raised import users_line, way_there
 from parity.random_state import RandomState
 from parity.result import Determinism, Result, Status, TensorResult
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
+from parity.te_calls import WITHOUT_TE, te_calls
 from parity.user_error import UserError
 from parity.validate import CheckedSize, attention_of, check_case
 
@@ -141,6 +144,8 @@ class _Ran:
         attention: the attention backends that TE ran.
         determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
         seconds: of processor time that a comparison takes that finds nothing cached.
+        changed_inputs: names of the inputs that the candidate changes in place.
+        calls_te: whether the candidate uses TE at all.
     """
 
     prepared: Prepared
@@ -153,10 +158,12 @@ class _Ran:
     attention: str
     determinism: Determinism | None
     seconds: float
+    changed_inputs: tuple[str, ...]
+    calls_te: bool
 
 
 class _PassRaised(Exception):
-    """A module raised; the text says which and what, the cause is its error."""
+    """A part of the pair raised; the text says which, what, and where, the cause is its error."""
 
 
 def _compared(asked: _Asked) -> Result:
@@ -171,7 +178,8 @@ def _compared(asked: _Asked) -> Result:
         return asked.result("error", reason=str(error))
     except _PassRaised as error:
         forget()  # the pass may have left the reference half changed
-        return asked.result("error", reason=str(error), device_error=classify(error.__cause__ or error))
+        cause = error.__cause__ or error
+        return asked.result("error", reason=str(error), traceback=way_there(cause), device_error=classify(cause))
     return dataclasses.replace(_judged(asked, ran), attention=ran.attention, determinism=ran.determinism)
 
 
@@ -198,12 +206,18 @@ def _run(asked: _Asked) -> _Ran:
 
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
-        with attention_backends(asked.attention) as seen:
-            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels)
+        ran: list[Pass] = []
+        watched = nullcontext([str(kernels.te)]) if checked.has_te else te_calls(CALL)
+        with attention_backends(asked.attention) as seen, watched as te_called:
+            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels, seen=ran.append)
         draws = not RandomState.now(kernels.device).is_as(before)
         repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
-    return _Ran(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds)
+    return _Ran(
+        *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
+        changed_inputs=ran[0].changed_inputs,
+        calls_te=bool(te_called),
+    )
 
 
 @contextmanager
@@ -213,7 +227,10 @@ def _step(which: str) -> Iterator[None]:
     except (NotOffered, UserError):
         raise
     except Exception as error:
-        raise _PassRaised(f"{which} raised {type(error).__name__}: {error}") from error
+        line = users_line(error)
+        place = f"; at {line}" if line else ""
+        part = part_that_raised(error) or which
+        raise _PassRaised(f"{part} raised {type(error).__name__}: {error}{place}") from error
 
 
 def _plain_calls(ran: _Ran, precision: Precision) -> frozenset[str]:
@@ -234,15 +251,20 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     plain = frozenset() if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)
     tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding, plain)
     notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
+    changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
     notes += tuple(
         remarks(tensors, golden, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe)
     )
+    notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return asked.result("error", reason=reason, notes=notes)
+        if side_effects.by_candidate_alone(*changed):
+            return asked.result("error", reason=side_effects.by_candidate_alone(*changed), notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
+    notes += tuple(filter(None, [side_effects.by_candidate_alone(*changed)]))
     failure = Failure(
         tensors,
         ran.candidate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ class Pass:
 
     Attributes:
         outputs: the module's floating-point outputs; ``output``, or where there are several ``output[i]``, or
-            ``output[key]`` if it returns a dict.
+            ``output[key]`` if it returns a dict or a dataclass.
         input_gradients: by the input's name; zero where no gradient arrived.
         weight_gradients: by the parameter's name, from ``main_grad`` where TE added it there; zero where no gradient
             arrived.
         unreached: names of the parameters where no gradient arrived.
         not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
+        changed_inputs: names of the inputs that hold other values after the forward pass.
     """
 
     outputs: dict[str, Tensor]
@@ -36,6 +37,7 @@ class Pass:
     weight_gradients: dict[str, Tensor]
     unreached: tuple[str, ...]
     not_compared: int = 0
+    changed_inputs: tuple[str, ...] = ()
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -71,6 +73,7 @@ def run(
     cotangents: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     forward_context: AbstractContextManager[Any] | None = None,
     before_backward: Callable[[], None] = lambda: None,
+    watch_inputs: bool = False,
 ) -> Pass:
     """Call the module, then differentiate; its buffers and the inputs stay as they were.
 
@@ -82,27 +85,30 @@ def run(
         cotangents: the gradient with respect to each output, from the outputs.
         forward_context: entered around the forward pass alone.
         before_backward: called between the two passes.
+        watch_inputs: whether inputs that the module writes to are noted.
     """
     module.zero_grad(set_to_none=True)
     main_grad.clear(module)
-    leaves: dict[str, Tensor] = {}
-    args, kwargs = _differentiable(as_arguments(inputs), names, leaves)
+    given = _Given({}, [])
+    args, kwargs = _differentiable(as_arguments(inputs), names, given)
     with _restored_buffers(module):
         with forward_context or nullcontext():
             returned = _call(module, call, (args, kwargs))
         outputs = _named_outputs(returned)
+        changed = given.changed() if watch_inputs else ()
         before_backward()
-        given = cotangents(outputs)
+        backward = cotangents(outputs)
         reached = [name for name, output in outputs.items() if output.requires_grad]
-        torch.autograd.backward([outputs[name] for name in reached], [given[name] for name in reached])
+        torch.autograd.backward([outputs[name] for name in reached], [backward[name] for name in reached])
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     gradients = {name: main_grad.gradient(parameter) for name, parameter in trained.items()}
     return Pass(
         outputs={name: output.detach() for name, output in outputs.items()},
-        input_gradients={name: _or_zero(leaf.grad, leaf) for name, leaf in leaves.items()},
+        input_gradients={name: _or_zero(leaf.grad, leaf) for name, leaf in given.leaves.items()},
         weight_gradients={name: _or_zero(gradients[name], parameter) for name, parameter in trained.items()},
         unreached=tuple(name for name, gradient in gradients.items() if gradient is None),
-        not_compared=sum(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)) - len(outputs),
+        not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),
+        changed_inputs=changed,
     )
 
 
@@ -116,6 +122,10 @@ def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) 
 def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
     args, kwargs = arguments
     return call(module, *args, **kwargs) if call else module(*args, **kwargs)
+
+
+CALL = _call.__code__
+"""Below which a pair's modules run, and what the pair puts around them."""
 
 
 @contextmanager
@@ -134,28 +144,58 @@ def _or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient.detach()
 
 
-def _differentiable(arguments: Arguments, names: Sequence[str], leaves: dict[str, Tensor]) -> Arguments:
-    """Copies of the arguments, those of floating-point tensors grown from leaves, which are entered by name.
+@dataclass(frozen=True)
+class _Given:
+    """What a module is given.
 
-    The module gets no leaf itself, since it may write to its inputs, which autograd allows of all but leaves.
+    Attributes:
+        leaves: from which its floating-point inputs grow, by name.
+        copies: each tensor's name, the tensor, and the copy of it that the module may write to.
     """
+
+    leaves: dict[str, Tensor]
+    copies: list[tuple[str, Tensor, Tensor]]
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """The copy for the module.
+
+        It gets no leaf itself, since it may write to its inputs, which autograd allows of all but leaves.
+        """
+        if tensor.is_floating_point():
+            tensor = self.leaves[name] = tensor.detach().requires_grad_()
+        self.copies.append((name, tensor, tensor.clone()))
+        return self.copies[-1][2]
+
+    def changed(self) -> tuple[str, ...]:
+        """Names of the tensors whose copies have other values now."""
+        return tuple(name for name, before, after in self.copies if not _same(before.detach(), after.detach()))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    if x.shape != y.shape:  # one was resized in place
+        return False
+    return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -> Arguments:
+    """Copies of the arguments, those of floating-point tensors grown from leaves, which are entered by name."""
     args, kwargs = arguments
 
-    def leaf(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            leaves[name] = value.detach().requires_grad_()
-            return leaves[name].clone()
+    def copied(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.clone()
+            return given.copy(name, value)
         if isinstance(value, (tuple, list)):
-            return type(value)(leaf(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+            return type(value)(copied(f"{name}[{i}]", entry) for i, entry in enumerate(value))
         return value
 
-    positional = tuple(leaf(name, value) for name, value in zip(names, args, strict=True))
-    return positional, {name: leaf(name, value) for name, value in kwargs.items()}
+    positional = tuple(copied(name, value) for name, value in zip(names, args, strict=True))
+    return positional, {name: copied(name, value) for name, value in kwargs.items()}
 
 
 def _named_outputs(returned: Any) -> dict[str, Tensor]:
+    if _is_record(returned):
+        returned = _fields(returned)
     if isinstance(returned, Mapping):
         keyed = [(str(key), _floating(value)) for key, value in returned.items()]
         found = [(key if len(of) == 1 else f"{key}.{i}", x) for key, of in keyed for i, x in enumerate(of)]
@@ -167,4 +207,23 @@ def _named_outputs(returned: Any) -> dict[str, Tensor]:
 
 
 def _floating(returned: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in leaves_of(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def leaves_of(returned: Any) -> Iterator[Any]:
+    """What a module returned, one by one, out of tuples, lists, dicts and dataclasses."""
+    for leaf in tree_leaves(returned, is_leaf=_is_record):
+        if _is_record(leaf):
+            for value in _fields(leaf).values():
+                yield from leaves_of(value)
+        else:
+            yield leaf
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is a dataclass that is not also a mapping, as the outputs of transformers' models are."""
+    return is_dataclass(value) and not isinstance(value, (type, Mapping))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -19,8 +19,7 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
 
     A parameter that is tied to one of TE's, as a head's to an embedding's, is within.
     """
-    modules = filter(_is_te, pair.candidate.modules())
-    within = {id(parameter) for module in modules for parameter in module.parameters()}
+    within = {id(parameter) for module in of_te(pair.candidate).values() for parameter in module.parameters()}
     parameters = dict(pair.candidate.named_parameters())
     inside = {
         name
@@ -29,6 +28,16 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
         for name in names(left)
     }
     return frozenset(name for left in pair.weights for name in names(left)) - inside
+
+
+def of_te(module: nn.Module) -> dict[str, nn.Module]:
+    """The module itself and those in it that are TE's, or derived from these, by their names in it."""
+    return {name: part for name, part in module.named_modules() if _is_te(part)}
+
+
+def has_te(module: nn.Module) -> bool:
+    """Whether there is one."""
+    return bool(of_te(module))
 
 
 def _is_te(module: nn.Module) -> bool:

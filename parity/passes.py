@@ -111,10 +111,11 @@ def run_candidate(
     seed: int,
     kernels: Kernels,
     change: Callable[[nn.Module], None] = lambda module: None,
+    seen: Callable[[Pass], None] | None = None,
 ) -> tuple[Tensors, tuple[str, ...]]:
     """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
 
-    ``change`` is called with the newly built module before it runs.
+    ``change`` is called with the newly built module before it runs, ``seen`` with its pass.
     """
     pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
     candidate = pair.candidate
@@ -128,7 +129,10 @@ def run_candidate(
             prepared.input_names,
             lambda outputs: _fitting(prepared.cotangents, outputs),
             forward_context=precision.autocast(kernels),
+            watch_inputs=seen is not None,
         )
+    if seen is not None:
+        seen(ran)
     gradients = {
         name: (ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)).double()
         for name, parameter in parameters.items()

@@ -7,6 +7,7 @@ a case's precisions one after another, each with all seeds.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from parity.products import Products
 from parity.quantized_parameters import moved
 from parity.random_state import RandomState, other_numbers
 from parity.te import Kernels
+from parity.user_error import UserError
 from parity.validate import CheckedSize
 from parity.weights import WeightMap
 
@@ -112,15 +114,37 @@ _KEPT: OrderedDict[_Key, Prepared] = OrderedDict()  # the latest last
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
-    """The pair, its modules initialised from the seed, on the kernels' device, in training mode."""
+    """The pair, its modules initialised from the seed, on the kernels' device, in training mode.
+
+    Raises:
+        UserError: if one of them has no values.
+    """
     on_gpu = kernels.device.type == "cuda"
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
         # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         pair = case.build(kernels.te, checked.size)
+    _check_has_values("reference", pair.reference)
+    _check_has_values("candidate", pair.candidate)
     pair.reference.to(kernels.device).train()
     moved(pair.candidate, device=kernels.device).train()
     return pair
+
+
+def _check_has_values(role: str, module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise UserError(
+                f"the {role}'s {name} is on the device meta, where it has no values; build the {role} on the CPU or "
+                "the GPU"
+            )
+
+
+def part_that_raised(error: BaseException) -> str:
+    """Which part of a pair raised before any of its modules ran; empty if none did."""
+    running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    parts = {Case.build: "the factory", draw_inputs: "inputs", build: "moving the pair's modules to the device"}
+    return next((part for function, part in parts.items() if function.__code__ in running), "")
 
 
 def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
@@ -185,7 +209,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         exact = cast(inputs, torch.float64, faster)
         recording = Calls.recorded(pair.reference, calls) if faster == kernels.device else None
         before = RandomState.now(faster)
-        golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording)
+        golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording, watch_inputs=True)
         drew = not RandomState.now(faster).is_as(before)
         check_golden(golden)
         if drew:

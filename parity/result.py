@@ -186,6 +186,7 @@ class Result:
         forced_attention: the attention backend that TE had to take; empty where it chose.
         determinism: whether the candidate gives the same bytes twice; None where it ran once.
         device_error: what befell the device meanwhile, see ``parity.device_errors``; empty where nothing did.
+        traceback: where a part of the pair raised, from the user's code on; empty where none did.
     """
 
     case: str
@@ -205,6 +206,7 @@ class Result:
     forced_attention: str = ""
     determinism: Determinism | None = None
     device_error: DeviceError = ""
+    traceback: str = ""
 
     @property
     def passed(self) -> bool:

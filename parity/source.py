@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-_IMPORT = re.compile(r"^[ \t]*import[ \t]+([^#;\n]+)", re.MULTILINE)
-_FROM = re.compile(r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([^#;\n)]*)", re.MULTILINE)
+_NAME = "parity"
+# Of a file that cannot be parsed: its error is told when it is imported.
+_LOOKS_LIKE_AN_IMPORT = re.compile(rf"(?m)^[^#\n]*\b(import|from)\s[^#\n]*\b{_NAME}\b")
 
 
 def imports_parity(file: Path) -> bool:
-    """Whether a line of the file imports parity, or a line of a module beside it that it imports.
+    """Whether the file imports parity or something of it, in whatever form, or a module beside it does that it imports.
 
     Such a module may declare pairs for the file. Beside it are the modules in its folder, and those below the folder
     of its outermost package.
@@ -26,7 +29,7 @@ def imports_parity(file: Path) -> bool:
             continue
         seen.add(current)
         modules = list(_imported(current))
-        if any(module.split(".")[0] == "parity" for module in modules):
+        if any(module.partition(".")[0] == _NAME for module in modules):
             return True
         front += [found for module in modules for found in _beside(current, module)]
     return False
@@ -54,16 +57,22 @@ def that_import_parity(
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """Modules that a file's lines import, with leading dots where they are relative; names of functions among them."""
+    """Modules that a file imports, with leading dots where they are relative; names of functions among them."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    for listed in _IMPORT.findall(text):
-        yield from (part.split()[0] for part in listed.split(",") if part.split())
-    for dots, module, listed in _FROM.findall(text):
-        if module:
-            yield dots + module
-        yield from (
-            f"{dots}{module}{'.' if module else ''}{part.split()[0]}" for part in listed.split(",") if part.split()
-        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the file's text, such as invalid escapes; its import gives them
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        yield from [_NAME] if _LOOKS_LIKE_AN_IMPORT.search(text) else []
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from [module] if node.module else []
+            yield from (f"{module}{'.' if node.module else ''}{alias.name}" for alias in node.names)
 
 
 def _beside(file: Path, module: str) -> Iterator[Path]:

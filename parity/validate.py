@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import traceback
 from collections import Counter
@@ -19,6 +20,9 @@ from parity.attention_backend import BACKENDS, AttentionBackend, checked_choice,
 from parity.case import Case, Pair, Size, draw_inputs
 from parity.inputs import Rng
 from parity.meta_build import without_memory
+from parity.other_names import other_names
+from parity.outside_te import has_te, of_te
+from parity.raised import users_frame, users_line
 from parity.user_error import UserError
 from parity.weight_terms import WeightMapError
 
@@ -32,11 +36,17 @@ class CheckedSize:
         label: the shape of the first input tensor, e.g. ``2x1024x512``, and where sizes of the case share it, the
             entries in which they differ, e.g. ``2x1024x512-ffn1536``; unique in the case.
         has_attention: whether TE picks an attention backend in the candidate.
+        has_te: whether the candidate has a module of TE's.
+        inputs: how many floating-point tensors the reference is given.
+        trained: how many of the reference's parameters get gradients.
     """
 
     size: Size
     label: str
     has_attention: bool = False
+    has_te: bool = True
+    inputs: int = 0
+    trained: int = 0
 
 
 def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
@@ -57,8 +67,8 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
             raises or returns no tensor; names the case, its file and line, and the size.
     """
     checked = [_check_size(case, te, size) for size in case.sizes]
-    labels = _labels(["x".join(map(str, shape)) or "scalar" for shape, _ in checked], case.sizes)
-    return [CheckedSize(*fields) for fields in zip(case.sizes, labels, (has for _, has in checked), strict=True)]
+    labels = _labels([each.label for each in checked], case.sizes)
+    return [dataclasses.replace(each, label=label) for each, label in zip(checked, labels, strict=True)]
 
 
 def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[AttentionBackend | None]:
@@ -80,20 +90,32 @@ def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[Atten
     return [backend for backend in BACKENDS if asked in (backend, "all")]
 
 
-def _check_size(case: Case, te: ModuleType, size: Size) -> tuple[tuple[int, ...], bool]:
-    """The shape of the first input tensor, and whether the candidate has attention."""
+def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
+    """The size, with the shape of the first input tensor as label."""
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
+        _check_plain(pair)
         try:
             weights.check(
-                pair.weights, weights.parameter_shapes(pair.reference), weights.parameter_shapes(pair.candidate)
+                pair.weights,
+                weights.parameter_shapes(pair.reference),
+                weights.parameter_shapes(pair.candidate),
+                other_names(pair.reference),
+                other_names(pair.candidate),
             )
         except WeightMapError as error:
             raise WeightMapError(f"{error}\n{_advice(case)}") from None
-        first = next(_tensors(drawn), None)
-        if first is None:
+        tensors = list(_tensors(drawn))
+        if not tensors:
             raise UserError(f"inputs returned no tensor but {_type_name(drawn)}")
-    return tuple(first.shape), has_attention(pair.candidate)
+    return CheckedSize(
+        size,
+        label="x".join(map(str, tensors[0].shape)) or "scalar",
+        has_attention=has_attention(pair.candidate),
+        has_te=has_te(pair.candidate),
+        inputs=sum(tensor.is_floating_point() for tensor in tensors),
+        trained=sum(parameter.requires_grad for parameter in pair.reference.parameters()),
+    )
 
 
 def _advice(case: Case) -> str:
@@ -152,7 +174,10 @@ def _as_user_error(what: str, path: Path) -> Iterator[None]:
         # The user looks for the mistake in the file that declares the case, even if code further down raised.
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
         place = f" in line {lines[-1]}" if lines else ""
-        raise UserError(f"{what} raised {type(error).__name__}{place}: {error}") from error
+        innermost = users_frame(error)
+        deeper = innermost is not None and Path(innermost.filename).resolve() != path
+        further = f"; at {users_line(error)}" if deeper else ""
+        raise UserError(f"{what} raised {type(error).__name__}{place}: {error}{further}") from error
 
 
 def _check_pair(pair: Any) -> None:
@@ -170,6 +195,18 @@ def _check_pair(pair: Any) -> None:
     ):
         if not (callable(function) or (function is None and role != "inputs")):
             raise UserError(f"{role} must be a function, not {_type_name(function)}")
+
+
+def _check_plain(pair: Pair) -> None:
+    """A reference that computes with TE's kernels would be compared with these; they know no FP64, either."""
+    for name, part in of_te(pair.reference).items():
+        if list(part.parameters(recurse=False)) or has_attention(part):
+            what = f"its {name}" if name else "it"
+            advice = "" if has_te(pair.candidate) else "; are reference and candidate exchanged?"
+            raise UserError(
+                f"the reference must be plain PyTorch, which runs in FP64, but {what} is TransformerEngine's "
+                f"{_type_name(part)}{advice}"
+            )
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ import difflib
 import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ from parity.weight_terms import (
 )
 
 WeightMap = Mapping[Side, Side]
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def stack(*terms: Side, dim: int = 0) -> Term:
@@ -239,19 +241,26 @@ def gradients_to_reference(
     return to_reference(linear, candidate_gradients, reference_shapes)
 
 
-def check(weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]) -> None:
+def check(
+    weights: WeightMap,
+    reference_shapes: Mapping[str, Shape],
+    candidate_shapes: Mapping[str, Shape],
+    reference_others: Mapping[str, str] = _NONE,
+    candidate_others: Mapping[str, str] = _NONE,
+) -> None:
     """Make sure that a map uses each parameter of both modules once, in shapes that fit.
 
     Args:
         weights: the map.
         reference_shapes: shapes of the reference's parameters by name.
         candidate_shapes: shapes of TE's parameters by name.
+        reference_others, candidate_others: what names of theirs mean that are no parameter's, see ``other_names``.
 
     Raises:
         WeightMapError: with every problem there is, one a line.
     """
     problems = [
-        *_map_problems(weights, reference_shapes, candidate_shapes),
+        *_map_problems(weights, reference_shapes, candidate_shapes, reference_others, candidate_others),
         *_unused("reference", reference_shapes, _users(weights, 0)),
         *_unused("TE", candidate_shapes, _users(weights, 1)),
     ]
@@ -273,13 +282,22 @@ def check_entries(
 
 
 def _map_problems(
-    weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]
+    weights: WeightMap,
+    reference_shapes: Mapping[str, Shape],
+    candidate_shapes: Mapping[str, Shape],
+    reference_others: Mapping[str, str] = _NONE,
+    candidate_others: Mapping[str, str] = _NONE,
 ) -> Iterator[str]:
     """What is wrong with the entries that there are."""
     if not isinstance(weights, Mapping):
         raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
     for left, right in weights.items():
-        yield from _entry_problems(left, right, reference_shapes, candidate_shapes)
+        unknown = [
+            *_unknown_names("reference", left, reference_shapes, reference_others, _describe_entry(left, right)),
+            *_unknown_names("TE", right, candidate_shapes, candidate_others, _describe_entry(left, right)),
+        ]
+        yield from unknown
+        yield from _entry_problems(left, right, reference_shapes, candidate_shapes, not unknown)
     for kind, side in (("reference", 0), ("TE", 1)):
         for name, entries in _users(weights, side).items():
             if len(entries) > 1:
@@ -299,8 +317,13 @@ def _users(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
 
 
 def _entry_problems(
-    left: Side, right: Side, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]
+    left: Side,
+    right: Side,
+    reference_shapes: Mapping[str, Shape],
+    candidate_shapes: Mapping[str, Shape],
+    known: bool,
 ) -> Iterator[str]:
+    """What is wrong with an entry but for its names; ``known`` says whether these are parameters' names."""
     entry = _describe_entry(left, right)
     strangers = [side for side in (left, right) if not isinstance(side, SIDES)]
     for side in strangers:
@@ -311,12 +334,7 @@ def _entry_problems(
         yield f"{entry}: a constant stands for what the reference lacks, so it belongs on the left"
     if holds(left, Copies):
         yield f"{entry}: copies are TE parameters that hold the same of the reference's, so they belong on the right"
-    unknown = [
-        *_unknown_names("reference", left, reference_shapes, entry),
-        *_unknown_names("TE", right, candidate_shapes, entry),
-    ]
-    yield from unknown
-    if unknown:
+    if not known:
         return
     shapes = f"({_describe_shapes(left, reference_shapes)}; {_describe_shapes(right, candidate_shapes)})"
     try:
@@ -333,9 +351,13 @@ def _entry_problems(
         yield f"{entry}: the left side is {left_shape}, the right side {right_shape} {shapes}{advice}"
 
 
-def _unknown_names(kind: str, side: Side, shapes: Mapping[str, Shape], entry: str) -> Iterator[str]:
-    for name in names(side):
-        if name not in shapes:
+def _unknown_names(
+    kind: str, side: Side, shapes: Mapping[str, Shape], others: Mapping[str, str], entry: str
+) -> Iterator[str]:
+    for name in names(side) if isinstance(side, SIDES) else ():
+        if name in others:
+            yield f'{entry}: "{name}" is no {kind} parameter of its own: {others[name]}'
+        elif name not in shapes:
             close = difflib.get_close_matches(name, shapes, n=1)
             advice = f'; did you mean "{close[0]}" {tuple(shapes[close[0]])}?' if close else ""
             yield f'{entry}: there is no {kind} parameter "{name}"{advice}'

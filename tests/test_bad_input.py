@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -331,6 +332,28 @@ def test_outputs_in_a_dict_are_compared_by_key():
     assert {tensor.label for tensor in result.tensors} >= {"output[scores]", "output[state]"}
 
 
+@dataclasses.dataclass
+class Scored:
+    scores: Tensor
+    state: tuple[Tensor, ...]
+    note: str = ""
+
+
+def test_outputs_in_a_dataclass_are_compared_by_field():
+    pair = linear(**both(lambda module, x: Scored(module(x), (x, 2 * x))))
+    result = result_of(pair)
+    assert_says(result, "passed")
+    assert {tensor.label for tensor in result.tensors} >= {"output[scores]", "output[state.0]", "output[state.1]"}
+
+
+def test_a_dataclass_within_a_tuple_is_compared_too():
+    pair = linear(
+        call_reference=lambda module, x: (module(x), Scored(x, ())),
+        call_candidate=lambda module, x: (module(x), Scored(2 * x, ())),
+    )
+    assert_says(result_of(pair), "failed")
+
+
 def test_outputs_that_are_exchanged_in_a_dict_fail():
     pair = linear(
         call_reference=lambda module, x: {"scores": module(x), "state": x},
@@ -358,6 +381,52 @@ def test_a_module_that_writes_to_its_input_does_not_spoil_the_other(precision):
     assert_says(result_of(linear(**both(lambda module, x: module(x.mul_(2)))), precision), "passed")
     alone = result_of(linear(call_reference=lambda module, x: module(x.mul_(2))), precision)
     assert_says(alone, "failed")
+
+
+def test_a_candidate_that_alone_writes_to_its_input_is_no_pass_though_its_outputs_agree():
+    pair = linear(call_reference=lambda module, x: module(2 * x), call_candidate=lambda module, x: module(x.mul_(2)))
+    assert_says(result_of(pair), "error", "the candidate changes input in place")
+
+
+def test_a_candidate_that_puts_its_input_back_passes():
+    pair = linear(
+        call_reference=lambda module, x: module(x), call_candidate=lambda module, x: module(x.mul_(2).div_(2))
+    )
+    assert_says(result_of(pair), "passed")
+
+
+def test_an_input_that_the_reference_alone_changes_is_noted():
+    pair = linear(call_reference=lambda module, x: module(x.mul_(2)), call_candidate=lambda module, x: module(2 * x))
+    assert_says(result_of(pair), "passed", "the reference changes input in place")
+
+
+def test_an_input_that_holds_nan_is_not_taken_for_changed():
+    def inputs(rng):
+        mask = torch.full((TOKENS, WIDTH), math.nan)
+        return {"x": rng.normal(TOKENS, WIDTH), "unused": mask}
+
+    pair = linear(inputs=inputs, **both(lambda module, x, unused: module(x)))
+    told = " ".join((result_of(pair).reason, *result_of(pair).notes))
+    assert "in place" not in told
+
+
+def test_a_candidate_that_is_plain_pytorch_is_noted_as_such():
+    assert_says(result_of(linear(candidate=nn.Linear(WIDTH, WIDTH))), "passed", "PyTorch was compared with PyTorch")
+
+
+def test_a_candidate_that_only_calls_functions_of_te_is_not():
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    angles = torch.zeros(TOKENS, 1, 1, WIDTH)
+    pair = linear(
+        reference=Rectified(),
+        candidate=Rectified(),
+        weights={},
+        inputs=lambda rng: rng.normal(TOKENS, 1, 1, WIDTH),
+        call_candidate=lambda module, x: apply_rotary_pos_emb(module(x), angles),
+    )
+    told = result_of(pair, "bf16").notes
+    assert not any("with PyTorch" in note for note in told)
 
 
 def test_a_module_that_writes_to_an_integer_input_does_not_spoil_the_other():

@@ -109,6 +109,14 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--speed", "9"), ("--speed",)),
         (("run", "missing.py"), ("there is no file or folder missing.py",)),
         (("run", "-n", "many", "my_pairs.py"), ("'many'", "a number of processes or auto")),
+        (("run", "-p", "bf15", "my_pairs.py"), ("'bf15' in --precision; there are fp32",)),
+        (("run", "--seeds", "none", "my_pairs.py"), ("--seeds is 'none'",)),
+        (("run", "--timeout", "soon", "my_pairs.py"), ("--timeout is 'soon'",)),
+        (("run", "--report", "my_pairs.py", "my_pairs.py"), ("--report is", "a file, but a folder is due")),
+        (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
+        (("false-alarms", "my_pairs.py", "--seeds", "none"), ("--seeds is 'none'",)),
+        (("calibrate", "my_pairs.py", "-o", "my_pairs.py/table.json"), ("-o is", "a file, but a folder is due")),
+        (("calibrate", "my_pairs.py", "-p", "fp32", "-n", "1"), ("input gradients in fp32", "5 different tensors")),
         (("report", "missing.jsonl"), ("cannot read missing.jsonl",)),
     ],
 )
@@ -142,6 +150,13 @@ def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
     here.write("import parity")
     assert here.run() == 2
     assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches\n"
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_unknown_pair_comes_with_the_nearest_names(tmp_path: Path, workers: str) -> None:
+    write(tmp_path, FITS)
+    done = parity(tmp_path, "run", "my_pairs.py::my_linar", "-n", workers)
+    assert_mistake(done, "no pair 'my_linar' in my_pairs.py; did you mean my_pairs.py::my_linear?")
 
 
 def test_failed_parity_is_code_1(here: Here) -> None:

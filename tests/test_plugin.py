@@ -99,6 +99,21 @@ def test_an_id_selects_its_item(pytester: pytest.Pytester) -> None:
     assert names(pytester, "my_pairs.py::mlp[bf16-2x64]") == ["mlp[bf16-2x64]"]
 
 
+@pytest.mark.parametrize(
+    ("item", "advice"),
+    [
+        ("mpl", "*there is no pair 'mpl' in my_pairs.py; did you mean my_pairs.py::mlp?*"),
+        ("attention", "*there is no pair 'attention' in my_pairs.py; it declares mlp, fails*"),
+        ("mlp[bf16-3x3]", "*the pair 'mlp' of my_pairs.py has no item 'mlp?bf16-3x3?'; *--collect-only*"),
+    ],
+)
+def test_an_id_that_is_not_there_comes_with_those_that_are(pytester: pytest.Pytester, item: str, advice: str) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, f"my_pairs.py::{item}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([advice])
+
+
 def test_keywords_and_marks_select_items(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     assert names(pytester, "my_pairs.py", "-k", "mlp and bf16 and 4x128") == ["mlp[bf16-4x128]"]
@@ -226,6 +241,52 @@ def test_a_bad_option_is_a_usage_error_that_lists_what_is_valid(
     result.stderr.fnmatch_lines([message])
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--parity-report=my_pairs.py", "*--parity-report is */my_pairs.py: that is a file, but a folder is due*"),
+        ("--parity-report=my_pairs.py/deep", "*lies below */my_pairs.py*"),
+        ("--parity-calibration=nope.json", "*--parity-calibration: there is no calibration table */nope.json*"),
+        ("--parity-calibration=my_pairs.py", "*my_pairs.py is no calibration table*"),
+    ],
+)
+def test_files_that_cannot_serve_are_refused_once_before_any_worker_starts(
+    pytester: pytest.Pytester, option: str, message: str
+) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py", "-n", "2", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+    assert "created:" not in result.stdout.str()
+    assert len([line for line in result.errlines if line]) == 1
+
+
+def test_an_emulated_gpu_that_does_not_exist_is_refused_once(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARITY_EMULATED_GPU", "volta")
+    write(pytester, PAIRS)
+    result = pytester.runpytest_subprocess(*plugin_arguments(), "my_pairs.py", "-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: PARITY_EMULATED_GPU='volta' names no GPU*ada, hopper, blackwell"])
+
+
+def test_a_report_whose_folder_is_lost_meanwhile_is_saved_elsewhere_with_the_whole_record(
+    pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_folder(path: Path, line: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("parity.report.record.append", break_folder)
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py", "-k", "fails")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*could not write*No space left*", f"record: {tmp_path}/*/parity.jsonl"])
+    (saved,) = tmp_path.glob("*/parity.jsonl")
+    assert [kept.precision for kept in record.read(saved).results] == ["fp32", "bf16"]
+
+
 def test_a_gpu_that_is_not_there_is_a_usage_error(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.te.why_no_gpu", lambda: "PyTorch sees no CUDA device")
     result = run(pytester, "--parity-backend=gpu")
@@ -295,6 +356,15 @@ def test_a_candidate_that_raises_fails_with_the_reason(pytester: pytest.Pytester
     result = run(pytester, "my_pairs.py::raises[bf16-2]")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["the candidate raised ValueError: no (seed 0)"])
+
+
+def test_the_traceback_of_what_raised_is_in_the_report_and_shown_where_details_are_asked_for(
+    pytester: pytest.Pytester,
+) -> None:
+    write(pytester, "import parity\n@parity.pair('raises', precisions=['fp32'])\ndef raises(te): ...")
+    assert "line 6, in forward" not in run(pytester, "my_pairs.py", "-v").stdout.str()
+    assert "line 6, in forward" in run(pytester, "my_pairs.py", "-vv").stdout.str()
+    assert "line 6, in forward" in (pytester.path / "reports" / "parity.md").read_text()
 
 
 def test_last_failed_runs_what_failed(pytester: pytest.Pytester) -> None:

@@ -118,6 +118,12 @@ def test_what_is_not_a_record_is_a_users_error(tmp_path: Path, text: str) -> Non
         record.read(path)
 
 
+def test_an_empty_record_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").touch()
+    with pytest.raises(UserError, match=r"run\.jsonl is not a record of parity: it is empty"):
+        record.read(tmp_path / "run.jsonl")
+
+
 def test_a_record_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*No such file"):
         record.read(tmp_path / "missing.jsonl")

@@ -227,3 +227,49 @@ def test_each_problem_of_a_weight_map_stands_on_its_own_line():
     assert lines[0].endswith("pair 'my_case':")
     assert lines[1].startswith('  "wieght": "weight": there is no reference parameter "wieght"')
     assert lines[2].startswith('  reference parameter "weight" (4, 4) is used by no entry')
+
+
+# What a weight map may not name, and what a reference may not be
+
+
+class Parts(nn.Module):
+    """Two layers that share a weight, and a buffer."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = first, second
+        self.b.weight = self.a.weight
+        self.register_buffer("table", torch.ones(4))
+
+
+def parts_pair(te, weights: dict[str, str]) -> Pair:
+    layers = [te.Linear(4, 4, bias=False) for _ in range(2)]
+    reference = Parts(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    return linear_pair(te, reference=reference, candidate=Parts(*layers), weights=weights)
+
+
+def test_the_second_name_of_a_tied_parameter_is_told_with_the_first():
+    told = complaint(lambda te: parts_pair(te, {"b.weight": "a.weight"}))
+    assert '"b.weight" is no reference parameter of its own: it is tied to "a.weight"; map that' in told
+    told = complaint(lambda te: parts_pair(te, {"a.weight": "b.weight"}))
+    assert '"b.weight" is no TE parameter of its own: it is tied to "a.weight"' in told
+
+
+def test_a_buffer_in_a_map_is_called_a_buffer():
+    told = complaint(lambda te: parts_pair(te, {"a.weight": "a.weight", "table": "table"}))
+    assert '"table" is no reference parameter of its own: it is a buffer, and buffers are not mapped' in told
+
+
+def test_a_reference_of_te_s_modules_is_refused():
+    told = complaint(lambda te: linear_pair(te, reference=te.Linear(4, 4, bias=False)))
+    assert "the reference must be plain PyTorch, which runs in FP64, but it is TransformerEngine's Linear" in told
+    assert "exchanged" not in told
+
+
+def test_a_reference_and_a_candidate_that_are_exchanged_are_told():
+    def exchanged(te):
+        reference = nn.Sequential(te.Linear(4, 4, bias=False))
+        return linear_pair(te, reference=reference, candidate=nn.Sequential(nn.Linear(4, 4, bias=False)))
+
+    told = complaint(exchanged)
+    assert "its 0 is TransformerEngine's Linear; are reference and candidate exchanged?" in told

@@ -13,6 +13,7 @@ from rich.progress import track
 
 from parity import te
 from parity.calibration import right_ports, table
+from parity.calibration.enough import check_enough
 from parity.calibration.measure import Sample, draw, laws
 from parity.calibration.sizes import drawn
 from parity.calibration.table import Table
@@ -47,13 +48,14 @@ def make_table(settings: Settings, workers: int, output: Path, report_file: Path
     """Measure, and write the table; laws of other precisions that the file has already stay.
 
     Raises:
-        UserError: if nothing could be measured, or the file is no table.
+        UserError: if nothing could be measured, too few tensors are, or the file is no table.
     """
+    before = table.load(output) if output.exists() else Table({}, {})
+    _check_enough(settings)
     samples = _measure(settings, workers)
     if not samples:
         raise UserError("nothing was measured: no precision of these cases runs on this machine")
     measured = {sample.precision for sample in samples}
-    before = table.load(output) if output.exists() else Table({}, {})
     kept = {key: law for key, law in before.laws.items() if key[0] not in measured}
     provenance = {**before.provenance, **dict.fromkeys(sorted(measured), _provenance(settings))}
     made = Table(kept | laws(samples), provenance)
@@ -63,6 +65,17 @@ def make_table(settings: Settings, workers: int, output: Path, report_file: Path
         from parity.calibration import report
 
         report.write(made, samples, report_file)
+
+
+def _check_enough(settings: Settings) -> None:
+    kernels = te.kernels(settings.backend)
+    cases = [case for file in settings.files for case in right_ports.cases(file)]
+    check_enough(cases, _available(settings, kernels), settings.seeds, kernels.te)
+
+
+def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
+    precisions = map(PRECISIONS.__getitem__, settings.precisions)
+    return [precision for precision in precisions if why_unavailable(precision, kernels) is None]
 
 
 def _measure(settings: Settings, workers: int) -> list[Sample]:
@@ -83,11 +96,7 @@ def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
     torch.set_num_threads(1)
     kernels = te.kernels(settings.backend)
     case = right_ports.case(file, name)
-    precisions = [
-        precision
-        for precision in map(PRECISIONS.__getitem__, settings.precisions)
-        if case.runs_at(precision.name) and why_unavailable(precision, kernels) is None
-    ]
+    precisions = [precision for precision in _available(settings, kernels) if case.runs_at(precision.name)]
     return [
         sample
         for seed in settings.seeds

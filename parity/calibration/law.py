@@ -87,10 +87,7 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
     """
     count = len(set(tensors))
     if count < FEWEST_TENSORS:
-        raise UserError(
-            f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
-            f"{FEWEST_TENSORS} of each kind"
-        )
+        raise UserError(too_few(count))
     signed = statistic in SIGNED
     measured = np.asarray(values, dtype=float)
     if signed:
@@ -100,6 +97,14 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
         center = max(0.0, float(np.median(logarithms)))
         distances = logarithms - center
     return Law(center, _spread(np.sort(distances), signed), count, len(measured), float(np.abs(measured).max()))
+
+
+def too_few(count: int) -> str:
+    """Why so many tensors are not enough."""
+    return (
+        f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
+        f"{FEWEST_TENSORS} of each kind"
+    )
 
 
 def _spread(distances: NDArray[np.float64], signed: bool) -> float:

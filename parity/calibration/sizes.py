@@ -36,9 +36,10 @@ def like(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
     """
     multiple = QUANTIZED_MULTIPLE if quantized else 1
     found = dict(size)
-    if found.get("batch", 0) <= _LARGEST_FREE_BATCH:
-        found["batch"] = rng.randint(1, 4)
-    found["seq"] = multiple * rng.randint(1, 5) if quantized else rng.randint(2, 160)
+    # Drawn for every size, so that the same seed gives the same widths whatever else a size has.
+    batch = rng.randint(1, 4) if found.get("batch", 0) <= _LARGEST_FREE_BATCH else found["batch"]
+    seq = multiple * rng.randint(1, 5) if quantized else rng.randint(2, 160)
+    found |= {name: value for name, value in (("batch", batch), ("seq", seq)) if name in size}
     for width in _WIDTHS:
         if width in size:
             found[width] = multiple * rng.randint(1, 12) if quantized else 4 * rng.randint(4, 96)

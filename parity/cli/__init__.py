@@ -46,22 +46,10 @@ def run(
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
-    from parity.cli import runner, suite
+    from parity.cli import run_options, runner, suite
 
-    if workers != "auto" and not workers.isdecimal():
-        raise UserError(f"-n is {workers!r}, but must be a number of processes or auto")
-    options = {
-        "--parity-precisions": ",".join(precision) if precision else None,
-        "--parity-backend": backend,
-        "--parity-seeds": seeds,
-        "--parity-attention": attention,
-        "--parity-determinism": "yes" if determinism else None,
-        "--parity-timeout": timeout,
-        "--parity-report": None if report is None else str(report),
-        "--parity-name": name,
-    }
-    arguments = [f"{option}={value}" for option, value in options.items() if value is not None]
-    arguments += ["-n", workers] + (["-k", keyword] if keyword else [])
+    arguments = run_options.as_plugins(precision, backend, seeds, attention, determinism, timeout, report, name)
+    arguments += run_options.workers(workers) + (["-k", keyword] if keyword else [])
     raise typer.Exit(runner.run(suite.files(paths), arguments))
 
 
@@ -150,7 +138,11 @@ def calibrate(
     from parity.cli import suite
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
+    from parity.writable import check_file
 
+    check_file(output, "-o")
+    if report is not None:
+        check_file(report, "--report")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
     settings = command.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
     command.make_table(settings, workers, output, report)
@@ -173,7 +165,9 @@ def false_alarms(
     from parity.false_alarms import measure, report
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
+    from parity.writable import check_file
 
+    check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
     plan = measure.Plan(suite.right_ports(paths), chosen, parse_seeds(seeds), own, parse_backend(backend))
     outcomes = measure.run(plan, out.with_suffix(".jsonl"), workers)
@@ -193,7 +187,9 @@ def kernels(
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
     from parity.kernel_table import command
+    from parity.writable import check_file
 
+    check_file(report, "--report")
     if reference not in ("gpu", "cpu"):
         raise UserError(f"--reference is {reference!r}, but must be gpu or cpu")
     command.make_table(keyword, seed, report, "gpu" if reference == "gpu" else "cpu", minutes)
@@ -268,7 +264,9 @@ def zoo(
 ) -> None:
     """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
     from parity.cli import bug_zoo
+    from parity.writable import check_file
 
+    check_file(out, "--out")
     print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), _counts(seeds), workers, out)}")
 
 

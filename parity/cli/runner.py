@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+
+from parity.plugin.unknown import unknown_pairs
+from parity.user_error import UserError
 
 PASSED, FAILED, MISTAKE = 0, 1, 2
 # pytest would rewrite its plugins' asserts; parity is imported before, and has none.
@@ -44,10 +49,24 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
             print(f"parity: {told}", file=sys.stderr)
         return MISTAKE
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        print(f"parity: nothing to compare: no pair in {', '.join(files)} matches", file=sys.stderr)
+        reasons = list(_unknown(files)) or [f"no pair in {', '.join(files)} matches"]
+        print(f"parity: nothing to compare: {'; '.join(reasons)}", file=sys.stderr)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
     return MISTAKE
+
+
+def _unknown(files: Sequence[str]) -> Iterator[str]:
+    """What ids may have meant that workers did not find: these import the files, and this process does not."""
+    ids = [file for file in files if "::" in file]
+    if not ids:
+        return
+    from parity import registry
+
+    for path in dict.fromkeys(name.partition("::")[0] for name in ids):
+        with suppress(UserError):  # told already, by the workers
+            registry.load_file(path)
+    yield from unknown_pairs(ids, Path.cwd(), registry.cases())
 
 
 def _without_traceback(text: str) -> str:

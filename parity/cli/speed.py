@@ -45,13 +45,13 @@ def run(
     if sizes not in SIZES:
         raise UserError(f"--sizes is {sizes!r}, but must be one of {', '.join(SIZES)}")
     asked = parse_backend(backend)
-    chosen = parse_precisions(precisions) or tuple(PRECISIONS)
+    chosen = parse_precisions(precisions, "--precisions") or tuple(PRECISIONS)
     on_gpu = asked != "cpu" and te.why_no_gpu() is None
     if paths:
         workloads = workload.declared(suite.cases(paths))
     else:
         workloads = workload.built_in(large=on_gpu if sizes == "auto" else sizes == "large")
-    named = () if compiled in ("all", "none") else parse_precisions(compiled) or ()
+    named = () if compiled in ("all", "none") else parse_precisions(compiled, "--compiled") or ()
     to_compile = chosen if compiled == "all" else named
     settings = command.Settings(workload.select(workloads, keyword), chosen, asked, repeats, to_compile, minutes)
     return command.run(settings, folder)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from parity.user_error import UserError
+
 CUDA_VERSION = "13.0"
 
 
@@ -42,6 +44,10 @@ CUBLASLT_VARIABLE = "PARITY_EMULATED_CUBLASLT"
 DEFAULT_CUBLASLT = 130200
 
 
+class BadVariable(UserError, ValueError):
+    """An environment variable that describes the emulated GPU holds what it cannot."""
+
+
 # The GPU in place of the environment's, set by ``emulated_gpu.emulated``.
 chosen_gpu: ContextVar[DeviceProperties | None] = ContextVar("chosen_gpu", default=None)
 
@@ -50,7 +56,7 @@ def emulated_gpu() -> DeviceProperties:
     """The GPU of the context (``parity.cpu.emulated_gpu``), else the environment's.
 
     Raises:
-        ValueError: as ``environment_gpu``.
+        BadVariable: as ``environment_gpu``.
     """
     return chosen_gpu.get() or environment_gpu()
 
@@ -62,11 +68,11 @@ def environment_gpu() -> DeviceProperties:
     It is read once: what TE says is available follows from it, and TE remembers what it has said.
 
     Raises:
-        ValueError: for a name that is not in ``GPUS``.
+        BadVariable: for a name that is not in ``GPUS``.
     """
     name = os.environ.get(GPU_VARIABLE, "hopper").lower()
     if name not in GPUS:
-        raise ValueError(
+        raise BadVariable(
             f"{GPU_VARIABLE}={name!r} names no GPU that can be emulated; set it to one of {', '.join(GPUS)}"
         )
     return GPUS[name]
@@ -80,12 +86,22 @@ def cublaslt_version() -> int:
     grouped tensor.
 
     Raises:
-        ValueError: if the variable holds no such number.
+        BadVariable: if the variable holds no such number.
     """
     value = os.environ.get(CUBLASLT_VARIABLE, str(DEFAULT_CUBLASLT))
     if not re.fullmatch(r"1\d{5}", value):
-        raise ValueError(f"{CUBLASLT_VARIABLE}={value!r} is no version of cuBLASLt; 13.6.0, say, is 130600")
+        raise BadVariable(f"{CUBLASLT_VARIABLE}={value!r} is no version of cuBLASLt; 13.6.0, say, is 130600")
     return int(value)
+
+
+def check_environment() -> None:
+    """Read the variables that describe the emulated GPU.
+
+    Raises:
+        BadVariable: if one of them is not valid.
+    """
+    environment_gpu()
+    cublaslt_version()
 
 
 def has_gemm_without_transposes() -> bool:

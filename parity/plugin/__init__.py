@@ -17,10 +17,11 @@ from parity import host
 from parity.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.lasting import lasting
 from parity.plugin import ending, lines, options, staffing
-from parity.plugin.item import BrokenCase, ParityItem
+from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
+from parity.plugin.unknown import unknown_pairs
 from parity.plugin.workers import Workers
 from parity.source import imports_parity
 from parity.user_error import UserError
@@ -39,13 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Bad options end the run before any worker starts; so does asking for a GPU where there is none."""
+    """Bad options end the run before any worker starts; so do unusable files, and a GPU that is not there."""
     config.addinivalue_line("markers", "parity: items of parity; each also has its precision's name as a mark")
     try:
         config.stash[_OPTIONS] = options.read(config)
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     ending.keep_stderr(config)
+    if not hasattr(config, "workerinput") and staffing.has_cases(config):
+        _check_surroundings(config.stash[_OPTIONS])
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -53,6 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
         reason = te.why_no_gpu()
         if reason is not None:
             raise pytest.UsageError(f"--parity-backend=gpu: no real TransformerEngine kernels here: {reason}")
+
+
+def _check_surroundings(asked: Options) -> None:
+    """Files and the environment's variables, once, before the workers each find the same mistake."""
+    try:
+        options.check_files(asked)
+        if any(variable.startswith("PARITY_EMULATED_") for variable in os.environ):
+            from parity.cpu import cuda
+
+            cuda.check_environment()
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _place(config: pytest.Config) -> None:
@@ -87,6 +102,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return staffing.how_many(gpus, largest_need(staffing.files_of_cases(config)) if gpus else None)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """An id that pytest does not find comes with the nearest pairs that there are."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        registry = sys.modules.get("parity.registry")
+        if registry is None:
+            raise
+        start = session.config.invocation_params.dir
+        raise pytest.UsageError(*error.args, *unknown_pairs(session.config.args, start, registry.cases())) from None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """A file of pairs may import TransformerEngine itself, or a model that does; without a GPU that needs the CPU's."""
@@ -117,8 +145,17 @@ def pytest_make_collect_report(
         report.result.extend(_nodes(collector))
     call = getattr(report, "call", None)
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
-        report.longrepr = str(call.excinfo.value)
+        report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
     return report
+
+
+def _told(error: UserError, details: bool) -> str:
+    """The message; with details also how Python came to the mistake, if it was the user's code that raised."""
+    if not details or error.__cause__ is None:
+        return str(error)
+    from parity.raised import way_there
+
+    return f"{error}\n{way_there(error.__cause__)}"
 
 
 def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:

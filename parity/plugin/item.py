@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from parity.validate import CheckedSize
 
 
+DETAILS = 2  # how many -v ask for tracebacks
 _MARKS = pytest.StashKey[set[str]]()
 
 
@@ -80,7 +81,7 @@ class ParityItem(pytest.Item):
                 pytest.skip(self.results[0].reason)
         item = Item(tuple(self.results))
         if item.bad:
-            raise ParityError(failure.message(item))
+            raise ParityError(failure.message(item, details=self.config.option.verbose >= DETAILS))
 
     def _result(self, seed: int, calibration: Table) -> Result:
         from parity import memory

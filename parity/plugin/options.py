@@ -11,6 +11,7 @@ import pytest
 
 from parity.precision_names import PRECISION_NAMES
 from parity.user_error import UserError
+from parity.writable import check_file
 
 BACKENDS = ("auto", "gpu", "cpu")
 
@@ -82,21 +83,19 @@ def read(config: pytest.Config) -> Options:
         given = config.getoption(f"parity_{name}")
         return str(config.getini(f"parity_{name}") if given is None else given).strip()
 
-    name = value("name")
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"--parity-name is {name!r}, but must be a file name of letters, digits, '_', '-' and '.'")
+    name = parse_name(value("name"), "--parity-name")
     from_ini = config.getoption("parity_report") is None and config.inipath is not None
     start = config.rootpath if from_ini else config.invocation_params.dir
     return Options(
-        precisions=parse_precisions(value("precisions")),
-        backend=parse_backend(value("backend")),
-        seeds=parse_seeds(value("seeds")),
+        precisions=parse_precisions(value("precisions"), "--parity-precisions"),
+        backend=parse_backend(value("backend"), "--parity-backend"),
+        seeds=parse_seeds(value("seeds"), "--parity-seeds"),
         folder=start / value("report"),
         name=name,
         calibration=start / value("calibration") if value("calibration") else None,
         attention=parse_attention(value("attention")),
         determinism=_parse_yes("determinism", value("determinism")),
-        timeout=parse_timeout(value("timeout")),
+        timeout=parse_timeout(value("timeout"), "--parity-timeout"),
     )
 
 
@@ -106,14 +105,45 @@ def _parse_yes(name: str, text: str) -> bool:
     return text == "yes"
 
 
-def parse_backend(text: str) -> Literal["auto", "gpu", "cpu"]:
+def check_files(options: Options) -> None:
+    """Make sure that the report can be written and the table of limits be read, before anything is compared.
+
+    Raises:
+        UserError: if not; names the option.
+    """
+    for file in (options.record, options.report):
+        check_file(file, "--parity-report")
+    if options.calibration is not None:
+        from parity.calibration import table
+
+        try:
+            table.load(options.calibration)
+        except UserError as error:
+            raise UserError(f"--parity-calibration: {error}") from None
+
+
+# Each of the following is told by which option the user gave its text: commands and the plugin have their own.
+
+
+def parse_name(text: str, option: str) -> str:
+    """The name of a report's files.
+
+    Raises:
+        UserError: if it is none.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise UserError(f"{option} is {text!r}, but must be a file name of letters, digits, '_', '-' and '.'")
+    return text
+
+
+def parse_backend(text: str, option: str = "--backend") -> Literal["auto", "gpu", "cpu"]:
     """One of ``BACKENDS``.
 
     Raises:
         UserError: if it is none.
     """
     if text not in BACKENDS:
-        raise UserError(f"the backend is {text!r}, but must be one of {', '.join(BACKENDS)}")
+        raise UserError(f"{option} is {text!r}, but must be one of {', '.join(BACKENDS)}")
     return cast(Literal["auto", "gpu", "cpu"], text)
 
 
@@ -130,7 +160,7 @@ def parse_attention(text: str) -> str:
     return text
 
 
-def parse_precisions(text: str) -> tuple[str, ...] | None:
+def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] | None:
     """Names from a comma-separated list; None for an empty one, which means all.
 
     Raises:
@@ -141,13 +171,11 @@ def parse_precisions(text: str) -> tuple[str, ...] | None:
         return None
     unknown = [name for name in names if name not in PRECISION_NAMES]
     if unknown:
-        raise UserError(
-            f"unknown precision {unknown[0]!r} in --parity-precisions; there are {', '.join(PRECISION_NAMES)}"
-        )
+        raise UserError(f"unknown precision {unknown[0]!r} in {option}; there are {', '.join(PRECISION_NAMES)}")
     return names
 
 
-def parse_seeds(text: str) -> tuple[int, ...]:
+def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     """``20`` means the seeds 0 to 19, ``0,3,7`` these three, ``3,`` seed 3 alone, ``100-149`` a range.
 
     Raises:
@@ -162,17 +190,17 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         if seeds:
             return tuple(dict.fromkeys(seeds))
     raise UserError(
-        f"--parity-seeds is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19), a range "
+        f"{option} is {text!r}, but must be a count of at least 1 (20 runs the seeds 0 to 19), a range "
         "(100-149), or a list with a comma (0,3,7; or 3, for seed 3 alone)"
     )
 
 
-def parse_timeout(text: str) -> float:
+def parse_timeout(text: str, option: str = "--timeout") -> float:
     """Seconds; 0 for no limit.
 
     Raises:
         UserError: if the text is no number of seconds.
     """
     if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise UserError(f"--parity-timeout is {text!r}, but must be a number of seconds, or 0 for no limit")
+        raise UserError(f"{option} is {text!r}, but must be a number of seconds, or 0 for no limit")
     return float(text)

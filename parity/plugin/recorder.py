@@ -6,6 +6,9 @@ compare, this process only listens.
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,13 +22,17 @@ if TYPE_CHECKING:
 class Recorder:
     """A pytest plugin for the process that hears of every test: the only one, or xdist's controller.
 
-    It touches no file before the first result of a parity item.
+    It touches no file before the first result of a parity item. What cannot be written any more, as to a full disk, is
+    kept, and goes into a folder for temporary files at the end.
     """
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self._record, self._report, self._name = options.record, options.report, options.name
         self._digest: Digest | None = None
         self._verdict = ""
+        self._begun = False
+        self._unwritten: list[str] = []
+        self._troubles: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines: dict[str, Any] = getattr(report, "parity_lines", {})
@@ -36,10 +43,10 @@ class Recorder:
 
         report.parity_lines = {}  # type: ignore[attr-defined]  # pytest keeps every report until its end
         if self._digest is None:
-            record.start(self._options.record, lines["environment"])
             self._digest = Digest(record.environment_of(lines["environment"]))
+            self._write(lines["environment"])
         for line in lines["results"]:
-            record.append(self._options.record, line)
+            self._write(line)
         if lines["results"]:  # an item of which parity itself failed has none
             self._digest.add([record.result_of(line) for line in lines["results"]])
 
@@ -48,13 +55,52 @@ class Recorder:
             return
         from parity.report import markdown
 
-        self._options.report.write_text(markdown.draw(self._digest, self._options.name), encoding="utf-8")
-        self._verdict = markdown.verdict(self._digest)
+        drawn, self._verdict = markdown.draw(self._digest, self._name), markdown.verdict(self._digest)
+        if self._unwritten or not self._tried(lambda: self._report.write_text(drawn, encoding="utf-8")):
+            self._tried(lambda: self._save_elsewhere(drawn))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._digest is None:
             return
         terminalreporter.section("parity")
         terminalreporter.write_line(self._verdict)
-        terminalreporter.write_line(f"report: {self._options.report}")
-        terminalreporter.write_line(f"record: {self._options.record}")
+        for trouble in self._troubles:
+            terminalreporter.write_line(trouble)
+        terminalreporter.write_line(f"report: {self._report}")
+        terminalreporter.write_line(f"record: {self._record}")
+
+    def _write(self, line: str) -> None:
+        """Add a line to the record, which the first one begins."""
+        from parity.report import record
+
+        write = record.append if self._begun else record.start
+        if self._unwritten or not self._tried(lambda: write(self._record, line)):
+            self._unwritten.append(line)  # what follows a line that may be half written is kept, too
+        else:
+            self._begun = True
+
+    def _tried(self, write: Callable[[], object]) -> bool:
+        """Whether a file could be written."""
+        try:
+            write()
+        except OSError as error:
+            self._troubles.append(f"could not write: {error}")
+            return False
+        return True
+
+    def _save_elsewhere(self, drawn: str) -> None:
+        """Put the report, and the record if it is not complete, into a folder of their own."""
+        folder = Path(tempfile.mkdtemp(prefix="parity-report-"))
+        report, record = folder / self._report.name, folder / self._record.name
+        report.write_text(drawn, encoding="utf-8")
+        self._report = report
+        if self._unwritten:
+            record.write_text("".join([*self._written(), *self._unwritten]), encoding="utf-8")
+            self._record = record
+
+    def _written(self) -> list[str]:
+        """The record's lines, without a last one that was cut short."""
+        if not self._begun or not self._record.is_file():
+            return []
+        lines = self._record.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n")]

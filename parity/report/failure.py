@@ -12,9 +12,11 @@ from parity.report.numbers import cosine, plural, seeds, short
 from parity.result import Finding, Result, TensorResult
 
 
-def message(item: Item) -> str:
-    """Everything that a person needs to start looking, in a dozen lines."""
+def message(item: Item, details: bool = False) -> str:
+    """Everything that a person needs to start looking, in a dozen lines; the traceback only with details."""
     lines = [headline(item), *measures(item.worst)]
+    if details and item.worst.traceback:
+        lines.append(item.worst.traceback)
     lines += [f"{finding.code} {finding.title}: {finding.message}" for finding in findings(item)]
     return "\n".join([*lines, f"reproduce: {reproduce(item.worst)}"])
 

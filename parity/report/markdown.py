@@ -116,6 +116,10 @@ def _failures(failed: Sequence[Item]) -> Iterator[str]:
         findings = failure.findings(item)
         if findings:
             yield "\n".join(f"- **{finding.code} {finding.title}**: {finding.message}" for finding in findings)
+        if item.worst.traceback:
+            yield "<details>\n<summary>Traceback</summary>"
+            yield _fence(item.worst.traceback.splitlines())
+            yield "</details>"
         yield "Run it alone:"
         yield _fence([failure.reproduce(item.worst)])
 

@@ -71,6 +71,8 @@ def read(path: Path) -> Record:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a record of parity: it is not text") from None
+    if not lines:
+        raise UserError(f"{path} is not a record of parity: it is empty; a run writes one to reports/<name>.jsonl")
     entries = [_parse(path, number, line, last=number == len(lines)) for number, line in enumerate(lines, start=1)]
     entries = [entry for entry in entries if entry is not None]
     try:

@@ -133,7 +133,7 @@ def passes(
         args, kwargs = execute.as_arguments(leaves[i % len(leaves)])
         with forward_context():
             returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
-        return [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return [leaf for leaf in execute.leaves_of(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
     def backward(outputs: list[Tensor], i: int) -> None:
         reached = [output for output in outputs if output.requires_grad]
