@@ -233,11 +233,11 @@ def _step(which: str) -> Iterator[None]:
         raise _PassRaised(f"{part} raised {type(error).__name__}: {error}{place}") from error
 
 
-def _plain_calls(ran: _Ran, precision: Precision) -> frozenset[str]:
+def _plain_calls(ran: _Ran, precision: Precision) -> tuple[str, ...]:
     """The functions that the candidate calls outside of TE."""
     with plain_calls(precision.dtype) as names:
         ran.rerun(lambda module: None)
-    return frozenset(names)
+    return tuple(sorted(names))
 
 
 def _judged(asked: _Asked, ran: _Ran) -> Result:
@@ -248,7 +248,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)
 
     first_look = judge_by(ran.models)
-    plain = frozenset() if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)
+    plain = () if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)
     tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding, plain)
     notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
     changed = prepared.golden.changed_inputs, ran.changed_inputs

@@ -39,7 +39,7 @@ class Freedom:
     stores_pointwise: bool
     splits_of_k: int = 1
     jitter: int | None = None
-    plain: frozenset[str] = frozenset()
+    plain: tuple[str, ...] = ()
     kinks: float = 0.0
 
     @classmethod

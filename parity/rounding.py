@@ -469,7 +469,8 @@ def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
-    return dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
+    """Whether tokens are summed; heads, which share keys, are not."""
+    return x.dim() < 4 and dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
 
 
 def _are_activations(operands: tuple[Any, ...]) -> bool:

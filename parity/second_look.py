@@ -35,7 +35,7 @@ def second_look(
     judge: Callable[[Sequence[Tensors]], tuple[TensorResult, ...]],
     prepared: Prepared,
     rounding: Rounding,
-    plain: frozenset[str],
+    plain: tuple[str, ...],
 ) -> tuple[TensorResult, ...]:
     """The verdicts with more models, if every tensor passes then; else, and if all passed before, the first ones.
 

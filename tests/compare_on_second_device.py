@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity import blocked_attention, built_in, comparison, passes, prepare, reference, registry, te, weights
 from parity.case import Case, Pair
+from parity.execute import Pass
 
 BUILT_IN = ("layernorm_mlp_swiglu", "attention_padding_gqa", "multihead_attention_interleaved_qkv")
 PRECISIONS = ("bf16", "fp8_current")
@@ -55,11 +56,12 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
         seed: int,
         kernels: te.Kernels,
         change: Callable[[nn.Module], None] = lambda module: None,
+        seen: Callable[[Pass], None] | None = None,
     ) -> tuple[passes.Tensors, tuple[str, ...]]:
         assert kernels.device == device
         names = ("inputs", "candidate_weights", "cotangents", "probe")
         there = dataclasses.replace(prepared, **{name: moved(getattr(prepared, name), CPU) for name in names})
-        tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change)
+        tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change, seen)
         return moved(tensors, device), unreached
 
     comparison.run_candidate = fetched

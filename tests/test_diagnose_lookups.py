@@ -113,9 +113,9 @@ def test_positions_that_count_padding_are_found():
 
 
 def test_an_embedding_that_is_not_added_is_found():
-    title, message = of_embedded(types=False)[0]
-    assert title == "embedding-missing"
-    assert "in types" in message
+    ((title, message),) = of_embedded(types=False)
+    assert title == "no-gradient"
+    assert 'if you use "types.weight"' in message
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_embedding_that_is_not_added_is_found():
         ({}, "passed"),
         (dict(roll=1), "embedding-position"),
         (dict(roll=-1), "embedding-position"),
-        (dict(adds=False), "embedding-missing"),
+        (dict(adds=False), "no-gradient"),
     ],
 )
 def test_a_table_that_is_added_otherwise_is_found(port, title):

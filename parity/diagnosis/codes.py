@@ -67,7 +67,6 @@ CODES = {
     "loss-scale": "PAR255",
     "factor": "PAR256",
     "embedding-position": "PAR257",
-    "embedding-missing": "PAR258",
     "operation": "PAR259",
     "label-smoothing": "PAR260",
     "ignored-label": "PAR260",

@@ -1,7 +1,7 @@
 """Rows of tables that a reference looks up or adds by position, and ports that take others.
 
-Learned positions that begin at 2, as OPT's and RoBERTa's do; positions that padding does not count for; embeddings of
-positions or token types that are not added; a table that begins with the class token's row; T5's buckets of distances.
+Learned positions that begin at 2, as OPT's and RoBERTa's do; positions that padding does not count for; a table that
+begins with the class token's row; T5's buckets of distances.
 """
 
 from __future__ import annotations
@@ -57,10 +57,6 @@ class Lookup:
             ),
         )
 
-    def left_out(self) -> tuple[Edit, ...]:
-        """Nothing is to be added."""
-        return (edit(self.call, (), torch.zeros_like),)
-
 
 @dataclass(frozen=True, eq=False)
 class Addition:
@@ -94,13 +90,11 @@ def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's lookups."""
     found = lookups(trace)
     by_position = [one for one in found if _are_positions(one.traced)]
-    mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3)), _LEFT_OUT]
+    mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3))]
     yield from everywhere_and_somewhere(mistakes, by_position, module, lambda one: one.call.module)
-    others = [one for one in found if one not in by_position]
-    yield from everywhere_and_somewhere([_LEFT_OUT], others, module, lambda one: one.call.module)
     for one in found:
         yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one], module)
-    yield from everywhere_and_somewhere(_ADDED_OTHERWISE, additions(trace), module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(map(_rolled, (-1, 1)), additions(trace), module, lambda one: one.call.module)
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
@@ -169,31 +163,13 @@ def _counted_from(first: int) -> Mistake[Lookup]:
     )
 
 
-_LEFT_OUT: Mistake[Lookup] = Mistake(
-    "embedding-missing",
-    "embedding missing",
-    "add this embedding as the reference does; it is left out",
-    Lookup.left_out,
-)
-
-
-_ADDED_OTHERWISE: tuple[Mistake[Addition], ...] = (
-    Mistake(
-        "embedding-missing",
-        "table missing",
-        "add this embedding as the reference does; it is left out",
-        lambda one: one.edits(torch.zeros_like),
-    ),
-    *(
-        Mistake(
-            "embedding-position",
-            f"table rolled by {by:+d}",
-            f"add the row of each position that the reference does; they are off by {-by:+d}",
-            lambda one, by=by: one.edits(lambda table: table.roll(by, -2)),  # type: ignore[misc]
-        )
-        for by in (-1, 1)
-    ),
-)
+def _rolled(by: int) -> Mistake[Addition]:
+    return Mistake(
+        "embedding-position",
+        f"table rolled by {by:+d}",
+        f"add the row of each position that the reference does; they are off by {-by:+d}",
+        lambda one: one.edits(lambda table: table.roll(by, -2)),
+    )
 
 
 def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
