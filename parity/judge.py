@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
 from parity.summed import Summed
+
+_VANISHING = 1e-12
+"""Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
 
 
 def judge(
@@ -36,7 +39,32 @@ def judge(
         table: what faithful ports show.
         known: directions of subtle mistakes.
     """
-    return tuple(_judged(key, golden, models, candidate, precision, table, known) for key in golden)
+    floors = _floors(golden, models)
+    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors) for key in golden)
+
+
+def _floors(golden: Tensors, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
+    """By gradient that is 0 but for rounding: the root mean square error that the precision costs the worst of others.
+
+    What is left of terms that cancel, as in the gradient of a bias in front of a softmax, or of queries that see one
+    key, is the rounding of these terms, which may cancel in the model or in the candidate and not in the other.
+    """
+    sizes = {key: _root_mean_square(x) for key, x in golden.items() if key[0].endswith("gradient") and x.numel()}
+    largest = max(sizes.values(), default=0.0)
+    vanishing = [key for key, size in sizes.items() if size < _VANISHING * largest]
+    if not vanishing:
+        return {}
+    errors = (
+        _root_mean_square(difference(model[key], golden[key]))
+        for key in sizes
+        if key not in vanishing
+        for model in models
+    )
+    return dict.fromkeys(vanishing, max((error for error in errors if math.isfinite(error)), default=0.0))
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item() / math.sqrt(x.numel())
 
 
 def observe(
@@ -55,14 +83,23 @@ def observe(
         dtype: in which the candidate returns it.
     """
     truth = Summed(golden[key])
-    error, *model_errors = _errors(key, truth.values, candidate, models)
+    error, *model_errors = _errors(key, truth.values, candidate, models, _floors(golden, models))
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
     return _observed(key, error, model_errors, truth, least, known)
 
 
-def _errors(key: tuple[Kind, str], truth: Tensor, candidate: Tensors, models: Sequence[Tensors]) -> list[Summed]:
-    """Of the candidate and of each model."""
-    return [Summed(difference(tensors[key], truth)) for tensors in (candidate, *models)]
+def _errors(
+    key: tuple[Kind, str],
+    truth: Tensor,
+    candidate: Tensors,
+    models: Sequence[Tensors],
+    floors: Mapping[tuple[Kind, str], float],
+) -> list[Summed]:
+    """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
+    errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
+    if key in floors:
+        errors.append(torch.full_like(truth, floors[key]))
+    return list(map(Summed, errors))
 
 
 def _observed(
@@ -101,15 +138,17 @@ def _judged(
     precision: Precision,
     table: Table,
     known: Sequence[Direction],
+    floors: Mapping[tuple[Kind, str], float],
 ) -> TensorResult:
     kind, name = key
     measures = Measures(golden[key], precision.dtype)
     truth = measures.golden.values
     least = least_error(precision.dtype, summed_terms(kind, truth, golden))
-    error, *model_errors = _errors(key, truth, candidate, models)
+    error, *model_errors = _errors(key, truth, candidate, models, floors)
     errors = measures.of(candidate[key], error)
     most = _most(model_errors)
-    expected = measures.of(models[most][key], model_errors[most])
+    loses_most = models[most][key] if most < len(models) else truth + model_errors[most].values
+    expected = measures.of(loses_most, model_errors[most])
     found = _observed(key, error, model_errors, measures.golden, least, known)
     checks = tuple(
         Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
