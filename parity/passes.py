@@ -20,7 +20,8 @@ from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.quantized_parameters import check, moved
 from parity.result import PROBED, Kind
-from parity.rounding import Phase, Rounding, rounded
+from parity.rounding import Phase, rounded
+from parity.rounding_parts import Rounding
 from parity.separate_norms import separate_norms
 from parity.te import Kernels
 from parity.user_error import UserError

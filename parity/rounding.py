@@ -13,8 +13,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
 
-Each rounding belongs to one of ``PARTS``, and a model may be told to make those of some parts alone. With none, what is
-left is FP32 arithmetic: its sums, and what lies between GEMMs.
+Each rounding belongs to one of ``parity.rounding_parts.PARTS``, and a model may be told to make those of some parts
+alone. With none, what is left is FP32 arithmetic: its sums, and what lies between GEMMs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ from parity.aten_calls import (
     TABLES,
 )
 from parity.blocked_attention import Arithmetic, as_it_is
-from parity.formats import Format, hadamard, is_alike_both_ways, largest
+from parity.formats import hadamard, is_alike_both_ways, largest
 from parity.freedom import FUSED_POINTWISE, JITTER, Freedom
 from parity.long_sequences import attention_in_blocks
 from parity.operands_read import OperandsRead
@@ -62,50 +62,9 @@ from parity.patches import backward as patches_backward
 from parity.patches import forward as patches_forward
 from parity.plain_calls import is_in_place, is_view
 from parity.plain_kernels import PLAIN_KERNELS, as_in
-
-OperandPart = Literal["weights", "inputs", "gradients"]
-Part = Literal["weights", "inputs", "gradients", "storage", "attention"]
-PARTS: frozenset[Part] = frozenset(get_args(Part))
+from parity.rounding_parts import OperandPart, Part, Rounding
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """What a precision rounds.
-
-    Attributes:
-        storage: dtype of stored activations, gradients and GEMM results.
-        inputs: format of a linear layer's inputs in its GEMMs; None for ``storage``.
-        weights: ditto of its weights.
-        gradients: ditto of the gradients with respect to its outputs.
-        rotate_wgrad: whether the two operands of a weight gradient's GEMM are rotated by Hadamard matrices first, which
-            cancel in the product.
-        parts: which roundings are made. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
-            operands, ``attention`` those of the operands of attention's batched GEMMs and of its scores; ``storage``
-            those of other stored results: of linear layers, of attention, of sums, and of the module.
-    """
-
-    storage: torch.dtype
-    inputs: Format | None = None
-    weights: Format | None = None
-    gradients: Format | None = None
-    rotate_wgrad: bool = False
-    parts: frozenset[Part] = PARTS
-
-    def store(self, x: Tensor) -> Tensor:
-        """``x`` as it reads after having been stored in the precision's dtype; integers and complex numbers stay."""
-        return x if x.dtype == self.storage or not x.is_floating_point() else x.to(self.storage).to(x.dtype)
-
-    def store_part(self, x: Tensor, part: Part = "storage") -> Tensor:
-        """As ``store``, if the part's roundings are made."""
-        return self.store(x) if part in self.parts else x
-
-    def operand_format(self, part: OperandPart) -> Format | None:
-        """The format of a linear layer's operand; None if it stays as it is stored."""
-        if part not in self.parts:
-            return None
-        return {"weights": self.weights, "inputs": self.inputs, "gradients": self.gradients}[part]
 
 
 @dataclass

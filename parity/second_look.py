@@ -20,7 +20,7 @@ from parity.freedom import FUSED, UNFUSED
 from parity.passes import Tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
-from parity.rounding import Rounding
+from parity.rounding_parts import Rounding
 
 LOOKS = 8
 # Standard deviations of a value's noise, taken to be that of the outputs, within which it may be beyond a ReLU's kink.

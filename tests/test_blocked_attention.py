@@ -21,7 +21,8 @@ from parity.blocked_attention import attention
 from parity.freedom import FUSED, UNFUSED, Freedom
 from parity.long_sequences import attention_in_blocks
 from parity.reference.attention import CoreAttention
-from parity.rounding import Rounding, rounded
+from parity.rounding import rounded
+from parity.rounding_parts import Rounding
 
 MASKS = ("none", "causal", "additive", "additive of all dimensions", "boolean", "padding", "lower right", "upper left")
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from parity.formats import e4m3, e5m2, largest, tf32
 from parity.freedom import FUSED, UNFUSED
-from parity.rounding import PARTS, Rounding, rounded
+from parity.rounding import rounded
+from parity.rounding_parts import PARTS, Rounding
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, tf32, tf32, tf32)

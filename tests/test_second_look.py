@@ -11,7 +11,8 @@ from parity.freedom import FUSED, UNFUSED
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.rounding import Rounding, rounded
+from parity.rounding import rounded
+from parity.rounding_parts import Rounding
 from parity.second_look import LOOKS, second_look
 from parity.validate import check_case
 

@@ -27,7 +27,7 @@ from parity.freedom import FUSED
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.rounding import Rounding
+from parity.rounding_parts import Rounding
 from parity.weight_terms import pack, unpack
 from parity.weights import parameter_shapes
 
