@@ -28,6 +28,9 @@ from parity.result import Finding
 _SHORTEST_CHECK = 0.1
 """Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance."""
 
+_HARDLY = 0.9
+"""Of an error, above which it has not become smaller to speak of."""
+
 _CLOSE = 1.5
 """How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
 
@@ -98,12 +101,18 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
             continue
         told.add(titles)
         for one in explanation.hypotheses:
-            yield finding(
-                one.title,
-                f"{_together(one, explanation)}the relative error of {explanation.worst} falls from "
-                f"{explanation.before:.2g} to {explanation.after:.2g}, what {failure.precision.name} costs, if you "
-                f"{one.repair}",
-            )
+            gains = _gains(explanation, failure.precision.name)
+            yield finding(one.title, f"{_together(one, explanation)}{gains} if you {one.repair}")
+
+
+def _gains(explanation: Explanation, precision: str) -> str:
+    """What becomes better; the norm of an error hardly does where a mistake is far below its noise."""
+    if explanation.complete and explanation.after > _HARDLY * explanation.before:
+        return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
+    return (
+        f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}, "
+        f"what {precision} costs,"
+    )
 
 
 def _together(one: Hypothesis, explanation: Explanation) -> str:
