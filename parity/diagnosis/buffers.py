@@ -8,14 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.codes import finding
-from parity.diagnosis.failure import Failure, tolerance_of
-from parity.errors import measure
+from parity.diagnosis.failure import Failure
+from parity.diagnosis.reruns import NothingToChange, agree
 from parity.result import Finding
-from parity.tolerance import margin
-
-
-class _NothingToCopy(Exception):
-    """Saves a run that would give what the first one gave."""
 
 
 def buffer_findings(failure: Failure) -> Iterator[Finding]:
@@ -36,15 +31,13 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
                     buffer.copy_(right[of])
                 copied.append(name if of == name else f"{name} (the reference's {of})")
         if not copied:
-            raise _NothingToCopy
+            raise NothingToChange
 
     try:
         again = failure.rerun(change)
-    except _NothingToCopy:
+    except NothingToChange:
         return
-    outputs = {key: truth for key, truth in failure.golden.items() if key[0] == "output"}
-    errors = {key: measure(again[key], truth, failure.precision.dtype) for key, truth in outputs.items()}
-    if all(margin(of_output, tolerance_of(failure, key)) <= 1.0 for key, of_output in errors.items()):
+    if agree(failure, again, ("output",)):
         yield finding(
             "buffer-not-copied",
             f"the candidate agrees with the reference's buffers: copy {', '.join(copied)}, which differ and which the "

@@ -13,6 +13,8 @@ from parity.prepare import Prepared
 from parity.result import Kind, TensorResult
 from parity.tolerance import Tolerance
 
+_FEW = 32  # elements
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -49,6 +51,11 @@ class Failure:
     def outputs(self) -> list[TensorResult]:
         """The outputs' results."""
         return [result for result in self.results if result.kind == "output"]
+
+
+def few_outputs(failure: Failure) -> bool:
+    """Whether all outputs together, such as a loss, are so few numbers that many a mistake would explain them."""
+    return sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
 
 
 def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:

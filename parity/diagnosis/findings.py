@@ -11,10 +11,10 @@ from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
 from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure
-from parity.diagnosis.few_outputs import loss_explanations
 from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
+from parity.diagnosis.loss_search import loss_explanations
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings

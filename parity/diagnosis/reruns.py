@@ -15,7 +15,7 @@ from parity.result import Finding, Kind
 from parity.tolerance import margin
 
 
-class _NothingToChange(Exception):
+class NothingToChange(Exception):
     """Saves a run that would give what the first one gave."""
 
 
@@ -28,13 +28,13 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
     def change(module: nn.Module) -> None:
         dropped.extend(_switched_off(module))
         if not dropped:
-            raise _NothingToChange
+            raise NothingToChange
 
     try:
         again = failure.rerun(change)
-    except _NothingToChange:
+    except NothingToChange:
         return
-    if _agree(failure, again, ("output",)):
+    if agree(failure, again, ("output",)):
         yield finding(
             "dropout",
             f"the candidate agrees without dropout; switch off {', '.join(sorted(set(dropped)))} "
@@ -48,7 +48,7 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
         return
     said: list[str] = []
     again = failure.rerun(lambda module: _say_nothing_of_microbatches(module, said))
-    if not said or not _agree(failure, again, ("output", "input gradient", "weight gradient")):
+    if not said or not agree(failure, again, ("output", "input gradient", "weight gradient")):
         return
     failed = {result.kind for result in failure.results if not result.passed}
     where = ", ".join(sorted(set(said)))
@@ -66,7 +66,8 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
         )
 
 
-def _agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
+def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
+    """Whether the tensors of these kinds are within their tolerances when the candidate runs again."""
     return all(
         margin(measure(again[key], truth, failure.precision.dtype), tolerance_of(failure, key)) <= 1.0
         for key, truth in failure.golden.items()

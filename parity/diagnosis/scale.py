@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 
 from parity.diagnosis.codes import finding
-from parity.diagnosis.failure import Failure
-from parity.diagnosis.few_outputs import FEW
+from parity.diagnosis.failure import Failure, few_outputs
 from parity.errors import measure
 from parity.result import Finding, TensorResult
 from parity.tolerance import Tolerance, margin
@@ -39,8 +38,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     """
     failed = [result for result in failure.results if not result.passed and result.errors.finite]
     outputs = [result for result in failed if result.kind == "output"]
-    count = sum(failure.golden[result.kind, result.name].numel() for result in failure.outputs)
-    if count >= FEW or len(outputs) < len(failure.outputs) or len(failed) == len(outputs):
+    if not few_outputs(failure) or len(outputs) < len(failure.outputs) or len(failed) == len(outputs):
         return
     factors = [factor_of(failure, result) for result in failed]
     known = [factor for factor in factors if factor is not None]

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from parity.diagnosis.failure import Failure
+from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
-from parity.diagnosis.verify import Explanation, few_outputs, is_loud, verified
+from parity.diagnosis.verify import Explanation, is_loud, verified
 
 CHECKS_FOR_SEARCH = 9.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.diagnosis.failure import Failure
+from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import FAITHFUL, TINY
 from parity.diagnosis.trial import outputs_under, tensors_under
@@ -20,7 +20,6 @@ _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
 _LOUD = 2.0  # times the tolerance, beyond which an error is far too large
-_FEW = 32  # elements
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class Explanation:
 def is_loud(failure: Failure) -> bool:
     """Whether the norm of an output's error alone is too large."""
     return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
-
-
-def few_outputs(failure: Failure) -> bool:
-    """Whether all outputs together, such as a loss, are so few numbers that many a mistake would explain them."""
-    return sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:

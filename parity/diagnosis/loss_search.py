@@ -10,16 +10,13 @@ from torch import nn
 from parity.calls import Trace
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
-from parity.diagnosis.failure import Failure
+from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.label_shifts import label_shift_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.diagnosis.verify import Explanation, verified
-
-FEW = 32
-"""Elements of all outputs, below which gradients tell more."""
 
 _HELPS = 0.5  # of the error before, which a mistake must bring down to that, in the worst tensor
 _VERIFIED = 3  # mistakes that are computed under the rounding model, the best first
@@ -33,7 +30,7 @@ def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Ex
         trace: of the reference in FP64.
         budget: of the search.
     """
-    if sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") >= FEW:
+    if not few_outputs(failure):
         return []
     ranked: list[tuple[float, Hypothesis]] = []
     for one in _known(trace, failure.prepared.reference):
