@@ -23,7 +23,7 @@ from parity.errors import measure
 from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
 from parity.judgeable import answerable
-from parity.passes import golden_tensors, model_tensors, run_candidate
+from parity.passes import golden_truths, model_tensors, run_candidate
 from parity.precision import Precision
 from parity.prepare import forget, prepare
 from parity.te import Kernels
@@ -37,9 +37,9 @@ def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kerne
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     model = model_tensors(prepared, precision.rounding, FUSED)
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
-    for key, truth in answerable(golden_tensors(prepared), [model]).items():
-        measure(candidate[key], truth, precision.dtype)
-        measure(model[key], truth, precision.dtype)
+    for key, truth in answerable(golden_truths(prepared), [model]).items():
+        measure(candidate[key], truth.exact, precision.dtype)
+        measure(model[key], truth.exact, precision.dtype)
 
 
 def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
@@ -47,7 +47,7 @@ def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: 
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
-    judge(answerable(golden_tensors(prepared), models), models, candidate, precision, packaged(), ())
+    judge(answerable(golden_truths(prepared), models), models, candidate, precision, packaged(), ())
 
 
 def main() -> None:

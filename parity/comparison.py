@@ -24,7 +24,7 @@ from parity.explanation import explain
 from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
-from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate
+from parity.passes import Tensors, golden_truths, model_tensors, run_candidate
 from parity.plain_calls import plain_calls
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
@@ -34,6 +34,7 @@ from parity.result import Determinism, Result, Status, TensorResult
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
 from parity.te_calls import WITHOUT_TE, te_calls
+from parity.truth import Truth
 from parity.user_error import UserError
 from parity.validate import CheckedSize, attention_of, check_case
 
@@ -242,7 +243,7 @@ def _plain_calls(ran: _Ran, precision: Precision) -> tuple[str, ...]:
 
 def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
-    golden, known = answerable(golden_tensors(prepared), ran.models), ran.known
+    golden, known = answerable(golden_truths(prepared), ran.models), ran.known
 
     def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)
@@ -253,9 +254,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
-    notes += tuple(
-        remarks(tensors, golden, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe)
-    )
+    notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
@@ -271,7 +270,10 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         prepared,
         precision,
         ran.seconds + time.process_time() - began,
-        judge=lambda truth, modelled: judge(truth, modelled, ran.candidate, precision, asked.calibration, ()),
+        judge=lambda truth, modelled: judge(
+            {key: Truth(tensor) for key, tensor in truth.items()},
+            *(modelled, ran.candidate, precision, asked.calibration, ()),
+        ),
         rerun=ran.rerun,
         draws=ran.draws,
     )

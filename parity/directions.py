@@ -19,6 +19,7 @@ from parity.prepare import Prepared, size_in_bytes
 from parity.result import Finding, TensorResult
 from parity.statistics import Component, Statistic, has_component
 from parity.summed import Summed
+from parity.truth import in_fp32
 
 # Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
 _SAME = 0.9
@@ -32,7 +33,7 @@ class Direction:
 
     Attributes:
         mistake: the hypothesis.
-        changes: golden under the hypothesis minus golden, FP64; by output, those that it changes.
+        changes: golden under the hypothesis minus golden, by output, those that it changes; FP32 where that holds it.
     """
 
     mistake: Hypothesis
@@ -58,7 +59,7 @@ def _directions(prepared: Prepared) -> Iterator[Direction]:
             outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
-        changes = {name: Summed(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
+        changes = {name: in_fp32(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
         changes = {name: change for name, change in changes.items() if change.norm and change.is_finite}
         if changes:
             yield Direction(mistake, changes)

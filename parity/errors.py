@@ -16,6 +16,11 @@ from torch import Tensor
 from parity.result import Errors
 from parity.summed import Summed
 
+_BINADES = 2.0**64
+
+# A number's exponent field, whose bits alone are the power of two below its magnitude, and the integers that hold it.
+_EXPONENT = {torch.float64: (torch.int64, 0x7FF << 52), torch.float32: (torch.int32, 0xFF << 23)}
+
 
 def relative_l2(error_norm: float, golden_norm: float) -> float:
     """``|error| / |golden|``; 0 if both are zero, infinite if golden alone is."""
@@ -56,17 +61,21 @@ def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         FP64 tensor of golden's shape.
     """
-    info = torch.finfo(dtype)
-    magnitude = golden.abs().clamp_(min=info.smallest_normal)
-    power_of_two = magnitude.view(torch.int64).bitwise_and_(_FP64_EXPONENT).view(torch.float64)
-    return power_of_two.mul_(info.eps)
+    return _power_of_two(golden, dtype).mul_(torch.finfo(dtype).eps)
+
+
+def _power_of_two(golden: Tensor, dtype: torch.dtype) -> Tensor:
+    """At or below each element's magnitude; no less than the smallest normal number of ``dtype``."""
+    magnitude = golden.abs().clamp_(min=torch.finfo(dtype).smallest_normal)
+    as_integers, exponent = _EXPONENT[golden.dtype]
+    return magnitude.view(as_integers).bitwise_and_(exponent).view(golden.dtype)
 
 
 def max_ulps(error: Tensor, spacing: Tensor) -> float:
     """The largest ``|error|`` in ulps; 0 for empty tensors.
 
     Args:
-        error: FP64.
+        error: FP64 or FP32.
         spacing: the ``ulp`` of golden's elements, same shape.
     """
     return max_abs(error / spacing)
@@ -102,24 +111,25 @@ def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
     Raises:
         ValueError: if the shapes differ.
     """
-    return Measures(golden, dtype).of(x, Summed(difference(x, golden)))
+    return Measures(Summed(golden.detach().double()), dtype).of(x, Summed(difference(x, golden)))
 
 
 class Measures:
     """The measures of several computed tensors against one golden value.
 
     Args:
-        golden: FP64.
+        golden: FP64 or FP32, as the errors are.
         dtype: the dtype whose ulps count.
     """
 
-    def __init__(self, golden: Tensor, dtype: torch.dtype) -> None:
-        self.golden = Summed(golden.detach().double())
+    def __init__(self, golden: Summed, dtype: torch.dtype) -> None:
+        self._golden = golden
         self._dtype = dtype
 
     @cached_property
-    def _spacing(self) -> Tensor:
-        return ulp(self.golden.values, self._dtype)
+    def _binades(self) -> Tensor:
+        """Ulps but for a factor, with which FP32 holds them all and the errors over them."""
+        return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES)
 
     def of(self, x: Tensor, error: Summed) -> Errors:
         """Every measure of one of them.
@@ -129,14 +139,14 @@ class Measures:
             error: its ``difference`` from golden.
         """
         if error.is_finite:
-            return _measure_finite(error, self.golden, self._spacing)
-        golden = self.golden.values
+            return _measure_finite(error, self._golden, self._binades, self._dtype)
+        golden = self._golden.values
         x_finite, golden_finite = x.isfinite(), golden.isfinite()
         spoiled = ~x_finite & golden_finite
         comparable = x_finite & golden_finite
         compared = golden[comparable]
         return dataclasses.replace(
-            _measure_finite(Summed(error.values[comparable]), Summed(compared), ulp(compared, self._dtype)),
+            _measure_finite(Summed(error.values[comparable]), Summed(compared), self._binades[comparable], self._dtype),
             nans=int((x.isnan() & golden_finite).sum()),
             infs=int((x.isinf() & golden_finite).sum()),
             golden_non_finite=int((~golden_finite).sum()),
@@ -144,20 +154,16 @@ class Measures:
         )
 
 
-def _measure_finite(error: Summed, golden: Summed, spacing: Tensor) -> Errors:
+def _measure_finite(error: Summed, golden: Summed, binades: Tensor, dtype: torch.dtype) -> Errors:
     relative = relative_l2(error.norm, golden.norm)
     return Errors(
         relative_l2=relative,
         max_abs=error.max_abs,
-        max_ulps=max_ulps(error.values, spacing),
+        max_ulps=max_ulps(error.values, binades) * (_BINADES / torch.finfo(dtype).eps),
         cosine=cosine(error.norm, golden.norm, error.dot(golden)),
         sqnr_db=sqnr_db(relative),
-        golden_rms=golden.norm / math.sqrt(max(1, golden.values.numel())),
+        golden_rms=golden.root_mean_square,
     )
-
-
-# The exponent field of an FP64 number, whose remaining bits are the power of two below its magnitude.
-_FP64_EXPONENT = 0x7FF << 52
 
 
 def _first_index(mask: Tensor) -> tuple[int, ...]:

@@ -10,19 +10,20 @@ from torch import Tensor
 
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
-from parity.errors import Measures, difference
+from parity.errors import Measures
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
 from parity.statistics import Statistic, least_error, statistics
 from parity.summed import Summed
+from parity.truth import Deviations, Truths
 
 _VANISHING = 1e-12
 """Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
 
 
 def judge(
-    golden: Tensors,
+    golden: Truths,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -32,7 +33,7 @@ def judge(
     """Judge every tensor.
 
     Args:
-        golden: in FP64.
+        golden: by kind and name of the tensor.
         models: the rounding model's tensors, one for each way in which faithful kernels compute.
         candidate: the candidate's tensors, in the reference's layout.
         precision: at which they were computed.
@@ -43,33 +44,29 @@ def judge(
     return tuple(_judged(key, golden, models, candidate, precision, table, known, floors) for key in golden)
 
 
-def _floors(golden: Tensors, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
+def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
     """By gradient that is 0 but for rounding: the root mean square error that the precision costs the worst of others.
 
     What is left of terms that cancel, as in the gradient of a bias in front of a softmax, or of queries that see one
     key, is the rounding of these terms, which may cancel in the model or in the candidate and not in the other.
     """
-    sizes = {key: _root_mean_square(x) for key, x in golden.items() if key[0].endswith("gradient") and x.numel()}
+    sizes = {key: truth.root_mean_square for key, truth in golden.items() if key[0].endswith("gradient")}
     largest = max(sizes.values(), default=0.0)
     vanishing = [key for key, size in sizes.items() if size < _VANISHING * largest]
     if not vanishing:
         return {}
     errors = (
-        _root_mean_square(difference(model[key], golden[key]))
+        error.root_mean_square
         for key in sizes
         if key not in vanishing
-        for model in models
+        for error in golden[key].deviations([model[key] for model in models]).errors
     )
     return dict.fromkeys(vanishing, max((error for error in errors if math.isfinite(error)), default=0.0))
 
 
-def _root_mean_square(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item() / math.sqrt(x.numel())
-
-
 def observe(
     key: tuple[Kind, str],
-    golden: Tensors,
+    golden: Truths,
     models: Sequence[Tensors],
     candidate: Tensors,
     dtype: torch.dtype,
@@ -82,24 +79,23 @@ def observe(
         golden, models, candidate, known: as for ``judge``.
         dtype: in which the candidate returns it.
     """
-    truth = Summed(golden[key])
-    error, *model_errors = _errors(key, truth.values, candidate, models, _floors(golden, models))
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, _floors(golden, models))
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
     return _observed(key, error, model_errors, truth, least, known)
 
 
-def _errors(
+def _deviations(
     key: tuple[Kind, str],
-    truth: Tensor,
+    golden: Truths,
     candidate: Tensors,
     models: Sequence[Tensors],
     floors: Mapping[tuple[Kind, str], float],
-) -> list[Summed]:
+) -> Deviations:
     """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
-    errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
+    found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
     if key in floors:
-        errors.append(torch.full_like(truth, floors[key]))
-    return list(map(Summed, errors))
+        found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
+    return found
 
 
 def _observed(
@@ -122,17 +118,17 @@ def _observed(
     return found
 
 
-def summed_terms(kind: Kind, tensor: Tensor, golden: Tensors) -> int:
+def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
     """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
-    outputs = [output for (k, _), output in golden.items() if k == "output"]
+    outputs = [output.exact for (k, _), output in golden.items() if k == "output"]
     return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)
 
 
 def _judged(
     key: tuple[Kind, str],
-    golden: Tensors,
+    golden: Truths,
     models: Sequence[Tensors],
     candidate: Tensors,
     precision: Precision,
@@ -141,24 +137,23 @@ def _judged(
     floors: Mapping[tuple[Kind, str], float],
 ) -> TensorResult:
     kind, name = key
-    measures = Measures(golden[key], precision.dtype)
-    truth = measures.golden.values
-    least = least_error(precision.dtype, summed_terms(kind, truth, golden))
-    error, *model_errors = _errors(key, truth, candidate, models, floors)
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors)
+    measures = Measures(truth, precision.dtype)
+    least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
     most = _most(model_errors)
-    loses_most = models[most][key] if most < len(models) else truth + model_errors[most].values
+    loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
     expected = measures.of(loses_most, model_errors[most])
-    found = _observed(key, error, model_errors, measures.golden, least, known)
+    found = _observed(key, error, model_errors, truth, least, known)
     checks = tuple(
         Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
     )
     limits = {check.statistic: check.limit for check in checks}
-    nothing_to_judge = 0.0 if errors.finite and not truth.numel() else math.inf
+    nothing_to_judge = 0.0 if errors.finite and not truth.values.numel() else math.inf
     return TensorResult(
         name=name,
         kind=kind,
-        shape=tuple(truth.shape),
+        shape=tuple(truth.values.shape),
         errors=errors,
         expected=expected,
         tolerance_relative_l2=limits.get("norm", 0.0) * max(expected.relative_l2, least),

@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from parity.errors import difference, max_abs, relative_l2
 from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
+from parity.truth import Truths
 from parity.user_error import UserError
 from parity.weights import WeightMap, names
 
@@ -128,19 +129,19 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
             )
 
 
-def answerable(golden: Tensors, models: Sequence[Tensors]) -> Tensors:
+def answerable(golden: Truths, models: Sequence[Tensors]) -> Truths:
     """Golden without the outputs on probing inputs that no faithful computation keeps finite.
 
     Probing inputs are larger than the user's own, so that a dtype of a small range may overflow on them alone.
 
     Args:
-        golden: the reference's tensors in FP64.
+        golden: the reference's tensors.
         models: the rounding model's.
     """
     return {
         key: truth
         for key, truth in golden.items()
-        if key[0] != PROBED or (_all_finite(truth) and any(_all_finite(model[key]) for model in models))
+        if key[0] != PROBED or (_all_finite(truth.exact) and any(_all_finite(model[key]) for model in models))
     }
 
 
@@ -165,7 +166,6 @@ def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
 
 def remarks(
     tensors: Sequence[TensorResult],
-    golden: Tensors,
     candidate: Tensors,
     reference: nn.Module,
     not_compared: int,
@@ -176,26 +176,25 @@ def remarks(
 
     Args:
         tensors: the results.
-        golden: the reference's tensors in FP64, those that were compared.
         candidate: the candidate's, in the reference's layout.
         reference: whose frozen parameters have no gradient to compare.
         not_compared: how many tensors the reference returns that are not floating-point.
         dtype: of the precision.
         recipe: of the precision, if it has one.
     """
-    label = {(tensor.kind, tensor.name): tensor.label for tensor in tensors}
     zero = [
-        label[key] for key, truth in golden.items() if truth.numel() and not (max_abs(truth) or max_abs(candidate[key]))
+        tensor.label for tensor in tensors if tensor.numel and not (tensor.errors.golden_rms or tensor.errors.max_abs)
     ]
     if zero:
         yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
     lost = [tensor.label for tensor in _lost(tensors)]
     if lost:
         yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
-    empty = [label[key] for key, truth in golden.items() if not truth.numel()]
+    empty = [tensor.label for tensor in tensors if not tensor.numel]
     if empty:
         yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
-    too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in golden]
+    compared = {(tensor.kind, tensor.name) for tensor in tensors}
+    too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
     if too_large:
         yield f"not compared on probing inputs, where any {_name(dtype)} computation overflows: {', '.join(too_large)}"
     frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
@@ -203,10 +202,10 @@ def remarks(
         yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"
     if not_compared:
         yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
-    for key, truth in golden.items():
-        returned = candidate[key].dtype
-        if not key[0].endswith("gradient") and truth.numel() and returned != dtype:
-            yield f"the candidate returns {label[key]} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
+    for tensor in tensors:
+        returned = candidate[tensor.kind, tensor.name].dtype
+        if not tensor.kind.endswith("gradient") and tensor.numel and returned != dtype:
+            yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
     if recipe:
         yield from _outside_recipe(tensors, recipe)
 
@@ -218,7 +217,7 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
         for tensor in tensors
         if tensor.kind == "weight gradient"
         and len(tensor.shape) > 1
-        and math.prod(tensor.shape) >= _ENOUGH_ELEMENTS
+        and tensor.numel >= _ENOUGH_ELEMENTS
         and tensor.errors.relative_l2 < _TOO_EXACT * tensor.expected.relative_l2
     ]
     if exact:

@@ -22,11 +22,14 @@ class OperandsRead:
         self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._latest: tuple[object, ...] | None = None
 
-    def read(self, matrix: Tensor, dim: int, cast: Cast, is_cast_along_dim: bool, will_be_read_later: bool) -> Tensor:
+    def read(
+        self, matrix: Tensor, version: int, dim: int, cast: Cast, is_cast_along_dim: bool, will_be_read_later: bool
+    ) -> Tensor:
         """The matrix as a GEMM reads it.
 
         Args:
             matrix: FP32 ``[rows, columns]``, with any strides: a transposed view is known by its base.
+            version: of the tensor, which counts what was written to it; views made below autograd have none of it.
             dim: that the GEMM sums over.
             cast: the same for all who read this tensor.
             is_cast_along_dim: whether the values depend on the dimension.
@@ -35,7 +38,7 @@ class OperandsRead:
         is_transposed = matrix.stride(0) < matrix.stride(1)
         base = matrix.t() if is_transposed else matrix
         base_dim = 1 - dim if is_transposed else dim
-        key = (base.data_ptr(), base.shape, base.stride(), base._version, base_dim if is_cast_along_dim else None)
+        key = (base.data_ptr(), base.shape, base.stride(), version, base_dim if is_cast_along_dim else None)
         if key not in self._kept:
             self._forget_latest()
             read = cast(matrix, dim)

@@ -16,6 +16,7 @@ from parity import quantization_state, te_caches, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.freedom import Freedom
+from parity.operands_read import OperandsRead
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.quantized_parameters import check, moved
@@ -24,6 +25,7 @@ from parity.rounding import Phase, rounded
 from parity.rounding_parts import Rounding
 from parity.separate_norms import separate_norms
 from parity.te import Kernels
+from parity.truth import Truth
 from parity.user_error import UserError
 from parity.validate import CheckedSize
 
@@ -44,6 +46,16 @@ def tensors_of(ran: Pass) -> Tensors:
 def golden_tensors(prepared: Prepared) -> Tensors:
     """Golden, on the inputs and on the probing ones."""
     return tensors_of(prepared.golden) | _probed(prepared.probed)
+
+
+def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
+    """Golden as it is judged against; kept for the next precision."""
+    if golden_truths not in prepared.kept:
+        tensors = golden_tensors(prepared)
+        prepared.kept[golden_truths] = {key: Truth(tensor) for key, tensor in tensors.items()}
+        prepared.held["truths"] = 2 * size_in_bytes(tensors)  # twice in FP32, their squares, the ulps of each
+    truths: dict[tuple[Kind, str], Truth] = prepared.kept[golden_truths]
+    return truths
 
 
 def _probed(outputs: dict[str, Tensor]) -> Tensors:
@@ -85,7 +97,17 @@ def under_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Abs
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
-    return rounded(rounding, parameters.values(), freedom, _scaled_together(prepared.weights, parameters), plain)
+    together, read = _scaled_together(prepared.weights, parameters), _weights_read(prepared, rounding)
+    return rounded(rounding, parameters.values(), freedom, together, plain, read)
+
+
+def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
+    """What passes with this rounding read of the weights; kept until another rounding, or other weights, come."""
+    now = rounding, [parameter.data_ptr() for parameter in prepared.reference.parameters()]
+    if prepared.kept.get(_weights_read, (None, None))[0] != now:
+        prepared.kept[_weights_read] = now, OperandsRead()
+    read: OperandsRead = prepared.kept[_weights_read][1]
+    return read
 
 
 def _scaled_together(weight_map: weights.WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:

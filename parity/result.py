@@ -118,6 +118,11 @@ class TensorResult:
         return label_of(self.kind, self.name)
 
     @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
     def passed(self) -> bool:
         return self.margin <= 1.0
 

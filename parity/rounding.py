@@ -63,6 +63,7 @@ from parity.patches import forward as patches_forward
 from parity.plain_calls import is_in_place, is_view
 from parity.plain_kernels import PLAIN_KERNELS, as_in
 from parity.rounding_parts import OperandPart, Part, Rounding
+from parity.stored import Stored
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
 
@@ -84,6 +85,7 @@ def rounded(
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
+    weights_read: OperandsRead | None = None,
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
@@ -94,11 +96,12 @@ def rounded(
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
             whole tensor is that of all of them.
         plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
+        weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain)
+    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, weights_read or OperandsRead())
     with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
         yield mode.phase
 
@@ -111,6 +114,7 @@ class _RoundingMode(TorchDispatchMode):
         freedom: Freedom,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
+        weights_read: OperandsRead,
     ) -> None:
         super().__init__()
         self.rounding = rounding
@@ -135,7 +139,8 @@ class _RoundingMode(TorchDispatchMode):
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
         self._beside_kinks: dict[int, Tensor] = {}  # arguments of ReLUs, moved, by their results' address
-        self._operands = OperandsRead()
+        self._operands, self._weights_read = OperandsRead(), weights_read
+        self._stored = Stored()
         self._suspended = False
 
     @property
@@ -143,7 +148,7 @@ class _RoundingMode(TorchDispatchMode):
         """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
         stores_scores = self.freedom.stores_scores
         return Arithmetic(
-            operand=functools.partial(self._store, part="attention"),
+            operand=functools.partial(self._operand, part="attention"),
             probabilities=self._store_probabilities,
             scores=self._store_scores if stores_scores else as_it_is,
             pointwise=self._store if self.freedom.stores_pointwise else as_it_is,
@@ -205,7 +210,7 @@ class _RoundingMode(TorchDispatchMode):
             self._beside_kinks[_address(result)] = (args[0] + width).detach()
         if self.freedom.stores_pointwise and func in NORMS:
             result = self._store(result[0]), *result[1:]
-        elif self.freedom.stores_pointwise and self._is_stored(func, args):
+        elif self.freedom.stores_pointwise and self._is_step_stored(func, args):
             result = self._store(result)
         self._remember_norm(func, args, result)
         if func in SOFTMAX and _is_along_last(result, func, args):
@@ -258,23 +263,37 @@ class _RoundingMode(TorchDispatchMode):
         """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
         if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
             x = self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
-        return self.rounding.store_part(x, part)
+        rounded = self.rounding.store_part(x, part)
+        if rounded is not x:
+            self._stored.add(rounded)
+        return rounded
+
+    def _operand(self, x: Tensor, part: Part) -> Tensor:
+        """As ``_store``, of what may have been stored before."""
+        return x if self._is_stored(x) else self._store(x, part)
+
+    def _is_stored(self, x: Tensor) -> bool:
+        """Whether storing a tensor would not change it."""
+        return self.freedom.jitter is None and x in self._stored
 
     def _amax(self, x: Tensor) -> Tensor | None:
         """The magnitude that a tensor's scale comes from; None for the largest that is stored."""
         group = self._scaled_together.get(_address(x))
         if group is not None:
-            return torch.stack([largest(weight.detach()) for weight in group]).max()
+            return torch.stack(
+                [largest(self.rounding.store_part(weight.detach(), "weights")) for weight in group]
+            ).max()
         if self.freedom.jitter is not None:
             return self._jittered(largest(x), self._roundoff)
-        return None if self.freedom.stores_pointwise or _address(x) in self._normalized else largest(x)
+        is_stored = self.freedom.stores_pointwise or _address(x) in self._weights | self._normalized.keys()
+        return None if is_stored else largest(x)
 
     def _jittered(self, x: Tensor, step: float) -> Tensor:
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
         return x * (1.0 + step * (2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0))
 
-    def _is_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
+    def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
         if func in TABLES:
             return True
@@ -331,8 +350,8 @@ class _RoundingMode(TorchDispatchMode):
     def _attention_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         if not self.phase.backward and _address(left) in self._probabilities:
             _, softmax = self._probabilities[_address(left)]
-            return self._store_probabilities(left, softmax), self._store(right, "attention")
-        return self._store(left, "attention"), self._store(right, "attention")
+            return self._store_probabilities(left, softmax), self._operand(right, "attention")
+        return self._operand(left, "attention"), self._operand(right, "attention")
 
     def _store_probabilities(self, probabilities: Tensor, softmax: Tensor | None = None) -> Tensor:
         """As the forward pass stores them: a flash kernel before it divides them by their sum.
@@ -340,7 +359,7 @@ class _RoundingMode(TorchDispatchMode):
         ``softmax`` has more columns where a sink took part: it may be the largest of its row.
         """
         if self.freedom.stores_scores or not probabilities.numel():
-            return self._store(probabilities, "attention")
+            return self._operand(probabilities, "attention")
         largest_of_row = probabilities.amax(-1, keepdim=True)
         if softmax is not None and softmax.shape[-1] > probabilities.shape[-1]:
             with_sinks = softmax.amax(-1)
@@ -352,7 +371,7 @@ class _RoundingMode(TorchDispatchMode):
     def _linear_operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
         if self._plain and self._are_plain(left, right):
-            return self._store(left, self._part(left)), self._store(right, self._part(right))
+            return self._operand(left, self._part(left)), self._operand(right, self._part(right))
         is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
         is_rotated = is_wgrad and self.rounding.rotate_wgrad
         return self._linear_operand(left, 1, is_rotated), self._linear_operand(right, 0, is_rotated)
@@ -376,24 +395,28 @@ class _RoundingMode(TorchDispatchMode):
         return self.phase.backward and left.shape[-2] in self._read_plainly.get(_address(right), ())
 
     def _linear_operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
-        if not _is_linear_layer(x):  # each expert's is a tensor of its own
-            return torch.stack([self._linear_operand(matrix, dim, is_rotated) for matrix in x])
-        part = self._part(x)
+        if _is_linear_layer(x):
+            return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_rotated).reshape(x.shape)
+        return torch.stack([self._matrix_operand(matrix, x, dim, is_rotated) for matrix in x])
+
+    def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_rotated: bool) -> Tensor:
+        """A matrix of the whole tensor as a GEMM reads it; each expert's is a tensor of its own."""
+        part = self._part(whole)
         to_format = self.rounding.operand_format(part)
 
         def read(matrix: Tensor, dim: int) -> Tensor:
-            stored = self._store(matrix, part)
+            stored = matrix if self._is_stored(whole) else self._store(matrix, part)
             if is_rotated:
                 stored = hadamard(stored, dim)
             if to_format is None:
                 return stored
-            return to_format(stored, dim, None if is_rotated else self._amax(x))
+            return to_format(stored, dim, None if is_rotated else self._amax(matrix))
 
-        matrix = x.reshape(x.shape[-2:])
-        if is_rotated or self.freedom.jitter is not None or matrix.is_inference():
-            return read(matrix, dim).reshape(x.shape)
+        if is_rotated or self.freedom.jitter is not None or whole.is_inference():
+            return read(matrix, dim)
         is_along_dim = not is_alike_both_ways(to_format)
-        return self._operands.read(matrix, dim, read, is_along_dim, part != "gradients").reshape(x.shape)
+        operands = self._weights_read if part == "weights" else self._operands
+        return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 
     def _part(self, x: Tensor) -> OperandPart:
         address = _address(x)

@@ -88,10 +88,10 @@ def statistics(
     """Every statistic that a tensor of this shape has.
 
     Args:
-        error: candidate minus golden, FP64, finite.
-        model_errors: rounding model minus golden for each way in which faithful kernels compute, FP64, same shape,
+        error: candidate minus golden, FP64 or FP32, finite.
+        model_errors: rounding model minus golden for each way in which faithful kernels compute, same dtype and shape,
             finite; what any of them loses is expected.
-        golden: FP64, same shape, finite.
+        golden: same dtype and shape, finite.
         least: see ``least_error``.
         of_parameter: whether the tensor is a parameter's gradient.
     """
@@ -165,7 +165,7 @@ class Component:
 
     Args:
         error, model_errors: as in ``statistics``.
-        direction: a tensor of that shape, FP64, that ``has_component``.
+        direction: a tensor of that shape, FP64 or FP32, that ``has_component``.
         golden: as in ``statistics``.
         expected_norm: of the error.
     """
@@ -198,9 +198,11 @@ class Component:
         """
         if self.at_most == 0.0:
             return 0.0
-        difference = self._error.values - self._nearest.values
-        residual = difference.sub_(self._direction.values, alpha=self._outside / self._direction.total)
-        scatter = _scatter(residual.mul_(self._direction.values))
+        residual = self._error.values - self._nearest.values
+        direction = self._direction.values.to(residual.dtype)
+        residual.sub_(direction, alpha=self._outside / self._direction.total)
+        size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
+        scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
         return self._in_deviations(math.hypot(scatter, self._granted))
 
     def _in_deviations(self, deviation: float) -> float:

@@ -18,7 +18,7 @@ class Reader:
             self.casts += 1
             return 2 * matrix
 
-        found = self._read.read(matrix, dim, cast, is_cast_along_dim, will_be_read_later)
+        found = self._read.read(matrix, matrix._version, dim, cast, is_cast_along_dim, will_be_read_later)
         assert torch.equal(found, 2 * matrix)
         return found
 

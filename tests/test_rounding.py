@@ -9,6 +9,7 @@ from torch import nn
 
 from parity.formats import e4m3, e5m2, largest, tf32
 from parity.freedom import FUSED, UNFUSED
+from parity.operands_read import OperandsRead
 from parity.rounding import rounded
 from parity.rounding_parts import PARTS, Rounding
 
@@ -70,7 +71,7 @@ def test_gradients_are_rounded_to_their_own_format_in_the_backward_pass():
         phase.begin_backward()
         y.backward(dy)
     dy_read, x_read = e5m2(bf16(dy), amax=largest(dy)), e4m3(bf16(x.detach()), amax=largest(x.detach()))
-    weight_read = e4m3(bf16(weight.detach()), amax=largest(weight.detach()))
+    weight_read = e4m3(bf16(weight.detach()))  # its scale comes from what is stored
     assert torch.equal(x.grad, bf16(dy_read @ weight_read))
     assert torch.equal(weight.grad, bf16(dy_read.t() @ x_read))
 
@@ -142,7 +143,7 @@ def test_each_rounding_of_a_linear_layer_can_be_made_alone():
     x, weight = torch.randn(4, 64), torch.randn(8, 64)
     expected = {
         "inputs": F.linear(e4m3(bf16(x), amax=largest(x)), weight),
-        "weights": F.linear(x, e4m3(bf16(weight), amax=largest(weight))),
+        "weights": F.linear(x, e4m3(bf16(weight))),
         "storage": bf16(F.linear(x, weight)),
         "gradients": F.linear(x, weight),
         "attention": F.linear(x, weight),
@@ -206,3 +207,26 @@ def test_a_sink_that_is_the_largest_of_its_row_shifts_what_probabilities_are_rou
     stored = bf16(torch.tensor(-1.0).exp()) / torch.tensor(-1.0).exp()
     expected = bf16(4 * stored / (4 + torch.tensor(1.0).exp()))
     torch.testing.assert_close(context, expected.expand_as(context), rtol=0, atol=0)
+
+
+def test_passes_with_one_rounding_share_what_they_read_of_weights():
+    x, weight, read = torch.randn(4, 64), torch.randn(8, 64), OperandsRead()
+    results, casts = [], []
+    for freedom in (FUSED, UNFUSED):
+        with rounded(FP8, [weight], freedom, weights_read=read):
+            results.append(F.linear(x, weight))
+        casts.append(len(read._kept))
+    with rounded(FP8, [weight], UNFUSED):
+        alone = F.linear(x, weight)
+    assert casts == [1, 1]
+    assert torch.equal(results[1], alone)
+
+
+def test_a_stored_tensor_that_was_written_to_is_rounded_again():
+    x, weight = bf16(torch.randn(4, 64)), bf16(torch.randn(64, 64))
+    with rounded(BF16, [weight]):
+        hidden = F.linear(x, weight)
+        hidden.mul_(1.0 + 2.0**-10)
+        y = F.linear(hidden, weight)
+    assert not torch.equal(hidden, bf16(hidden))
+    assert torch.equal(y, bf16(F.linear(bf16(hidden), weight)))

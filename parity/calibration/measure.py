@@ -18,7 +18,7 @@ from parity.case import Case
 from parity.directions import directions
 from parity.freedom import FUSED, UNFUSED, Freedom
 from parity.judge import observe
-from parity.passes import Tensors, golden_tensors, model_tensors, run_candidate, run_model
+from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import Precision
 from parity.prepare import prepare
 from parity.te import Kernels
@@ -66,7 +66,7 @@ def draw(
     """
     prepared = prepare(case, checked, precision.dtype, seed, kernels)
     known = directions(prepared)
-    golden = golden_tensors(prepared)
+    golden = golden_truths(prepared)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
     ports: list[tuple[str, Tensors]] = [
