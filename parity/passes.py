@@ -140,7 +140,8 @@ def run_candidate(
 
     ``change`` is called with the newly built module before it runs, ``seen`` with its pass.
     """
-    pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+    built = prepared.built.pop() if prepared.built else build(case, checked, seed, kernels)
+    pair = _with_weights(built, prepared, precision)
     candidate = pair.candidate
     change(candidate)
     parameters = dict(candidate.named_parameters())

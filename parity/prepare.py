@@ -83,6 +83,7 @@ class Prepared:
         calls: of golden's pass, if it ran on the kernels' device; whoever needs them takes them out, since they hold
             everything that the pass computed.
         kept: what was computed of this and is asked for again.
+        built: the pair, whose candidate has not run; whoever runs it takes it out.
     """
 
     reference: nn.Module
@@ -100,6 +101,7 @@ class Prepared:
     held: dict[str, int] = field(default_factory=dict)
     calls: list[Calls] = field(default_factory=list)
     kept: dict[Hashable, Any] = field(default_factory=dict)
+    built: list[Pair] = field(default_factory=list)
 
 
 class _Key(NamedTuple):
@@ -233,6 +235,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         on_device(probed, kernels.device),
         parameters_outside_te(pair),
         calls=calls,
+        built=[pair],
     )
     made.held["calls"] = size_in_bytes([one.trace.tensors for one in calls])
     made.held["golden"] = size_in_bytes([list(made.reference.parameters()), *vars(made).values(), vars(made.golden)])
