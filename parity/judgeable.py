@@ -15,7 +15,8 @@ from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.truth import Truths
 from parity.user_error import UserError
-from parity.weights import WeightMap, names
+from parity.weight_sides import names
+from parity.weights import WeightMap
 
 Tensors = dict[tuple[Kind, str], Tensor]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from parity.case import Pair
-from parity.weights import names
+from parity.weight_sides import names
 
 _TE = "transformer_engine"
 

@@ -28,6 +28,7 @@ from parity.te import Kernels
 from parity.truth import Truth
 from parity.user_error import UserError
 from parity.validate import CheckedSize
+from parity.weight_sides import names
 
 # TE concatenates the three (``pytorch/module/layernorm_linear.py`` of 2.20.2, ``noop_cat``).
 _SEPARATE_QKV = re.compile(r"(query|key|value)_weight$")
@@ -114,8 +115,8 @@ def _scaled_together(weight_map: weights.WeightMap, parameters: Mapping[str, Ten
     """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
     groups: dict[str, list[str]] = defaultdict(list)
     for left, right in weight_map.items():
-        for name in weights.names(right):
-            groups[_SEPARATE_QKV.sub("qkv_weight", name)] += weights.names(left)
+        for name in names(right):
+            groups[_SEPARATE_QKV.sub("qkv_weight", name)] += names(left)
     return [[parameters[name] for name in group] for group in groups.values() if len(group) > 1]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parity.weight_terms import Copies, holds, names
+from parity.weight_sides import holds, names
+from parity.weight_terms import Copies
 from parity.weights import WeightMap
 
 

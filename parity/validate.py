@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parity import weights
+from parity import weights, weights_check
 from parity.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
 from parity.case import Case, Pair, Size, draw_inputs
 from parity.inputs import Rng
@@ -96,7 +96,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
         pair, drawn = _build_without_memory(case, te, size)
         _check_plain(pair)
         try:
-            weights.check(
+            weights_check.check(
                 pair.weights,
                 weights.parameter_shapes(pair.reference),
                 weights.parameter_shapes(pair.candidate),

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity import weights
+from parity import weight_sides, weights, weights_check
 from parity.weight_terms import Shape, Side
 from parity.weights import (
     constant,
@@ -135,7 +135,7 @@ _numbers = count()
 @given(maps(frozenset({"shift", "constant", "copies"})), st.integers(0, 99))
 def test_mapping_to_the_candidate_and_back_changes_no_bit(drawn, seed):
     entries, reference, candidate = drawn
-    weights.check(entries, reference, candidate)
+    weights_check.check(entries, reference, candidate)
     tensors = random_tensors(reference, seed)
     there = weights.to_candidate(entries, tensors, candidate)
     assert {name: tuple(tensor.shape) for name, tensor in there.items()} == candidate
@@ -194,7 +194,7 @@ def test_a_shift_loses_bits_of_fp32_values_below_its_stated_limit():
 def packed(term: Side, **tensors: Tensor) -> Tensor:
     """What TE gets from a term as the left side of a map."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shape = weights.shape_of(term, shapes)
+    shape = weight_sides.shape_of(term, shapes)
     return weights.to_candidate({term: "te"}, tensors, {"te": shape})["te"]
 
 
@@ -308,7 +308,7 @@ def test_constant_fills_what_the_reference_lacks_in_the_dtype_of_the_rest():
     entries = {stack("q", constant(0.0, 2), "v"): "bias", constant(0.0, 3): "other", constant(1.0, 3): "gain"}
     tensors = {name: torch.ones(2, dtype=torch.bfloat16) for name in "qv"}
     shapes = {"bias": (6,), "other": (3,), "gain": (3,)}
-    weights.check(entries, dict.fromkeys("qv", (2,)), shapes)
+    weights_check.check(entries, dict.fromkeys("qv", (2,)), shapes)
     filled = weights.to_candidate(entries, tensors, shapes)
     assert filled["bias"].tolist() == [1, 1, 0, 0, 1, 1]
     assert filled["other"].tolist() == [0, 0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity import weights
+from parity import weights_check
 from parity.weight_terms import Shape, Side, WeightMapError
 from parity.weights import (
     constant,
@@ -31,7 +31,7 @@ RIGHT: dict[Side, Side] = {
 
 def problems(entries: dict[Side, Side], reference: Shapes = REFERENCE, candidate: Shapes = CANDIDATE) -> list[str]:
     with pytest.raises(WeightMapError) as caught:
-        weights.check(entries, reference, candidate)
+        weights_check.check(entries, reference, candidate)
     return str(caught.value).splitlines()
 
 
@@ -40,7 +40,7 @@ def without(key: Side) -> dict[Side, Side]:
 
 
 def test_a_map_that_fits_raises_nothing():
-    weights.check(RIGHT, REFERENCE, CANDIDATE)
+    weights_check.check(RIGHT, REFERENCE, CANDIDATE)
 
 
 def test_a_misspelt_name_comes_with_the_closest_one():

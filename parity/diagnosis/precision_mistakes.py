@@ -28,7 +28,7 @@ from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.rounding_parts import Rounding
-from parity.weight_terms import pack, unpack
+from parity.weight_sides import pack, unpack
 from parity.weights import parameter_shapes
 
 _NEARER = 0.7

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.weight_readings import Heads, Reading, Shapes, readings
-from parity.weight_terms import Side, describe, names, pack, shape_of, unpack
+from parity.weight_sides import describe, names, pack, shape_of, unpack
+from parity.weight_terms import Side
 from parity.weights import WeightMap
 
 _WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")

@@ -14,6 +14,7 @@ from itertools import chain, combinations, islice, permutations
 import torch
 from torch import Tensor
 
+from parity.weight_sides import describe, names, pack, shape_of, unpack
 from parity.weight_terms import (
     Experts,
     InterleavedQKV,
@@ -27,11 +28,6 @@ from parity.weight_terms import (
     Side,
     Stack,
     Transpose,
-    describe,
-    names,
-    pack,
-    shape_of,
-    unpack,
 )
 
 Shapes = Mapping[str, Shape]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity import weights
+from parity import weights, weights_check
 from parity.inputs import Rng
 from parity.precision import Precision
 from parity.reference import GPTLayer, LlamaLayer, NormLinear
@@ -144,7 +144,7 @@ def load_candidate(model: LanguageModel, architecture: Architecture, size: Size,
     """
     weight_map = architecture.weight_map(size)
     shapes = weights.parameter_shapes(model)
-    weights.check(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
+    weights_check.check(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
     load(model, weights.to_candidate(weight_map, initial, shapes))
 
 

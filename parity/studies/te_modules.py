@@ -15,7 +15,7 @@ from parity.case import Case, Pair
 from parity.cases import attention, layer, linear, mlp, norm
 from parity.freedom import Freedom
 from parity.validate import CheckedSize
-from parity.weight_terms import renamed
+from parity.weight_sides import renamed
 
 HEAD_DIM = 64
 # What TE's modules do where a kernel may choose: attention is fused, a layer's residual sums are stored.

@@ -13,7 +13,8 @@ from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
 from parity.suggest.readings import Reading, readings
 from parity.suggest.units import BIAS, WEIGHT, Unit, is_stack
-from parity.weight_terms import Constant, MisfitError, Shape, Side, Term, describe, names, shape_of
+from parity.weight_sides import describe, names, shape_of
+from parity.weight_terms import Constant, MisfitError, Shape, Side, Term
 from parity.weights import (
     constant,
     copies,

@@ -23,7 +23,9 @@ from parity.suggest.units import Unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 from parity.validate import build, located
-from parity.weights import WeightMap, names, parameter_shapes
+from parity.weight_sides import names
+from parity.weights import WeightMap, parameter_shapes
+from parity.weights_check import check_entries
 
 MAX_RUNS = 300
 
@@ -61,7 +63,7 @@ def suggest_map(
         built, _ = build(case, kernels.te, chosen)
         kept = dict(built.weights) if keep else {}
         shapes = Shapes(parameter_shapes(built.reference), parameter_shapes(built.candidate))
-        weights.check_entries(kept, shapes.reference, shapes.candidate)
+        check_entries(kept, shapes.reference, shapes.candidate)
     open_choices, problems = _open_choices(built, shapes, kept)
     if problems:
         suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))

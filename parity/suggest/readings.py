@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from parity.suggest.units import WEIGHT, Unit
-from parity.weight_terms import Shape, Side, renamed, shape_of
+from parity.weight_sides import renamed, shape_of
+from parity.weight_terms import Shape, Side
 from parity.weights import rearrange
 
 # Axes of a convolution's weight: channels out and in, then time, rows and columns of a patch.

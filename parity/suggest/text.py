@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
-from parity.weight_terms import Reorder, Side, describe
+from parity.weight_sides import describe
+from parity.weight_terms import Reorder, Side
 from parity.weights import WeightMap
 
 _SHOWN_ENTRIES = 3

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from parity import te, weights
+from parity import te, weights_check
 from parity.calibration.table import packaged
 from parity.comparison import compare_at
 from parity.cpu import cuda
@@ -37,7 +37,7 @@ def test_modules_in_a_row_have_weights_of_their_own(kernels: Kernels) -> None:
         {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         for module in (pair.reference, pair.candidate)
     ]
-    weights.check(pair.weights, *shapes)
+    weights_check.check(pair.weights, *shapes)
     assert "1.norm.weight" in shapes[0]
     assert shapes[1]["1.fc1_weight"] == (2 * 3 * 128, 128)
 
