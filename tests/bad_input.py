@@ -1,0 +1,87 @@
+"""Pairs of one layer whose inputs, weights or modules are unlike others, and what their results say."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import parity
+from parity.precision import PRECISIONS, why_unavailable
+from parity.report import failure
+from parity.report.items import Item
+from parity.result import Result, from_json, to_json
+
+te = parity.te.kernels("cpu").te
+HERE = [name for name, precision in PRECISIONS.items() if why_unavailable(precision, parity.te.kernels()) is None]
+FP8 = [name for name in HERE if PRECISIONS[name].recipe is not None]
+TOKENS, WIDTH = 16, 32
+IDENTITY = {"weight": "weight", "bias": "bias"}
+every_precision = pytest.mark.parametrize("precision", HERE)
+
+
+def linear(**fields) -> parity.Pair:
+    return parity.Pair(
+        **{
+            "reference": nn.Linear(WIDTH, WIDTH),
+            "candidate": te.Linear(WIDTH, WIDTH),
+            "inputs": lambda rng: rng.normal(TOKENS, WIDTH),
+            "weights": IDENTITY,
+            **fields,
+        }
+    )
+
+
+def mlp(inputs) -> parity.Pair:
+    return parity.Pair(
+        reference=parity.reference.SwiGLUMLP(WIDTH, 2 * WIDTH),
+        candidate=te.LayerNormMLP(WIDTH, 2 * WIDTH, normalization="RMSNorm", activation="swiglu", bias=False),
+        inputs=inputs,
+        weights={
+            "norm.weight": "layer_norm_weight",
+            parity.stack("gate_proj.weight", "up_proj.weight"): "fc1_weight",
+            "down_proj.weight": "fc2_weight",
+        },
+    )
+
+
+def both(call) -> dict:
+    """The same function around the reference and the candidate."""
+    return {"call_reference": call, "call_candidate": call}
+
+
+def result_of(pair: parity.Pair, precision: str = "fp32") -> Result:
+    (result,) = parity.compare(pair, [precision])
+    assert from_json(to_json(result)) == result
+    if not result.passed:
+        assert "Traceback" not in failure.message(Item((result,)))
+    return result
+
+
+def findings(result: Result) -> set[str]:
+    return {finding.code for finding in result.findings}
+
+
+def assert_says(result: Result, status: str, *words: str) -> None:
+    told = " ".join((result.reason, *result.notes, *(finding.message for finding in result.findings)))
+    assert result.status == status, (result.status, told)
+    assert all(word in told for word in words), told
+
+
+class Wrapped(nn.Module):
+    """A layer under the name ``layer``, for modules of which it is a part."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+WRAPPED = {"layer.weight": "layer.weight", "layer.bias": "layer.bias"}
+
+
+def wrapped(kind: type[Wrapped], weights: dict | None = None, **fields) -> parity.Pair:
+    return linear(
+        reference=kind(nn.Linear(WIDTH, WIDTH)),
+        candidate=kind(te.Linear(WIDTH, WIDTH)),
+        weights={**WRAPPED, **(weights or {})},
+        **fields,
+    )
