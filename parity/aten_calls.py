@@ -32,7 +32,25 @@ POINTWISE = (
     _aten.threshold_backward.default,
     *SOFTMAX,
 )
-RELU, RELU_BACKWARD = _aten.relu.default, _aten.threshold_backward.default
+RELU, RELU_IN_PLACE, RELU_BACKWARD = _aten.relu.default, _aten.relu_.default, _aten.threshold_backward.default
+HARDSWISH_BACKWARD = _aten.hardswish_backward.default
+KINKED_BACKWARD = {
+    RELU_BACKWARD: 1,
+    HARDSWISH_BACKWARD: 1,
+    _aten.hardtanh_backward.default: 1,
+    _aten.hardsigmoid_backward.default: 1,
+    _aten.leaky_relu_backward.default: 1,
+    _aten._prelu_kernel_backward.default: 1,
+    _aten.softshrink_backward.default: 1,
+    _aten.hardshrink_backward.default: 1,
+}
+"""Kernels of gradients that jump, and which argument decides on which side of the jump a value is."""
+COMPARISONS = frozenset(
+    overload
+    for comparison in (_aten.lt, _aten.le, _aten.gt, _aten.ge)
+    for overload in (comparison.Scalar, comparison.Tensor)
+)
+SIGN = (_aten.sgn.default, _aten.sign.default)
 RECIPROCAL_ROOT = _aten.rsqrt.default
 LAYER_NORM = _aten.native_layer_norm.default
 NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)

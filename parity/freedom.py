@@ -30,8 +30,6 @@ class Freedom:
             moves by up to a roundoff, and with it where every value of the tensor falls in its format. None for none.
         plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
             behind them, and on a CPU they compute in the dtype (``parity.plain_kernels``).
-        kinks: by how much of its root mean square a ReLU's argument may be wrong: gradients go through where it is
-            above minus that. Where it is negative, only where the argument is above its magnitude.
     """
 
     stores_scores: bool
@@ -40,7 +38,6 @@ class Freedom:
     splits_of_k: int = 1
     jitter: int | None = None
     plain: tuple[str, ...] = ()
-    kinks: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:

@@ -16,6 +16,7 @@ from parity import quantization_state, te_caches, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.freedom import Freedom
+from parity.kinks import Kinks
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.quantized_parameters import check, moved
@@ -61,10 +62,13 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
     return models[rounding, freedom]
 
 
-def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
-    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
+def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: Kinks | None = None) -> Tensors:
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them.
+
+    ``kinks`` are those of the pass that has gradients.
+    """
     prepared.reference.float()
-    with under_model(prepared, rounding, freedom) as phase, separate_norms(prepared.reference, prepared.weights):
+    with under_model(prepared, rounding, freedom, kinks) as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
@@ -81,11 +85,14 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tenso
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
-def under_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> AbstractContextManager[Phase]:
+def under_model(
+    prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: Kinks | None = None
+) -> AbstractContextManager[Phase]:
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
-    return rounded(rounding, parameters.values(), freedom, _scaled_together(prepared.weights, parameters), plain)
+    scaled_together = _scaled_together(prepared.weights, parameters)
+    return rounded(rounding, parameters.values(), freedom, scaled_together, plain, kinks)
 
 
 def _scaled_together(weight_map: weights.WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:

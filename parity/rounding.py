@@ -44,7 +44,7 @@ from parity.aten_calls import (
     RECIPROCAL_ROOT,
     REDUCTIONS,
     RELU,
-    RELU_BACKWARD,
+    RELU_IN_PLACE,
     SAME_PLACE,
     SOFTMAX,
     SOFTMAX_BACKWARD,
@@ -55,6 +55,7 @@ from parity.aten_calls import (
 from parity.blocked_attention import Arithmetic, as_it_is
 from parity.formats import hadamard, is_alike_both_ways, largest
 from parity.freedom import FUSED_POINTWISE, JITTER, Freedom
+from parity.kinks import Kinks
 from parity.long_sequences import attention_in_blocks
 from parity.operands_read import OperandsRead
 from parity.patches import are_patches, rows_of
@@ -84,6 +85,7 @@ def rounded(
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
+    kinks: Kinks | None = None,
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
@@ -94,11 +96,12 @@ def rounded(
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
             whole tensor is that of all of them.
         plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
+        kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain)
+    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks)
     with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
         yield mode.phase
 
@@ -111,8 +114,10 @@ class _RoundingMode(TorchDispatchMode):
         freedom: Freedom,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
+        kinks: Kinks | None,
     ) -> None:
         super().__init__()
+        self._kinks = kinks
         self.rounding = rounding
         self.freedom = freedom
         self.phase = Phase()
@@ -134,7 +139,6 @@ class _RoundingMode(TorchDispatchMode):
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
-        self._beside_kinks: dict[int, Tensor] = {}  # arguments of ReLUs, moved, by their results' address
         self._operands = OperandsRead()
         self._suspended = False
 
@@ -165,6 +169,21 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
+        if self._kinks is not None:
+            return self._beside_kinks(self._kinks, func, args, kwargs)
+        return self._rounded(func, args, kwargs)
+
+    def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The call, with the values moved that decide on which side of a kink they are."""
+        if self.phase.backward or any(_requires_grad(x) for x in args):
+            args = kinks.moved(func, args)
+        argument = args[0].clone() if func is RELU_IN_PLACE else args[0] if func is RELU else None
+        result = self._rounded(func, args, kwargs)
+        if argument is not None:
+            kinks.see(argument, result)
+        return result
+
+    def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if func in FIRST_OPERAND:
             return self._gemm(func, args, kwargs)
         if func is SOFTMAX_BACKWARD and not self.freedom.stores_scores:
@@ -197,12 +216,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """What lies between two GEMMs."""
-        if func is RELU_BACKWARD and _address(args[1]) in self._beside_kinks:
-            args = args[0], self._beside_kinks[_address(args[1])], 0.0
         result = func(*args, **kwargs)
-        if func is RELU and self.freedom.kinks:
-            width = args[0].square().mean().sqrt() * self.freedom.kinks
-            self._beside_kinks[_address(result)] = (args[0] + width).detach()
         if self.freedom.stores_pointwise and func in NORMS:
             result = self._store(result[0]), *result[1:]
         elif self.freedom.stores_pointwise and self._is_stored(func, args):

@@ -5,26 +5,27 @@ runs once more with what they round (``parity.plain_calls``).
 
 Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
 alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
-fails, the model runs with every ReLU open that may be, with every one shut, and a few times with jitter
-(``parity.freedom.Freedom``), and what any of these runs loses is expected as well. A mistake is none that these make:
-its error stays where it is.
+fails, the model runs with every such value above its kink that may be, with every one below (``parity.kinks``), and a
+few times with jitter (``parity.freedom.Freedom``), and what any of these runs loses is expected as well. A mistake is
+none that these make: its error stays where it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from parity.freedom import FUSED, UNFUSED
+import torch
+
+from parity.freedom import FUSED, UNFUSED, Freedom
+from parity.kinks import Kinks
 from parity.passes import Tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
 from parity.rounding_parts import Rounding
 
 LOOKS = 8
-# Standard deviations of a value's noise, taken to be that of the outputs, within which it may be beyond a ReLU's kink.
-KINK_WIDTH = 2.0
 # Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
 
@@ -49,19 +50,28 @@ def second_look(
     """
     if all(tensor.passed for tensor in tensors) or not all(math.isfinite(tensor.margin) for tensor in tensors):
         return tensors
-    unfused = dataclasses.replace(UNFUSED, plain=plain)
-    noise = max((tensor.expected.relative_l2 for tensor in tensors if tensor.kind == "output"), default=0.0)
-    kinks = (dataclasses.replace(FUSED, kinks=side * KINK_WIDTH * noise) for side in (1.0, -1.0) if noise)
-    jitter = (dataclasses.replace((FUSED, unfused)[seed % 2], jitter=seed) for seed in range(LOOKS))
     looked, judged = list(models), tensors
-    for freedom in (*((unfused,) if plain else ()), *kinks, *jitter):
+    for kinks, freedom in _looks(prepared, plain):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
-        looked.append(run_model(prepared, rounding, freedom))
+        looked.append(run_model(prepared, rounding, freedom, kinks))
         judged = judge(looked)
         if all(tensor.passed for tensor in judged):
             return judged
     return tensors
+
+
+def _looks(prepared: Prepared, plain: tuple[str, ...]) -> Iterator[tuple[Kinks | None, Freedom]]:
+    unfused = dataclasses.replace(UNFUSED, plain=plain)
+    if plain:
+        yield None, unfused
+    exact = Kinks()
+    run_model(prepared, Rounding(torch.float32), FUSED, exact)
+    if exact.values:
+        yield from ((Kinks(side, exact.values), unfused) for side in (1.0, -1.0))
+    exact.values.clear()
+    for seed in range(LOOKS):
+        yield None, dataclasses.replace((FUSED, unfused)[seed % 2], jitter=seed)
 
 
 def remark(tensors: Sequence[TensorResult]) -> str:
