@@ -129,8 +129,9 @@ def run_candidate(
     candidate = pair.candidate
     change(candidate)
     parameters = dict(candidate.named_parameters())
-    for _ in range(1 + precision.warmup_passes):
-        ran = run(
+
+    def once() -> Pass:
+        return run(
             candidate,
             pair.call_candidate,
             prepared.inputs,
@@ -139,6 +140,8 @@ def run_candidate(
             forward_context=precision.autocast(kernels),
             watch_inputs=seen is not None,
         )
+
+    ran = quantization_state.settled(once, precision.warmup_passes)
     if seen is not None:
         seen(ran)
     gradients = {
@@ -165,10 +168,11 @@ def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
 
 
 def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
-    for _ in range(1 + precision.warmup_passes):
+    def once() -> dict[str, Tensor]:
         with precision.autocast(kernels):
-            outputs = outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
-    return outputs
+            return outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
+
+    return quantization_state.settled(once, precision.warmup_passes)
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
