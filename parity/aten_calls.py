@@ -51,6 +51,7 @@ COMPARISONS = frozenset(
     for overload in (comparison.Scalar, comparison.Tensor)
 )
 SIGN = (_aten.sgn.default, _aten.sign.default)
+EMBEDDING = _aten.embedding.default
 RECIPROCAL_ROOT = _aten.rsqrt.default
 LAYER_NORM = _aten.native_layer_norm.default
 NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)

@@ -7,7 +7,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and what a recipe of
   ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
 * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
-* the operands of attention's batched GEMMs to the dtype alone: TE computes attention in it under every recipe;
+* the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
+  attention in it under every recipe, and has no kernel for the others;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
 * what kernels of PyTorch's own return that TE has none for (``parity.plain_kernels``).
 
@@ -56,6 +57,7 @@ from parity.blocked_attention import Arithmetic, as_it_is
 from parity.formats import hadamard, is_alike_both_ways, largest
 from parity.freedom import FUSED_POINTWISE, JITTER, Freedom
 from parity.kinks import Kinks
+from parity.lineage import Lineage
 from parity.long_sequences import attention_in_blocks
 from parity.operands_read import OperandsRead
 from parity.patches import are_patches, rows_of
@@ -81,7 +83,7 @@ class Phase:
 @contextmanager
 def rounded(
     rounding: Rounding,
-    weights: Iterable[Tensor] = (),
+    weights: Iterable[Tensor] | None = None,
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
@@ -91,7 +93,7 @@ def rounded(
 
     Args:
         rounding: what is rounded.
-        weights: the model's parameters.
+        weights: the model's parameters; where it is None, each product of matrices is taken for a linear layer's.
         freedom: the choices of the kernel that is modelled.
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
             whole tensor is that of all of them.
@@ -110,7 +112,7 @@ class _RoundingMode(TorchDispatchMode):
     def __init__(
         self,
         rounding: Rounding,
-        weights: Iterable[Tensor],
+        weights: Iterable[Tensor] | None,
         freedom: Freedom,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
@@ -123,7 +125,9 @@ class _RoundingMode(TorchDispatchMode):
         self.phase = Phase()
         self._noise: torch.Generator | None = None
         self._roundoff = torch.finfo(rounding.storage).eps / 2
-        weights = list(weights)
+        known = weights is not None
+        weights = list(weights or ())
+        self._lineage = Lineage(weights) if known else None
         self._weights = {_address(weight) for weight in weights}
         self._stacks = {_address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
         self._read_by_experts: set[int] = set()  # addresses of inputs
@@ -169,9 +173,13 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        if self._kinks is not None:
-            return self._beside_kinks(self._kinks, func, args, kwargs)
-        return self._rounded(func, args, kwargs)
+        if self._kinks is None:
+            result = self._rounded(func, args, kwargs)
+        else:
+            result = self._beside_kinks(self._kinks, func, args, kwargs)
+        if self._lineage is not None and not self.phase.backward:
+            self._lineage.see(func, args, result)
+        return result
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """The call, with the values moved that decide on which side of a kink they are."""
@@ -207,7 +215,8 @@ class _RoundingMode(TorchDispatchMode):
     def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         position = FIRST_OPERAND[func]
         left, right = args[position], args[position + 1]
-        is_linear = _is_linear_layer(left) or self._is_of_experts(left, right)
+        is_matrix = _is_linear_layer(left) and not self._are_both_activations(left, right)
+        is_linear = is_matrix or self._is_of_experts(left, right)
         operands = (self._linear_operands if is_linear else self._attention_operands)(left, right)
         result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
         if is_linear:
@@ -370,6 +379,17 @@ class _RoundingMode(TorchDispatchMode):
         is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
         is_rotated = is_wgrad and self.rounding.rotate_wgrad
         return self._linear_operand(left, 1, is_rotated), self._linear_operand(right, 0, is_rotated)
+
+    def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a product of two matrices has no weight, as similarities of embeddings and attention of one head.
+
+        It is no linear layer: TE has no kernel for it but attention.
+        """
+        if self._lineage is None:
+            return False
+        if self.phase.backward:
+            return self._lineage.is_gradient_of_product(left, right)
+        return self._lineage.is_product_of_activations(left, right)
 
     def _is_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Whether a batch of GEMMs is one linear layer of each expert, whose weights are one ``[experts, ...]``."""
