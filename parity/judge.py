@@ -28,6 +28,7 @@ def judge(
     precision: Precision,
     table: Table,
     known: Sequence[Direction],
+    drawn: int = 0,
 ) -> tuple[TensorResult, ...]:
     """Judge every tensor.
 
@@ -38,9 +39,11 @@ def judge(
         precision: at which they were computed.
         table: what faithful ports show.
         known: directions of subtle mistakes.
+        drawn: how many of the models, the last ones, round independently. Gradients alone are judged by these, too: few
+            numbers of a loss scale them all.
     """
     floors = _floors(golden, models)
-    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors) for key in golden)
+    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors, drawn) for key in golden)
 
 
 def _floors(golden: Tensors, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
@@ -94,12 +97,16 @@ def _errors(
     candidate: Tensors,
     models: Sequence[Tensors],
     floors: Mapping[tuple[Kind, str], float],
+    drawn: int = 0,
 ) -> list[Summed]:
     """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
-    errors = [difference(tensors[key], truth) for tensors in (candidate, *models)]
+    rounded = models[: len(models) - drawn]
+    errors = [Summed(difference(tensors[key], truth)) for tensors in (candidate, *rounded)]
+    if key[0].endswith("gradient"):
+        errors += [Summed(difference(model[key], truth), is_drawn=True) for model in models[len(rounded) :]]
     if key in floors:
-        errors.append(torch.full_like(truth, floors[key]))
-    return list(map(Summed, errors))
+        errors.append(Summed(torch.full_like(truth, floors[key])))
+    return errors
 
 
 def _observed(
@@ -139,12 +146,13 @@ def _judged(
     table: Table,
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
+    drawn: int,
 ) -> TensorResult:
     kind, name = key
     measures = Measures(golden[key], precision.dtype)
     truth = measures.golden.values
     least = least_error(precision.dtype, summed_terms(kind, truth, golden))
-    error, *model_errors = _errors(key, truth, candidate, models, floors)
+    error, *model_errors = _errors(key, truth, candidate, models, floors, drawn)
     errors = measures.of(candidate[key], error)
     most = _most(model_errors)
     loses_most = models[most][key] if most < len(models) else truth + model_errors[most].values

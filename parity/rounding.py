@@ -54,7 +54,7 @@ from parity.aten_calls import (
     TABLES,
 )
 from parity.blocked_attention import Arithmetic, as_it_is
-from parity.formats import hadamard, is_alike_both_ways, largest
+from parity.formats import hadamard, is_alike_both_ways, largest, spacing
 from parity.freedom import FUSED_POINTWISE, JITTER, Freedom
 from parity.kinks import Kinks
 from parity.lineage import Lineage
@@ -68,6 +68,7 @@ from parity.plain_kernels import PLAIN_KERNELS, as_in
 from parity.rounding_parts import OperandPart, Part, Rounding
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
+_HALF = 0.4999  # a little less, so that FP32 sums of it and a number that the dtype has stay below the next
 
 
 @dataclass
@@ -280,7 +281,11 @@ class _RoundingMode(TorchDispatchMode):
     def _store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
         if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
-            x = self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
+            x = (
+                self._dithered(x)
+                if self.freedom.dithers
+                else self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
+            )
         return self.rounding.store_part(x, part)
 
     def _amax(self, x: Tensor) -> Tensor | None:
@@ -288,14 +293,24 @@ class _RoundingMode(TorchDispatchMode):
         group = self._scaled_together.get(_address(x))
         if group is not None:
             return torch.stack([largest(weight.detach()) for weight in group]).max()
-        if self.freedom.jitter is not None:
+        if self.freedom.jitter is not None and not self.freedom.dithers:
             return self._jittered(largest(x), self._roundoff)
         return None if self.freedom.stores_pointwise or _address(x) in self._normalized else largest(x)
 
     def _jittered(self, x: Tensor, step: float) -> Tensor:
+        return x * (1.0 + step * self._uniform(x))
+
+    def _dithered(self, x: Tensor) -> Tensor:
+        if self.rounding.storage is torch.float32:
+            return self._jittered(x, self._roundoff)
+        step = spacing(x, self.rounding.storage)
+        return (x / step + 0.5 + _HALF * self._uniform(x)).floor() * step
+
+    def _uniform(self, x: Tensor) -> Tensor:
+        """Between -1 and 1."""
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
-        return x * (1.0 + step * (2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0))
+        return 2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0
 
     def _is_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
