@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parity.aten_calls import EMBEDDING
+from parity.aten_calls import ELEMENTWISE, EMBEDDING
 
 
 class Lineage:
@@ -25,13 +25,21 @@ class Lineage:
         self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Take note of a call of the forward pass: what is computed of weights and constants alone is a weight."""
+        """Take note of a call of the forward pass: what is computed of weights and constants alone is a weight.
+
+        So is what adds anything to a matrix of weights, as a step of an optimizer does.
+        """
         if func is EMBEDDING:  # rows that the inputs choose
             return
         operands = list(_floating(args))
-        of_weights = [_address(x) in self._of_weights for x in operands]
-        if any(of_weights) and all(it or not x.requires_grad for it, x in zip(of_weights, operands, strict=True)):
-            self._of_weights.update((_address(x), x) for x in _floating((result,)))
+        weights = [x for x in operands if _address(x) in self._of_weights]
+        if not weights:
+            return
+        results = list(_floating((result,)))
+        is_of_them_alone = all(not x.requires_grad or _address(x) in self._of_weights for x in operands)
+        is_added = func in ELEMENTWISE and any(x.dim() > 1 and x.shape == results[0].shape for x in weights)
+        if is_of_them_alone or is_added:
+            self._of_weights.update((_address(x), x) for x in results)
 
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product of the forward pass has no weight; it is remembered."""

@@ -107,6 +107,12 @@ def test_a_weight_that_is_computed_of_weights_is_a_linear_layers(weight):
     assert not of_x
 
 
+def test_a_weight_that_an_update_is_added_to_is_a_linear_layers():
+    output, of_x, *_ = operands_that_stay(lambda x, y, w, **_: x @ (w - 0.01 * y))
+    assert not output
+    assert not of_x
+
+
 def test_what_an_embedding_returns_is_an_activation():
     ids = torch.arange(32)
     assert all(operands_that_stay(lambda w, v, **_: F.embedding(ids, w) @ F.embedding(ids, v).T, parameters=("w", "v")))
