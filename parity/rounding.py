@@ -65,6 +65,7 @@ from parity.patches import backward as patches_backward
 from parity.patches import forward as patches_forward
 from parity.plain_calls import is_in_place, is_view
 from parity.plain_kernels import PLAIN_KERNELS, as_in
+from parity.recurrent import step_by_step
 from parity.rounding_parts import OperandPart, Part, Rounding
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
@@ -105,7 +106,7 @@ def rounded(
         The phase, to be told where the backward pass begins.
     """
     mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks)
-    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), step_by_step():
         yield mode.phase
 
 
