@@ -27,7 +27,8 @@ class Freedom:
         jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (of FP32, two),
             as from sums in another order: which way single values are rounded changes, and what hangs on them, such as
             the side of a ReLU's kink. The largest value of a tensor is one of them, so that a scale that comes from it
-            moves by up to a roundoff, and with it where every value of the tensor falls in its format. None for none.
+            moves by up to a roundoff, and with it where every value of the tensor falls in its format; but a weight's,
+            which every port holds exactly. None for none.
         dithers: whether the noise is as large as a rounding's error instead: a number between two of the dtype becomes
             the upper one the likelier the nearer it is, and one that the dtype has stays. Runs with other seeds then
             round independently, with twice the variance of rounding to the nearest (a sixth of a spacing's square on

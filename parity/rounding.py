@@ -294,7 +294,7 @@ class _RoundingMode(TorchDispatchMode):
         group = self._scaled_together.get(_address(x))
         if group is not None:
             return torch.stack([largest(weight.detach()) for weight in group]).max()
-        if self.freedom.jitter is not None and not self.freedom.dithers:
+        if self.freedom.jitter is not None and not self.freedom.dithers and _address(x) not in self._weights:
             return self._jittered(largest(x), self._roundoff)
         return None if self.freedom.stores_pointwise or _address(x) in self._normalized else largest(x)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import parity
+from parity.formats import e4m3
 from parity.freedom import FUSED, UNFUSED
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
@@ -53,6 +54,16 @@ def test_jitter_rounds_single_values_otherwise_and_leaves_the_size_of_the_error(
     assert all(0.0 < share < 0.5 for share in differ)
     assert max(norms) / min(norms) < 1.1
     assert not torch.equal(results[1], results[2])
+
+
+def test_jitter_leaves_the_scale_of_a_weight_which_every_port_holds_exactly():
+    weight, rounding = torch.randn(64, 64).bfloat16().float(), Rounding(torch.bfloat16, weights=e4m3)
+    results = []
+    for jitter in (None, *range(8)):
+        with rounded(rounding, [weight], dataclasses.replace(FUSED, jitter=jitter)):
+            results.append(nn.functional.linear(torch.eye(64), weight))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
