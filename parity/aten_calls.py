@@ -50,6 +50,7 @@ COMPARISONS = frozenset(
     for comparison in (_aten.lt, _aten.le, _aten.gt, _aten.ge)
     for overload in (comparison.Scalar, comparison.Tensor)
 )
+LARGEST, LARGEST_AND_PLACE = _aten.amax.default, _aten.max.dim
 SIGN = (_aten.sgn.default, _aten.sign.default)
 EMBEDDING = _aten.embedding.default
 RECIPROCAL_ROOT = _aten.rsqrt.default

@@ -6,7 +6,8 @@ on the error that values have there: it is measured, call by call, as the distan
 computes and what FP32 without the precision's roundings does.
 
 PyTorch decides in two ways. Its kernels of gradients read the argument of the function; and where a gradient is made
-of several calls, one of them compares numbers or takes their signs. Both read a moved argument here.
+of several calls, one of them compares numbers or takes their signs. Both read a moved argument here. Where the largest
+of many values is taken, the next one is chosen that is as near.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.aten_calls import COMPARISONS, HARDSWISH_BACKWARD, KINKED_BACKWARD, RELU_BACKWARD, SIGN
+from parity.aten_calls import (
+    COMPARISONS,
+    HARDSWISH_BACKWARD,
+    KINKED_BACKWARD,
+    LARGEST,
+    LARGEST_AND_PLACE,
+    RELU_BACKWARD,
+    SIGN,
+)
 
 # Standard deviations of a value's error within which it may be beyond a kink. Of the values that normal errors take
 # across one, a share of 1 in 50 is farther from it than 2, and of 1 in 100,000 than 4 (the integral of the tail).
@@ -54,12 +63,33 @@ class Kinks:
             if func is RELU_BACKWARD:
                 value = self._arguments.get(_address(value), value)
             return *args[:place], self._beside(value, func is HARDSWISH_BACKWARD), *args[place + 1 :]
+        if func in (LARGEST, LARGEST_AND_PLACE) and not self._side and _dimension(args)[0] is not None:
+            self._beside(args[0])
         if func in SIGN:
             return self._beside(args[0]), *args[1:]
         if func in COMPARISONS and args[0].is_floating_point():
             difference = self._beside(args[0] - args[1])
             return difference, torch.zeros_like(difference) if isinstance(args[1], Tensor) else 0.0
         return args
+
+    def chosen(self, func: Any, args: Any) -> Any:
+        """What a largest value's call returns, with the next to it chosen where it is as near; None of other calls.
+
+        A largest value's gradient goes to where it is: the winner's argument, and no other, is lowered.
+        """
+        if func not in (LARGEST, LARGEST_AND_PLACE) or not self._side:
+            return None
+        x, dim, keep = args[0], *_dimension(args)
+        if dim is None:
+            return None
+        winner = x.detach().argmax(dim, keepdim=True)
+        step = self._beside(x) - x.detach()
+        lowered = x.detach().scatter_add(dim, winner, -step.abs().gather(dim, winner))
+        place = lowered.argmax(dim, keepdim=True)
+        values = x.gather(dim, place)
+        if not keep:
+            values, place = values.squeeze(dim), place.squeeze(dim)
+        return values if func is LARGEST else (values, place)
 
     def _beside(self, value: Tensor, only_across: bool = False) -> Tensor:
         value = value.detach()
@@ -72,6 +102,13 @@ class Kinks:
         if not only_across:
             return moved
         return torch.where((value.abs() < _HARDSWISH) != (moved.abs() < _HARDSWISH), moved, value)
+
+
+def _dimension(args: Any) -> tuple[int | None, bool]:
+    """The one dimension that a largest value is taken along, and whether it is kept; None for several."""
+    dims = args[1] if len(args) > 1 else ()
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    return (dims[0] if len(dims) == 1 else None), bool(args[2]) if len(args) > 2 else False
 
 
 def _root_mean_square(x: Tensor) -> Tensor:

@@ -187,6 +187,9 @@ class _RoundingMode(TorchDispatchMode):
         """The call, with the values moved that decide on which side of a kink they are."""
         if self.phase.backward or any(_requires_grad(x) for x in args):
             args = kinks.moved(func, args)
+            chosen = None if kwargs else kinks.chosen(func, args)
+            if chosen is not None:
+                return chosen
         argument = args[0].clone() if func is RELU_IN_PLACE else args[0] if func is RELU else None
         result = self._rounded(func, args, kwargs)
         if argument is not None:

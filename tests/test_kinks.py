@@ -67,6 +67,16 @@ def test_what_a_function_returns_stays_where_it_is(name):
     assert torch.equal(gradients(function, x, Kinks(1.0, noted.values))[0], function(x))
 
 
+@pytest.mark.parametrize("function", [lambda x: x.amax(1), lambda x: x.max(1).values, lambda x: x.amax(1, True)])
+def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
+    x = torch.tensor([[1.0, 0.98, 0.5], [1.0, 0.5, 0.4]])
+    noted = Kinks()
+    gradients(function, x - NOISE, noted)
+    y, moved = gradients(function, x, Kinks(1.0, noted.values))
+    assert moved.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    torch.testing.assert_close(y.flatten(), torch.tensor([0.98, 1.0]))
+
+
 def test_each_call_has_the_error_that_is_measured_there():
     """A coarse tensor and a fine one, both 0.02 below 0: the coarse one's values may be above."""
     x = torch.full((2, 64), -0.02)
