@@ -63,7 +63,7 @@ class Kinks:
             if func is RELU_BACKWARD:
                 value = self._arguments.get(_address(value), value)
             return *args[:place], self._beside(value, func is HARDSWISH_BACKWARD), *args[place + 1 :]
-        if func in (LARGEST, LARGEST_AND_PLACE) and not self._side and _dimension(args)[0] is not None:
+        if _takes_largest(func, args) and not self._side:
             self._beside(args[0])
         if func in SIGN:
             return self._beside(args[0]), *args[1:]
@@ -77,11 +77,9 @@ class Kinks:
 
         A largest value's gradient goes to where it is: the winner's argument, and no other, is lowered.
         """
-        if func not in (LARGEST, LARGEST_AND_PLACE) or not self._side:
+        if not self._side or not _takes_largest(func, args):
             return None
-        x, dim, keep = args[0], *_dimension(args)
-        if dim is None:
-            return None
+        x, dim, keep = args[0], _dimensions(args)[0], len(args) > 2 and args[2]
         winner = x.detach().argmax(dim, keepdim=True)
         step = self._beside(x) - x.detach()
         lowered = x.detach().scatter_add(dim, winner, -step.abs().gather(dim, winner))
@@ -104,11 +102,14 @@ class Kinks:
         return torch.where((value.abs() < _HARDSWISH) != (moved.abs() < _HARDSWISH), moved, value)
 
 
-def _dimension(args: Any) -> tuple[int | None, bool]:
-    """The one dimension that a largest value is taken along, and whether it is kept; None for several."""
+def _takes_largest(func: Any, args: Any) -> bool:
+    """Whether a call returns the largest of numbers along one dimension."""
+    return func in (LARGEST, LARGEST_AND_PLACE) and args[0].is_floating_point() and len(_dimensions(args)) == 1
+
+
+def _dimensions(args: Any) -> list[int]:
     dims = args[1] if len(args) > 1 else ()
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    return (dims[0] if len(dims) == 1 else None), bool(args[2]) if len(args) > 2 else False
+    return [dims] if isinstance(dims, int) else list(dims)
 
 
 def _root_mean_square(x: Tensor) -> Tensor:

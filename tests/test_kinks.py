@@ -77,6 +77,17 @@ def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
     torch.testing.assert_close(y.flatten(), torch.tensor([0.98, 1.0]))
 
 
+def test_the_largest_of_truths_is_left_alone():
+    x = torch.tensor([[1.0, -1.0]])
+
+    def function(x):
+        return x * (x > 0).amax(1, keepdim=True)
+
+    noted = Kinks()
+    gradients(function, x - NOISE, noted)
+    assert torch.equal(gradients(function, x, Kinks(1.0, noted.values))[0], x)
+
+
 def test_each_call_has_the_error_that_is_measured_there():
     """A coarse tensor and a fine one, both 0.02 below 0: the coarse one's values may be above."""
     x = torch.full((2, 64), -0.02)
