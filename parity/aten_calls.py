@@ -32,7 +32,27 @@ POINTWISE = (
     _aten.threshold_backward.default,
     *SOFTMAX,
 )
-RELU, RELU_BACKWARD = _aten.relu.default, _aten.threshold_backward.default
+RELU, RELU_IN_PLACE, RELU_BACKWARD = _aten.relu.default, _aten.relu_.default, _aten.threshold_backward.default
+HARDSWISH_BACKWARD = _aten.hardswish_backward.default
+KINKED_BACKWARD = {
+    RELU_BACKWARD: 1,
+    HARDSWISH_BACKWARD: 1,
+    _aten.hardtanh_backward.default: 1,
+    _aten.hardsigmoid_backward.default: 1,
+    _aten.leaky_relu_backward.default: 1,
+    _aten._prelu_kernel_backward.default: 1,
+    _aten.softshrink_backward.default: 1,
+    _aten.hardshrink_backward.default: 1,
+}
+"""Kernels of gradients that jump, and which argument decides on which side of the jump a value is."""
+COMPARISONS = frozenset(
+    overload
+    for comparison in (_aten.lt, _aten.le, _aten.gt, _aten.ge)
+    for overload in (comparison.Scalar, comparison.Tensor)
+)
+LARGEST, LARGEST_AND_PLACE = _aten.amax.default, _aten.max.dim
+SIGN = (_aten.sgn.default, _aten.sign.default)
+EMBEDDING = _aten.embedding.default
 RECIPROCAL_ROOT = _aten.rsqrt.default
 LAYER_NORM = _aten.native_layer_norm.default
 NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)
@@ -40,6 +60,7 @@ AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 TABLES = (_aten.cos.default, _aten.sin.default)
 SAME_PLACE = (*POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
 REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)
+ELEMENTWISE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
 SUM_IN_PLACE = _aten.add_.Tensor
 SUMS = (_aten.add.Tensor, SUM_IN_PLACE)
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "pow", "sqrt", "exp", "reciprocal"})

@@ -245,8 +245,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     golden, known = answerable(golden_truths(prepared), ran.models), ran.known
 
-    def judge_by(modelled: Sequence[Tensors]) -> tuple[TensorResult, ...]:
-        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known)
+    def judge_by(modelled: Sequence[Tensors], drawn: int = 0) -> tuple[TensorResult, ...]:
+        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
 
     first_look = judge_by(ran.models)
     plain = () if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)

@@ -110,6 +110,13 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
     return blocks.flatten(-2).movedim(-1, dim)
 
 
+def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between the numbers of ``dtype`` at each element, which has more bits; of subnormals near zero."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(x.abs().clamp(min=info.smallest_normal))
+    return torch.ldexp(torch.full_like(x, info.eps / 2), exponent)
+
+
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude, a scalar; 0 of nothing."""
     return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())

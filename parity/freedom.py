@@ -27,11 +27,14 @@ class Freedom:
         jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (of FP32, two),
             as from sums in another order: which way single values are rounded changes, and what hangs on them, such as
             the side of a ReLU's kink. The largest value of a tensor is one of them, so that a scale that comes from it
-            moves by up to a roundoff, and with it where every value of the tensor falls in its format. None for none.
+            moves by up to a roundoff, and with it where every value of the tensor falls in its format; but a weight's,
+            which every port holds exactly. None for none.
+        dithers: whether the noise is as large as a rounding's error instead: a number between two of the dtype becomes
+            the upper one the likelier the nearer it is, and one that the dtype has stays. Runs with other seeds then
+            round independently, with twice the variance of rounding to the nearest (a sixth of a spacing's square on
+            average, for a twelfth). Where the dtype is FP32, noise of a roundoff.
         plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
             behind them, and on a CPU they compute in the dtype (``parity.plain_kernels``).
-        kinks: by how much of its root mean square a ReLU's argument may be wrong: gradients go through where it is
-            above minus that. Where it is negative, only where the argument is above its magnitude.
     """
 
     stores_scores: bool
@@ -39,8 +42,8 @@ class Freedom:
     stores_pointwise: bool
     splits_of_k: int = 1
     jitter: int | None = None
+    dithers: bool = False
     plain: tuple[str, ...] = ()
-    kinks: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:

@@ -29,6 +29,7 @@ def judge(
     precision: Precision,
     table: Table,
     known: Sequence[Direction],
+    drawn: int = 0,
 ) -> tuple[TensorResult, ...]:
     """Judge every tensor.
 
@@ -39,9 +40,11 @@ def judge(
         precision: at which they were computed.
         table: what faithful ports show.
         known: directions of subtle mistakes.
+        drawn: how many of the models, the last ones, round independently. Gradients alone are judged by these, too: few
+            numbers of a loss scale them all.
     """
     floors = _floors(golden, models)
-    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors) for key in golden)
+    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors, drawn) for key in golden)
 
 
 def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
@@ -90,9 +93,13 @@ def _deviations(
     candidate: Tensors,
     models: Sequence[Tensors],
     floors: Mapping[tuple[Kind, str], float],
+    drawn: int = 0,
 ) -> Deviations:
     """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
-    found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
+    judging = models if key[0].endswith("gradient") else models[: len(models) - drawn]
+    found = golden[key].deviations([tensors[key] for tensors in (candidate, *judging)])
+    for error in found.errors[1 + len(models) - drawn :]:
+        error.is_drawn = True
     if key in floors:
         found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
     return found
@@ -135,9 +142,10 @@ def _judged(
     table: Table,
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
+    drawn: int,
 ) -> TensorResult:
     kind, name = key
-    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors)
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
     measures = Measures(truth, precision.dtype)
     least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)

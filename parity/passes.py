@@ -16,6 +16,7 @@ from parity import quantization_state, te_caches, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
 from parity.freedom import Freedom
+from parity.kinks import Kinks
 from parity.operands_read import OperandsRead
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
@@ -74,10 +75,13 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
     return models[rounding, freedom]
 
 
-def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
-    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them."""
+def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: Kinks | None = None) -> Tensors:
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them.
+
+    ``kinks`` are those of the pass that has gradients.
+    """
     prepared.reference.float()
-    with under_model(prepared, rounding, freedom) as phase, separate_norms(prepared.reference, prepared.weights):
+    with under_model(prepared, rounding, freedom, kinks) as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
@@ -94,12 +98,14 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tenso
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
-def under_model(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> AbstractContextManager[Phase]:
+def under_model(
+    prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: Kinks | None = None
+) -> AbstractContextManager[Phase]:
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together, read = _scaled_together(prepared.weights, parameters), _weights_read(prepared, rounding)
-    return rounded(rounding, parameters.values(), freedom, together, plain, read)
+    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read)
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
@@ -146,8 +152,9 @@ def run_candidate(
     candidate = pair.candidate
     change(candidate)
     parameters = dict(candidate.named_parameters())
-    for _ in range(1 + precision.warmup_passes):
-        ran = run(
+
+    def once() -> Pass:
+        return run(
             candidate,
             pair.call_candidate,
             prepared.inputs,
@@ -156,6 +163,8 @@ def run_candidate(
             forward_context=precision.autocast(kernels),
             watch_inputs=seen is not None,
         )
+
+    ran = quantization_state.settled(once, precision.warmup_passes)
     if seen is not None:
         seen(ran)
     gradients = {
@@ -182,10 +191,11 @@ def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
 
 
 def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
-    for _ in range(1 + precision.warmup_passes):
+    def once() -> dict[str, Tensor]:
         with precision.autocast(kernels):
-            outputs = outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
-    return outputs
+            return outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
+
+    return quantization_state.settled(once, precision.warmup_passes)
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:

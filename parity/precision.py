@@ -31,8 +31,8 @@ class Precision:
         dtype: of parameters, inputs, gradients and stored activations.
         rounding: what a faithful kernel rounds, for the expected error.
         recipe: a class of ``transformer_engine.common.recipe``, or None where no FP8 is used.
-        warmup_passes: forward and backward passes before the one that is compared; a recipe that scales by the past
-            has no scales before.
+        warmup_passes: forward and backward passes before the one that is compared, or more; a recipe that scales by the
+            past has no scales before.
     """
 
     name: str

@@ -7,19 +7,27 @@ context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantizati
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+_Ran = TypeVar("_Ran")
+
+# Powers of two by which a scale may move: a floating-point format's numbers reach as far then, but for one of its own.
+_SAME_SCALE = 1.0
 
 
 @contextmanager
 def fresh() -> Iterator[None]:
     """Within the context TE knows of no module that ran before; afterwards its state is what it was."""
-    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
-    if quantization is None:
+    manager = _manager()
+    if manager is None:
         yield
         return
-    manager = quantization.FP8GlobalStateManager
     before = {
         name: value
         for name, value in vars(manager).items()
@@ -31,3 +39,46 @@ def fresh() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(manager, name, value)
+
+
+def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
+    """The result of the first pass after the warm-up whose scales are those that its own numbers ask for.
+
+    With delayed scaling a tensor's scale comes from passes before, and is 1 at first. A gradient that is smaller than
+    the format's least number then becomes 0, and so do all that are computed from it, of which no scale can be had:
+    each pass settles the scales of one more layer, from the loss backwards.
+
+    Args:
+        run: one pass forward, or forward and backward.
+        warmup_passes: at the least; where there are none, no scale comes from a pass before.
+    """
+    for passes in itertools.count(1):
+        before = _scales()
+        ran = run()
+        if passes <= warmup_passes:
+            continue
+        after = _scales()
+        # A pass settles one tensor at the least, unless what it computes is another thing each time.
+        if not warmup_passes or _are_alike(before, after) or passes > warmup_passes + len(after):
+            break
+    return ran
+
+
+def _scales() -> list[Tensor]:
+    """Of each group of tensors that TE keeps a history of, copied."""
+    manager = _manager()
+    if manager is None:
+        return []
+    buffers = getattr(manager, "quantization_state", manager).global_scale_buffer  # older ones hold it themselves
+    return [scale.clone() for scales in buffers.values() for scale in scales]
+
+
+def _are_alike(before: list[Tensor], after: list[Tensor]) -> bool:
+    if len(before) != len(after):
+        return False
+    return all(bool(((x / y).log2().abs() <= _SAME_SCALE).all()) for x, y in zip(before, after, strict=True))
+
+
+def _manager() -> Any:
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    return None if quantization is None else quantization.FP8GlobalStateManager

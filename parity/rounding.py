@@ -7,7 +7,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and what a recipe of
   ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
 * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
-* the operands of attention's batched GEMMs to the dtype alone: TE computes attention in it under every recipe;
+* the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
+  attention in it under every recipe, and has no kernel for the others;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
 * what kernels of PyTorch's own return that TE has none for (``parity.plain_kernels``).
 
@@ -44,7 +45,7 @@ from parity.aten_calls import (
     RECIPROCAL_ROOT,
     REDUCTIONS,
     RELU,
-    RELU_BACKWARD,
+    RELU_IN_PLACE,
     SAME_PLACE,
     SOFTMAX,
     SOFTMAX_BACKWARD,
@@ -53,8 +54,10 @@ from parity.aten_calls import (
     TABLES,
 )
 from parity.blocked_attention import Arithmetic, as_it_is
-from parity.formats import hadamard, is_alike_both_ways, largest
+from parity.formats import hadamard, is_alike_both_ways, largest, spacing
 from parity.freedom import FUSED_POINTWISE, JITTER, Freedom
+from parity.kinks import Kinks
+from parity.lineage import Lineage
 from parity.long_sequences import attention_in_blocks
 from parity.operands_read import OperandsRead
 from parity.patches import are_patches, rows_of
@@ -62,10 +65,12 @@ from parity.patches import backward as patches_backward
 from parity.patches import forward as patches_forward
 from parity.plain_calls import is_in_place, is_view
 from parity.plain_kernels import PLAIN_KERNELS, as_in
+from parity.recurrent import step_by_step
 from parity.rounding_parts import OperandPart, Part, Rounding
 from parity.stored import Stored
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
+_HALF = 0.4999  # a little less, so that FP32 sums of it and a number that the dtype has stay below the next
 
 
 @dataclass
@@ -81,28 +86,30 @@ class Phase:
 @contextmanager
 def rounded(
     rounding: Rounding,
-    weights: Iterable[Tensor] = (),
+    weights: Iterable[Tensor] | None = None,
     freedom: Freedom = FUSED_POINTWISE,
     scaled_together: Iterable[Sequence[Tensor]] = (),
     plain: Iterable[Tensor] = (),
+    kinks: Kinks | None = None,
     weights_read: OperandsRead | None = None,
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
     Args:
         rounding: what is rounded.
-        weights: the model's parameters.
+        weights: the model's parameters; where it is None, each product of matrices is taken for a linear layer's.
         freedom: the choices of the kernel that is modelled.
         scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
             whole tensor is that of all of them.
         plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
+        kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
         weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, weights_read or OperandsRead())
-    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention):
+    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead())
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), step_by_step():
         yield mode.phase
 
 
@@ -110,19 +117,23 @@ class _RoundingMode(TorchDispatchMode):
     def __init__(
         self,
         rounding: Rounding,
-        weights: Iterable[Tensor],
+        weights: Iterable[Tensor] | None,
         freedom: Freedom,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
+        kinks: Kinks | None,
         weights_read: OperandsRead,
     ) -> None:
         super().__init__()
+        self._kinks = kinks
         self.rounding = rounding
         self.freedom = freedom
         self.phase = Phase()
         self._noise: torch.Generator | None = None
         self._roundoff = torch.finfo(rounding.storage).eps / 2
-        weights = list(weights)
+        known = weights is not None
+        weights = list(weights or ())
+        self._lineage = Lineage(weights) if known else None
         self._weights = {_address(weight) for weight in weights}
         self._stacks = {_address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
         self._read_by_experts: set[int] = set()  # addresses of inputs
@@ -138,7 +149,6 @@ class _RoundingMode(TorchDispatchMode):
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
-        self._beside_kinks: dict[int, Tensor] = {}  # arguments of ReLUs, moved, by their results' address
         self._operands, self._weights_read = OperandsRead(), weights_read
         self._stored = Stored()
         self._suspended = False
@@ -170,6 +180,28 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
+        if self._kinks is None:
+            result = self._rounded(func, args, kwargs)
+        else:
+            result = self._beside_kinks(self._kinks, func, args, kwargs)
+        if self._lineage is not None and not self.phase.backward:
+            self._lineage.see(func, args, result)
+        return result
+
+    def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The call, with the values moved that decide on which side of a kink they are."""
+        if self.phase.backward or any(_requires_grad(x) for x in args):
+            args = kinks.moved(func, args)
+            chosen = None if kwargs else kinks.chosen(func, args)
+            if chosen is not None:
+                return chosen
+        argument = args[0].clone() if func is RELU_IN_PLACE else args[0] if func is RELU else None
+        result = self._rounded(func, args, kwargs)
+        if argument is not None:
+            kinks.see(argument, result)
+        return result
+
+    def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if func in FIRST_OPERAND:
             return self._gemm(func, args, kwargs)
         if func is SOFTMAX_BACKWARD and not self.freedom.stores_scores:
@@ -193,7 +225,8 @@ class _RoundingMode(TorchDispatchMode):
     def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         position = FIRST_OPERAND[func]
         left, right = args[position], args[position + 1]
-        is_linear = _is_linear_layer(left) or self._is_of_experts(left, right)
+        is_matrix = _is_linear_layer(left) and not self._are_both_activations(left, right)
+        is_linear = is_matrix or self._is_of_experts(left, right)
         operands = (self._linear_operands if is_linear else self._attention_operands)(left, right)
         result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
         if is_linear:
@@ -202,12 +235,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """What lies between two GEMMs."""
-        if func is RELU_BACKWARD and _address(args[1]) in self._beside_kinks:
-            args = args[0], self._beside_kinks[_address(args[1])], 0.0
         result = func(*args, **kwargs)
-        if func is RELU and self.freedom.kinks:
-            width = args[0].square().mean().sqrt() * self.freedom.kinks
-            self._beside_kinks[_address(result)] = (args[0] + width).detach()
         if self.freedom.stores_pointwise and func in NORMS:
             result = self._store(result[0]), *result[1:]
         elif self.freedom.stores_pointwise and self._is_step_stored(func, args):
@@ -262,7 +290,8 @@ class _RoundingMode(TorchDispatchMode):
     def _store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
         if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
-            x = self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
+            is_dithered = self.freedom.dithers
+            x = self._dithered(x) if is_dithered else self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
         rounded = self.rounding.store_part(x, part)
         if rounded is not x:
             self._stored.add(rounded)
@@ -283,15 +312,26 @@ class _RoundingMode(TorchDispatchMode):
             return torch.stack(
                 [largest(self.rounding.store_part(weight.detach(), "weights")) for weight in group]
             ).max()
-        if self.freedom.jitter is not None:
+        if _address(x) in self._weights:  # held in the dtype by every port
+            return None
+        if self.freedom.jitter is not None and not self.freedom.dithers:
             return self._jittered(largest(x), self._roundoff)
-        is_stored = self.freedom.stores_pointwise or _address(x) in self._weights | self._normalized.keys()
-        return None if is_stored else largest(x)
+        return None if self.freedom.stores_pointwise or _address(x) in self._normalized else largest(x)
 
     def _jittered(self, x: Tensor, step: float) -> Tensor:
+        return x * (1.0 + step * self._uniform(x))
+
+    def _dithered(self, x: Tensor) -> Tensor:
+        if self.rounding.storage is torch.float32:
+            return self._jittered(x, self._roundoff)
+        step = spacing(x, self.rounding.storage)
+        return (x / step + 0.5 + _HALF * self._uniform(x)).floor() * step
+
+    def _uniform(self, x: Tensor) -> Tensor:
+        """Between -1 and 1."""
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
-        return x * (1.0 + step * (2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0))
+        return 2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0
 
     def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
@@ -375,6 +415,17 @@ class _RoundingMode(TorchDispatchMode):
         is_wgrad = self.phase.backward and not {_address(left), _address(right)} & self._weights
         is_rotated = is_wgrad and self.rounding.rotate_wgrad
         return self._linear_operand(left, 1, is_rotated), self._linear_operand(right, 0, is_rotated)
+
+    def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a product of two matrices has no weight, as similarities of embeddings and attention of one head.
+
+        It is no linear layer: TE has no kernel for it but attention.
+        """
+        if self._lineage is None:
+            return False
+        if self.phase.backward:
+            return self._lineage.is_gradient_of_product(left, right)
+        return self._lineage.is_product_of_activations(left, right)
 
     def _is_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Whether a batch of GEMMs is one linear layer of each expert, whose weights are one ``[experts, ...]``."""

@@ -5,26 +5,34 @@ runs once more with what they round (``parity.plain_calls``).
 
 Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
 alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
-fails, the model runs with every ReLU open that may be, with every one shut, and a few times with jitter
-(``parity.freedom.Freedom``), and what any of these runs loses is expected as well. A mistake is none that these make:
-its error stays where it is.
+fails, the model runs with every such value above its kink that may be, with every one below (``parity.kinks``), and a
+few times with jitter (``parity.freedom.Freedom``), and what any of these runs loses is expected as well. A mistake is
+none that these make: its error stays where it is.
+
+Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
+average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
+leans otherwise. So last the model runs with roundings that are drawn independently, which says how far such errors
+lean by chance.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from parity.freedom import FUSED, UNFUSED
-from parity.passes import Tensors, run_model
+import torch
+
+from parity.freedom import FUSED, UNFUSED, Freedom
+from parity.kinks import Kinks
+from parity.passes import Tensors, golden_tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
 from parity.rounding_parts import Rounding
 
 LOOKS = 8
-# Standard deviations of a value's noise, taken to be that of the outputs, within which it may be beyond a ReLU's kink.
-KINK_WIDTH = 2.0
+# Enough to tell a deviation by; half of them as each kind of kernel.
+DRAWS = 8
 # Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
 
@@ -32,7 +40,7 @@ HOPELESS_MARGIN = 10.0
 def second_look(
     tensors: tuple[TensorResult, ...],
     models: Sequence[Tensors],
-    judge: Callable[[Sequence[Tensors]], tuple[TensorResult, ...]],
+    judge: Callable[[Sequence[Tensors], int], tuple[TensorResult, ...]],
     prepared: Prepared,
     rounding: Rounding,
     plain: tuple[str, ...],
@@ -42,26 +50,55 @@ def second_look(
     Args:
         tensors: the verdicts at first look.
         models: the rounding model's tensors at first look.
-        judge: from models to verdicts.
+        judge: from models, and how many of the last of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
         plain: names of PyTorch's functions that the port calls by itself.
     """
     if all(tensor.passed for tensor in tensors) or not all(math.isfinite(tensor.margin) for tensor in tensors):
         return tensors
-    unfused = dataclasses.replace(UNFUSED, plain=plain)
-    noise = max((tensor.expected.relative_l2 for tensor in tensors if tensor.kind == "output"), default=0.0)
-    kinks = (dataclasses.replace(FUSED, kinks=side * KINK_WIDTH * noise) for side in (1.0, -1.0) if noise)
-    jitter = (dataclasses.replace((FUSED, unfused)[seed % 2], jitter=seed) for seed in range(LOOKS))
     looked, judged = list(models), tensors
-    for freedom in (*((unfused,) if plain else ()), *kinks, *jitter):
+    for kinks, freedom in _looks(prepared, plain):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
-        looked.append(run_model(prepared, rounding, freedom))
-        judged = judge(looked)
+        looked.append(run_model(prepared, rounding, freedom, kinks))
+        judged = judge(looked, 0)
         if all(tensor.passed for tensor in judged):
             return judged
-    return tensors
+    if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
+        return tensors
+    drawn = [_drawn(prepared, rounding, freedom) for freedom in _freedoms(plain, range(LOOKS, LOOKS + DRAWS), True)]
+    judged = judge([*looked, *drawn], DRAWS)
+    return judged if all(tensor.passed for tensor in judged) else tensors
+
+
+def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+    """A run whose roundings are independent of others', with errors as large as rounding to the nearest has.
+
+    Dithering doubles the variance of an error; what is no rounding of the dtype's, as of FP8, is not doubled, and is
+    expected by other runs already.
+    """
+    golden = golden_tensors(prepared)
+    drawn = run_model(prepared, rounding, freedom)
+    return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
+
+
+def _freedoms(plain: tuple[str, ...], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
+    """The two ways in which faithful kernels compute in turn, with noise."""
+    both = FUSED, dataclasses.replace(UNFUSED, plain=plain)
+    return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
+
+
+def _looks(prepared: Prepared, plain: tuple[str, ...]) -> Iterator[tuple[Kinks | None, Freedom]]:
+    unfused = dataclasses.replace(UNFUSED, plain=plain)
+    if plain:
+        yield None, unfused
+    exact = Kinks()
+    run_model(prepared, Rounding(torch.float32), FUSED, exact)
+    if exact.values:
+        yield from ((Kinks(side, exact.values), unfused) for side in (1.0, -1.0))
+    exact.values.clear()
+    yield from ((None, freedom) for freedom in _freedoms(plain, range(LOOKS)))
 
 
 def remark(tensors: Sequence[TensorResult]) -> str:

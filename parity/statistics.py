@@ -174,6 +174,8 @@ class Component:
         self, error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
     ) -> None:
         product = error.dot(direction)
+        self._drawn = [model for model in model_errors if model.is_drawn]
+        model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
         modelled = [model.dot(direction) for model in model_errors]
         nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
         is_between = min(modelled) <= product <= max(modelled)
@@ -193,17 +195,34 @@ class Component:
         """How far it lies outside of what the models have: the signed distance from the nearest in standard deviations.
 
         What error and model share cancels in their difference. Its standard deviation is that of its scatter about its
-        regression on the direction, robust to errors of a row that share a cause, and what every direction is granted.
-        Infinite where no error is expected.
+        regression on the direction, robust to errors of a row that share a cause, what every direction is granted, and
+        how such differences lean where roundings are drawn. Infinite where no error is expected.
         """
         if self.at_most == 0.0:
             return 0.0
         residual = self._error.values - self._nearest.values
         direction = self._direction.values.to(residual.dtype)
         residual.sub_(direction, alpha=self._outside / self._direction.total)
+        leaning = self._drawn_leaning(_norm(residual)) if self._drawn else 0.0
         size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
         scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
-        return self._in_deviations(math.hypot(scatter, self._granted))
+        return self._in_deviations(math.hypot(max(scatter, leaning), self._granted))
+
+    def _drawn_leaning(self, difference: float) -> float:
+        """The standard deviation of a difference's component, from how errors lean whose roundings are independent.
+
+        Elements do not show it where few numbers scale them all, as a loss's few scores scale gradients. Two errors
+        without a rounding in common differ by the root of 2 times what one varies by; if they have some, by less, and
+        their components with them.
+
+        Args:
+            difference: the norm of what candidate and model differ by, but for their components.
+        """
+        values = torch.stack([model.values for model in self._drawn])
+        varies = _norm(values - values.mean(0)) / math.sqrt(len(self._drawn) - 1)
+        leans = float(np.std([model.dot(self._direction) for model in self._drawn], ddof=1))
+        beside = varies**2 - (leans / self._direction.norm) ** 2
+        return leans * min(difference / math.sqrt(beside), math.sqrt(2.0)) if beside > 0 else 0.0
 
     def _in_deviations(self, deviation: float) -> float:
         if self._outside == 0.0:

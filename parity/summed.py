@@ -14,10 +14,12 @@ class Summed:
 
     Args:
         values: FP64 or FP32, of any shape; not to be changed afterwards.
+        is_drawn: whether they are an error of which others are drawn independently, by ``Freedom.dithers``.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, is_drawn: bool = False) -> None:
         self.values = values
+        self.is_drawn = is_drawn
         self._squares_over: dict[tuple[int, ...], Tensor] = {}
         self._products: dict[Summed, float] = {}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import parity
 from parity import quantization_state, te
 from parity.calibration.table import packaged
 from parity.case import Case, Pair
@@ -87,3 +88,66 @@ def test_a_candidate_that_raises_inside_of_its_own_recipe_leaves_fp8_switched_of
 
     assert compare(Raises) == "error"
     assert not manager.is_fp8_enabled()
+
+
+class Deep(nn.Module):
+    """Layers one behind another, and the mean of what they return."""
+
+    def __init__(self, linear: Any, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(linear(64, 64, bias=False) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def deep(layers: int, scale: float = 1.0) -> Case:
+    def factory(te: Any, **_: Any) -> Pair:
+        reference = Deep(nn.Linear, layers)
+        return Pair(
+            reference,
+            Deep(te.Linear, layers),
+            inputs=lambda rng, tokens: rng.normal(tokens, 64),
+            weights={name: name for name, _ in reference.named_parameters()},
+            call_candidate=lambda module, x: scale * module(x),
+        )
+
+    return Case("deep", factory, sizes=(dict(tokens=1024),), path=Path("pairs.py"))
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_small_gradients_are_judged_when_every_layer_has_its_scale(layers: int) -> None:
+    (right,) = parity.compare(deep(layers), ["fp8_delayed"])
+    (wrong,) = parity.compare(deep(layers, scale=1.1), ["fp8_delayed"])
+    assert (right.status, wrong.status) == ("passed", "failed")
+
+
+def passes_of(layers: int, tokens: int, scale: float) -> int:
+    passes: list[int] = []
+    with quantization_state.fresh():
+        module = Deep(KERNELS.te.Linear, layers).bfloat16()
+
+        def once() -> None:
+            passes.append(len(passes))
+            with DELAYED.autocast(KERNELS):
+                loss = scale * module(torch.ones(tokens, 64, dtype=torch.bfloat16))
+            loss.backward()
+
+        quantization_state.settled(once, DELAYED.warmup_passes)
+    return len(passes)
+
+
+def test_a_layer_more_takes_a_pass_more_where_gradients_are_too_small_for_a_scale_of_1() -> None:
+    small = [passes_of(layers, tokens=32, scale=1e-9) for layers in (4, 5)]
+    assert small[1] == small[0] + 1
+    assert small[0] > 1 + DELAYED.warmup_passes
+
+
+def test_scales_that_fit_take_no_pass_more() -> None:
+    assert passes_of(4, tokens=32, scale=1e6) == 1 + DELAYED.warmup_passes
+
+
+def test_without_a_warm_up_one_pass_is_enough() -> None:
+    passes: list[int] = []
+    quantization_state.settled(lambda: passes.append(0), 0)
+    assert passes == [0]

@@ -196,3 +196,44 @@ def test_errors_of_a_slice_that_share_their_sign_count_as_one(slices):
     direction = draw(64, 32, 48, seed=4)
     error = 1e-3 * draw(*slices, seed=6).sign() * direction
     assert abs(component(error, [0 * error], direction, direction, 0.0)) < 4
+
+
+def few_numbers_scale(golden, rng, drawn=False):
+    """An error of golden's factor, beside noise of each element."""
+    factor = 1e-2 * torch.randn((), generator=rng, dtype=torch.float64)
+    noise = 1e-3 * torch.randn(golden.shape, generator=rng, dtype=torch.float64)
+    return Summed(golden * (factor + noise), drawn)
+
+
+def gain_of(error, models, golden):
+    found = statistics.statistics(error, models, Summed(golden), least=1e-6)
+    return next(abs(statistic.value) for statistic in found if statistic.name == "gain")
+
+
+def test_a_factor_that_independent_roundings_scatter_by_is_no_gain():
+    rng = torch.Generator().manual_seed(0)
+    golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
+    drawn = [few_numbers_scale(golden, rng, drawn=True) for _ in range(8)]
+    rounded = [few_numbers_scale(golden, rng) for _ in range(2)]
+    beyond = [few_numbers_scale(golden, rng) for _ in range(64)]
+    assert max(gain_of(error, rounded, golden) for error in beyond) > 50
+    assert max(gain_of(error, [*rounded, *drawn], golden) for error in beyond) < 5
+
+
+def test_a_factor_beyond_their_scatter_is_one():
+    rng = torch.Generator().manual_seed(0)
+    golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
+    models = [few_numbers_scale(golden, rng) for _ in range(2)]
+    models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(8)]
+    assert gain_of(Summed(0.2 * golden), models, golden) > 8
+
+
+def test_independent_roundings_excuse_nothing_where_candidate_and_model_round_alike():
+    rng = torch.Generator().manual_seed(0)
+    golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
+    models = [few_numbers_scale(golden, rng) for _ in range(2)]
+    models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(8)]
+    highest = max(models[:2], key=lambda model: model.dot(Summed(golden)))
+    shared = Summed(highest.values + 1e-5 * golden * torch.randn(64, 64, generator=rng, dtype=torch.float64))
+    wrong = Summed(shared.values + 1e-3 * golden)
+    assert gain_of(wrong, models, golden) > 3 * gain_of(shared, models, golden)
