@@ -48,7 +48,7 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
     """Parity's kernels are on the device; TE's modules compute on the CPU."""
     run_candidate = passes.run_candidate
 
-    def fetched(
+    def run_there(
         case: Case,
         checked: Any,
         prepared: prepare.Prepared,
@@ -60,11 +60,12 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
     ) -> tuple[passes.Tensors, tuple[str, ...]]:
         assert kernels.device == device
         names = ("inputs", "candidate_weights", "cotangents", "probe")
-        there = dataclasses.replace(prepared, **{name: moved(getattr(prepared, name), CPU) for name in names})
+        fetched = {name: moved(getattr(prepared, name), CPU) for name in names}
+        there = dataclasses.replace(prepared, **fetched, built=[])  # the one that is built is on the device
         tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change, seen)
         return moved(tensors, device), unreached
 
-    comparison.run_candidate = fetched
+    comparison.run_candidate = run_there
     te.kernels = lambda backend="auto": te.Kernels("cpu", device, cpu.te)
 
 
