@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.execute import outputs_of, run
+from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.passes import Tensors, tensors_of
 from parity.prepare import Prepared, cast
@@ -49,16 +50,17 @@ def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Findi
 def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
     """The largest change of each golden tensor when every input changes by some roundoffs of FP32, up or down."""
     prepared.reference.double()
-    ran = run(
-        prepared.reference,
-        prepared.call,
-        _perturbed(prepared.inputs),
-        prepared.input_names,
-        lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
-    )
+    with in_fp64():
+        ran = run(
+            prepared.reference,
+            prepared.call,
+            _perturbed(prepared.inputs),
+            prepared.input_names,
+            lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+        )
     golden, perturbed = tensors_of(prepared.golden), tensors_of(ran)
     if prepared.probed:
-        with torch.no_grad():
+        with torch.no_grad(), in_fp64():
             probed = outputs_of(prepared.reference, prepared.call, _perturbed(prepared.probe))
         golden |= _as_probed(prepared.probed)
         perturbed |= _as_probed(probed)

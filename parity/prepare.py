@@ -23,9 +23,9 @@ from parity.calls import Trace, tracing
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
+from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_reproducible, check_weights_fit
-from parity.long_sequences import attention_in_blocks
 from parity.outside_te import parameters_outside_te
 from parity.probes import probe
 from parity.products import Products
@@ -207,7 +207,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     names = positional_names(pair.reference, pair.call_reference, inputs)
     faster = golden_device(kernels.device).device
     pair.reference.to(faster)
-    with attention_in_blocks():
+    with in_fp64():
         exact = cast(inputs, torch.float64, faster)
         recording = Calls.recorded(pair.reference, calls) if faster == kernels.device else None
         before = RandomState.now(faster)
@@ -218,7 +218,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
             with torch.no_grad(), other_numbers(faster):
                 check_reproducible(golden, outputs_of(pair.reference, pair.call_reference, exact))
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
-    with torch.no_grad(), attention_in_blocks():
+    with torch.no_grad(), in_fp64():
         exact = cast(probing, torch.float64, faster)
         probed = outputs_of(pair.reference, pair.call_reference, exact) if case.probe else {}
     pair.reference.to(kernels.device)

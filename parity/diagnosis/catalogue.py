@@ -32,7 +32,7 @@ from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
 from parity.diagnosis.weight_readings import Heads
 from parity.execute import outputs_of
-from parity.long_sequences import attention_in_blocks
+from parity.in_fp64 import in_fp64
 from parity.prepare import Calls, Prepared, cast
 from parity.weights import parameter_shapes
 
@@ -104,7 +104,7 @@ def calls_of(prepared: Prepared) -> Calls:
         with Calls.recorded(module, calls):
             return (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
 
-    with torch.no_grad(), attention_in_blocks():
+    with torch.no_grad(), in_fp64():
         outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
     return calls[0]
 

@@ -16,6 +16,7 @@ from parity.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
 from parity.freedom import UNFUSED, Freedom
+from parity.in_fp64 import in_fp64
 from parity.long_sequences import attention_in_blocks
 from parity.passes import Tensors, tensors_of, under_model
 from parity.precision import Precision
@@ -38,7 +39,7 @@ def outputs_under(
     if rows is not None:
         inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
     try:
-        with torch.no_grad(), attention_in_blocks():
+        with torch.no_grad(), in_fp64() if dtype is torch.float64 else attention_in_blocks():
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
     except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
         return None  # a change of shapes that the reference does not take
@@ -63,9 +64,9 @@ def tensors_under(
     dtype = torch.float64 if precision is None else torch.float32
     _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
-    model = under_model(prepared, precision.rounding, freedom) if precision else nullcontext()
+    model = under_model(prepared, precision.rounding, freedom) if precision else in_fp64()
     try:
-        with attention_in_blocks(), model as phase:
+        with model as phase:
             ran = run(
                 prepared.reference,
                 _call_under(prepared, hypotheses),

@@ -14,6 +14,7 @@ from parity import te_caches, weights
 from parity.case import Pair, Size, draw_inputs
 from parity.errors import measure
 from parity.execute import outputs_of
+from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
 from parity.prepare import cast, vary_constants
@@ -83,7 +84,8 @@ def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
     inputs = cast(tree_map_only(Tensor, lambda x: x.to(kernels.device), draw_inputs(pair, size, Rng(seed))), FP32.dtype)
     held = {name: parameter.detach().float() for name, parameter in reference.named_parameters()}
     with torch.no_grad():
-        golden = _outputs("reference", reference.double(), pair.call_reference, cast(inputs, torch.float64))
+        with in_fp64():
+            golden = _outputs("reference", reference.double(), pair.call_reference, cast(inputs, torch.float64))
         _check_golden(golden)
         with rounded(FP32.rounding, reference.float().parameters()):
             modelled = _outputs("reference", reference, pair.call_reference, inputs)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity import errors, execute, weights
 from parity.case import Case, Pair
+from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
-from parity.long_sequences import attention_in_blocks
 from parity.one_line import one_line
 from parity.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.quantized_parameters import moved
@@ -86,7 +86,7 @@ def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kerne
     golden: dict[str, Tensor] = {}
     why = ""
     try:
-        with torch.no_grad(), attention_in_blocks():
+        with torch.no_grad(), in_fp64():
             golden = execute.outputs_of(pair.reference, pair.call_reference, cast(first, torch.float64))
     except (RuntimeError, NotImplementedError) as error:
         why = f"the plain module in FP64: {one_line(error)}"

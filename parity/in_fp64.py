@@ -1,0 +1,79 @@
+"""Computes a reference in FP64 throughout, also where its code asks for FP32.
+
+``module.double()`` converts parameters and buffers. But a model's author who computes a norm or a softmax "in FP32"
+writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken at its word in FP64, that would
+round golden to FP32 there, just as the rounding model and the port do: none of them would have an error to judge by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_any, tree_map, tree_map_only
+
+from parity.long_sequences import attention_in_blocks
+
+# What ``checkpoint(..., use_reentrant=False)`` calls in PyTorch 2.1 and newer.
+_CHECKPOINTED = "_checkpoint_without_reentrant_generator"
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Within the context, a module in FP64 computes in nothing less, and long attention in blocks."""
+    with _calls_in_fp64(), _recomputed_alike():
+        yield
+
+
+@contextmanager
+def _calls_in_fp64() -> Iterator[None]:
+    with _InFP64(), attention_in_blocks():
+        yield
+
+
+@contextmanager
+def _recomputed_alike() -> Iterator[None]:
+    """What ``torch.utils.checkpoint`` computes again in the backward pass is computed alike.
+
+    Autograd computes it under the modes that were active when the forward pass called PyTorch's functions, and a mode
+    is none while it handles a call.
+    """
+    original = getattr(checkpoint, _CHECKPOINTED, None)
+    if original is None:
+        yield
+        return
+
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(_calls_in_fp64()(function), *args, **kwargs)
+
+    setattr(checkpoint, _CHECKPOINTED, checkpointed)
+    try:
+        yield
+    finally:
+        setattr(checkpoint, _CHECKPOINTED, original)
+
+
+class _InFP64(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if tree_any(_is_fp64, given):
+            func = Tensor.double if func is Tensor.float else func
+            args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, given)
+            return func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
+        if tree_any(_is_fp32, given):
+            return result  # what the reference holds outside of its parameters and buffers
+        return tree_map_only(Tensor, lambda x: x.double() if _is_fp32(x) else x, result)
+
+
+def _is_fp64(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.float64
+
+
+def _is_fp32(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.float32
