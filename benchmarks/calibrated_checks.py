@@ -20,12 +20,12 @@ from parity import te
 from parity.calibration.table import packaged
 from parity.case import Case
 from parity.errors import measure
-from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
 from parity.judgeable import answerable
 from parity.passes import golden_truths, model_tensors, run_candidate
 from parity.precision import Precision
 from parity.prepare import forget, prepare
+from parity.rounding.freedom import FUSED, UNFUSED
 from parity.te import Kernels
 from parity.validate import CheckedSize
 

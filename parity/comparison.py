@@ -21,16 +21,16 @@ from parity.diagnosis import Failure
 from parity.directions import Direction, directions
 from parity.execute import CALL, Pass
 from parity.explanation import explain
-from parity.freedom import FUSED, UNFUSED
 from parity.judge import judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate
-from parity.plain_calls import plain_calls
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
 from parity.raised import users_line, way_there
 from parity.random_state import RandomState
 from parity.result import Determinism, Result, Status, TensorResult
+from parity.rounding.freedom import FUSED, UNFUSED
+from parity.rounding.plain_calls import plain_calls
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
 from parity.te_calls import WITHOUT_TE, te_calls

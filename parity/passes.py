@@ -15,15 +15,16 @@ from torch.utils._pytree import tree_map_only
 from parity import quantization_state, te_caches, weights
 from parity.case import Case, Pair
 from parity.execute import Pass, outputs_of, run
-from parity.freedom import Freedom
-from parity.kinks import Kinks
-from parity.operands_read import OperandsRead
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.quantized_parameters import check, moved
 from parity.result import PROBED, Kind
-from parity.rounding import Phase, rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.freedom import Freedom
+from parity.rounding.kinks import Kinks
+from parity.rounding.model import rounded
+from parity.rounding.operands_read import OperandsRead
+from parity.rounding.parts import Rounding
+from parity.rounding.phase import Phase
 from parity.separate_norms import separate_norms
 from parity.te import Kernels
 from parity.truth import Truth

@@ -18,7 +18,7 @@ from parity.formats import (
     nvfp4_stochastic,
     tf32,
 )
-from parity.rounding_parts import Rounding
+from parity.rounding.parts import Rounding
 from parity.te import Kernels
 
 

@@ -1,13 +1,13 @@
 """Looks again at a tensor beyond its limits: would a faithful port whose roundings fell otherwise be there, too?
 
 A port's own lines between TE's modules are no fused kernel. Where it calls PyTorch's functions by itself, the model
-runs once more with what they round (``parity.plain_calls``).
+runs once more with what they round (``parity.rounding.plain_calls``).
 
 Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
 alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
-fails, the model runs with every such value above its kink that may be, with every one below (``parity.kinks``), and a
-few times with jitter (``parity.freedom.Freedom``), and what any of these runs loses is expected as well. A mistake is
-none that these make: its error stays where it is.
+fails, the model runs with every such value above its kink that may be, with every one below
+(``parity.rounding.kinks``), and a few times with jitter (``parity.rounding.freedom.Freedom``), and what any of these
+runs loses is expected as well. A mistake is none that these make: its error stays where it is.
 
 Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
 average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from parity.freedom import FUSED, UNFUSED, Freedom
-from parity.kinks import Kinks
 from parity.passes import Tensors, golden_tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
-from parity.rounding_parts import Rounding
+from parity.rounding.freedom import FUSED, UNFUSED, Freedom
+from parity.rounding.kinks import Kinks
+from parity.rounding.parts import Rounding
 
 LOOKS = 8
 # Enough to tell a deviation by; half of them as each kind of kernel.

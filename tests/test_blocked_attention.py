@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from parity import blocked_attention, long_sequences
 from parity.blocked_attention import attention
-from parity.freedom import FUSED, UNFUSED, Freedom
 from parity.long_sequences import attention_in_blocks
 from parity.reference.attention import CoreAttention
-from parity.rounding import rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.freedom import FUSED, UNFUSED, Freedom
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 
 MASKS = ("none", "causal", "additive", "additive of all dimensions", "boolean", "padding", "lower right", "upper left")
 

@@ -11,8 +11,8 @@ from parity import te
 from parity.case import Pair
 from parity.formats import e4m3, e5m2
 from parity.outside_te import parameters_outside_te
-from parity.rounding import rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 
 FP8 = Rounding(torch.bfloat16, e4m3, e4m3, e5m2)
 

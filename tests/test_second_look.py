@@ -8,12 +8,12 @@ from torch import nn
 
 import parity
 from parity.formats import e4m3
-from parity.freedom import FUSED, UNFUSED
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.rounding import rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.freedom import FUSED, UNFUSED
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 from parity.second_look import LOOKS, second_look
 from parity.validate import check_case
 

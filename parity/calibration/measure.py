@@ -16,11 +16,11 @@ from parity.calibration.law import Law, fit
 from parity.calibration.table import Key
 from parity.case import Case
 from parity.directions import directions
-from parity.freedom import FUSED, UNFUSED, Freedom
 from parity.judge import observe
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import Precision
 from parity.prepare import prepare
+from parity.rounding.freedom import FUSED, UNFUSED, Freedom
 from parity.te import Kernels
 from parity.validate import CheckedSize
 

@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_map_only
 
 from parity.calls import Site, Trace, tracing
 from parity.execute import outputs_of
-from parity.freedom import UNFUSED
 from parity.passes import under_model
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
+from parity.rounding.freedom import UNFUSED
 
 Place = tuple[Site, int, bool]
 

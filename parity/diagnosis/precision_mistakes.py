@@ -23,11 +23,11 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.formats import Format, e4m3, e5m2, largest, tf32
-from parity.freedom import FUSED
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.rounding_parts import Rounding
+from parity.rounding.freedom import FUSED
+from parity.rounding.parts import Rounding
 from parity.weight_sides import pack, unpack
 from parity.weights import parameter_shapes
 

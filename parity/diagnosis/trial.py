@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_map_only
 from parity.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
-from parity.freedom import UNFUSED, Freedom
 from parity.in_fp64 import in_fp64
 from parity.long_sequences import attention_in_blocks
 from parity.passes import Tensors, tensors_of, under_model
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
+from parity.rounding.freedom import UNFUSED, Freedom
 
 
 def outputs_under(

@@ -13,8 +13,8 @@ from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import FAITHFUL, TINY
 from parity.diagnosis.trial import outputs_under, tensors_under
-from parity.freedom import FUSED, UNFUSED
 from parity.result import Kind, TensorResult
+from parity.rounding.freedom import FUSED, UNFUSED
 
 _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parity.formats import Format
-from parity.rounding_parts import Rounding
+from parity.rounding.parts import Rounding
 
 _EXPONENT_FIELD = 0x7F800000
 

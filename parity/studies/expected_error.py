@@ -27,7 +27,7 @@ from parity.inputs import Rng
 from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
-from parity.rounding_parts import PARTS
+from parity.rounding.parts import PARTS
 from parity.studies import provenance, record, resume
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.growth import Law, Sizes, fit

@@ -56,7 +56,7 @@ Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules
 {nothing:g}; above, little of the value is left."""
 
 _MODEL = """\
-The prediction: the same table from the rounding model (`parity/rounding.py`), which is plain PyTorch with roundings
+The prediction: the same table from the rounding model (`parity/rounding/`), which is plain PyTorch with roundings
 put in and has never seen TE. {agreement}"""
 
 _PARTS = """\

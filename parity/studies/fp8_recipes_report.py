@@ -240,7 +240,7 @@ def _model_agreement(found: Results) -> str:
         loss.te[kind] - loss.model[kind] for loss in found.values() if isinstance(loss, ModuleLoss) for kind in loss.te
     ]
     return (
-        "The rounding model (`parity/rounding.py`), which has never seen TE, predicts each of these within "
+        "The rounding model (`parity/rounding/`), which has never seen TE, predicts each of these within "
         f"{min(differences):+.1f} to {max(differences):+.1f} dB."
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parity.case import Case, Pair
 from parity.cases import attention, layer, linear, mlp, norm
-from parity.freedom import Freedom
+from parity.rounding.freedom import Freedom
 from parity.validate import CheckedSize
 from parity.weight_sides import renamed
 

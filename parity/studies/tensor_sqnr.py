@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.errors import measure as errors_of
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
-from parity.rounding_parts import OperandPart
+from parity.rounding.parts import OperandPart
 from parity.studies.distributions import DISTRIBUTIONS
 from parity.studies.gpu import gpu_with
 from parity.te import Kernels

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from parity.precision import Precision
-from parity.rounding import rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 from parity.te import Kernels
 
 # Does a forward and a backward pass on tokens ``[batch, seq + 1]``, which leaves gradients; returns the loss.

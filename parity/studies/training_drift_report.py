@@ -52,7 +52,7 @@ _METHOD = """\
 - **Attention**: `parity/studies/stepwise_attention.py` forward and `stepwise_gradient.py` backward, both algorithms in
   both directions; what each rounds is said in [flash_stability.md](flash_stability.md). In FP32 flash differs from
   baseline in the order of sums alone.
-- **Low precision**: the plain model under parity's rounding model (`parity/rounding.py`), emulated on any device. TF32
+- **Low precision**: the plain model under parity's rounding model (`parity/rounding/`), emulated on any device. TF32
   rounds GEMM operands; BF16 and FP16 also what is stored. AdamW holds FP32 masters, as in Megatron-LM; FP16 has a loss
   scale of {loss_scale:g}.
 - **TE**: each of its runs is also compared with the plain model under the rounding model of its precision. TE computes

@@ -30,7 +30,7 @@ _METHOD = """\
   A recipe that scales by the past (delayed scaling) makes its warm-up passes on the first batch, without a step, before
   training.
 - **Expectation**: on the same weights and batches, the plain model also trains under {draws} realisations of the
-  precision's rounding model (`parity/rounding.py`, dithered by `parity/studies/dither.py`; neither shares code with TE
+  precision's rounding model (`parity/rounding/`, dithered by `parity/studies/dither.py`; neither shares code with TE
   or the kernels), with BF16 parameters and gradients as above. The difference of each of those losses from plain FP32's
   is a draw from what rounding does to this curve. The band is where one more draw lies at all steps together, but for
   {percent} % of draws: `mean ± t s sqrt(1 + 1/n)` at each step, with t from Student's distribution and the share split

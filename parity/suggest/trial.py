@@ -18,7 +18,7 @@ from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
 from parity.prepare import cast, vary_constants
-from parity.rounding import rounded
+from parity.rounding.model import rounded
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.weights import WeightMap

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parity.precision import PRECISIONS
-from parity.rounding_parts import Rounding
+from parity.rounding.parts import Rounding
 from parity.studies.dither import dithered, unit_roundoff
 
 RECIPES = [name for name, precision in PRECISIONS.items() if precision.rounding.inputs and precision.recipe]

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.rounding_parts import OperandPart
+from parity.rounding.parts import OperandPart
 from parity.studies import fp8_attention, fp8_recipes, module_sqnr, stale_scales, tensor_sqnr
 from parity.studies.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
 from parity.studies.fp8_recipes import RECIPES, Result, Run, Settings, runs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parity.precision import PRECISIONS
 from parity.reference.attention import Attention, CoreAttention
-from parity.rounding import rounded
+from parity.rounding.model import rounded
 from parity.studies.stepwise_attention import ALGORITHMS, Algorithm
 from parity.studies.stepwise_core import Arithmetic, StepwiseCore
 

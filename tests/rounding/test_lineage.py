@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
-from parity.freedom import FUSED
 from parity.precision import PRECISIONS
-from parity.rounding import rounded
+from parity.rounding.freedom import FUSED
+from parity.rounding.model import rounded
 
 
 class Similarity(nn.Module):

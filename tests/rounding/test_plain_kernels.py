@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.rounding import rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])

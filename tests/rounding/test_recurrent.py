@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
-from parity.recurrent import step_by_step
+from parity.rounding.recurrent import step_by_step
 
 
 class Tagger(nn.Module):

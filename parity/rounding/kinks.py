@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.aten_calls import (
+from parity.rounding.addresses import address
+from parity.rounding.aten_calls import (
     COMPARISONS,
     HARDSWISH_BACKWARD,
     KINKED_BACKWARD,
@@ -53,7 +54,7 @@ class Kinks:
 
     def see(self, argument: Tensor, result: Tensor) -> None:
         """Take note of a ReLU's argument and result: its gradient's kernel reads the result alone."""
-        self._arguments[_address(result)] = argument
+        self._arguments[address(result)] = argument
 
     def moved(self, func: Any, args: Any) -> Any:
         """The arguments of a call, with the value moved that decides on which side of a kink it is, if one does."""
@@ -61,7 +62,7 @@ class Kinks:
         if place is not None:
             value = args[place]
             if func is RELU_BACKWARD:
-                value = self._arguments.get(_address(value), value)
+                value = self._arguments.get(address(value), value)
             return *args[:place], self._beside(value, func is HARDSWISH_BACKWARD), *args[place + 1 :]
         if _takes_largest(func, args) and not self._side:
             self._beside(args[0])
@@ -114,7 +115,3 @@ def _dimensions(args: Any) -> list[int]:
 
 def _root_mean_square(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

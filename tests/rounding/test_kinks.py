@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
-from parity.freedom import FUSED
-from parity.kinks import WIDTH, Kinks
-from parity.rounding import rounded
-from parity.rounding_parts import Rounding
+from parity.rounding.freedom import FUSED
+from parity.rounding.kinks import WIDTH, Kinks
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 
 NOISE = 0.01
 FP32 = Rounding(torch.float32)

@@ -2,7 +2,7 @@
 
 import torch
 
-from parity.stored import Stored
+from parity.rounding.stored import Stored
 
 
 def test_a_rounded_tensor_and_its_views_are_known():

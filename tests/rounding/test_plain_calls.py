@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.cpu.products import tf32
-from parity.plain_calls import plain_calls
+from parity.rounding.plain_calls import plain_calls
 
 WIDTH = 64
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parity.aten_calls import ELEMENTWISE, EMBEDDING
+from parity.rounding.addresses import address
+from parity.rounding.aten_calls import ELEMENTWISE, EMBEDDING
 
 
 class Lineage:
@@ -21,7 +22,7 @@ class Lineage:
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._of_weights = {_address(weight): weight for weight in weights}  # kept: no address is given out again
+        self._of_weights = {address(weight): weight for weight in weights}  # kept: no address is given out again
         self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -32,21 +33,21 @@ class Lineage:
         if func is EMBEDDING:  # rows that the inputs choose
             return
         operands = list(_floating(args))
-        weights = [x for x in operands if _address(x) in self._of_weights]
+        weights = [x for x in operands if address(x) in self._of_weights]
         if not weights:
             return
         results = list(_floating((result,)))
-        is_of_them_alone = all(not x.requires_grad or _address(x) in self._of_weights for x in operands)
+        is_of_them_alone = all(not x.requires_grad or address(x) in self._of_weights for x in operands)
         is_added = func in ELEMENTWISE and any(x.dim() > 1 and x.shape == results[0].shape for x in weights)
         if is_of_them_alone or is_added:
-            self._of_weights.update((_address(x), x) for x in results)
+            self._of_weights.update((address(x), x) for x in results)
 
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product of the forward pass has no weight; it is remembered."""
-        if {_address(left), _address(right)} & self._of_weights.keys():
+        if {address(left), address(right)} & self._of_weights.keys():
             return False
         for operand in (left, right):
-            self._products[_address(operand)].add((left.shape[-2], right.shape[-1]))
+            self._products[address(operand)].add((left.shape[-2], right.shape[-1]))
         return True
 
     def is_gradient_of_product(self, left: Tensor, right: Tensor) -> bool:
@@ -54,7 +55,7 @@ class Lineage:
 
         The gradients of ``L @ R`` are ``g @ R.T`` and ``L.T @ g``, with g of the result's shape.
         """
-        of_right, of_left = (self._products.get(_address(x), ()) for x in (right, left))
+        of_right, of_left = (self._products.get(address(x), ()) for x in (right, left))
         return _shape(left) in of_right or _shape(right) in of_left
 
 
@@ -69,7 +70,3 @@ def _floating(values: Iterable[Any]) -> Iterator[Tensor]:
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from _floating(value)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

@@ -34,7 +34,7 @@ class Freedom:
             round independently, with twice the variance of rounding to the nearest (a sixth of a spacing's square on
             average, for a twelfth). Where the dtype is FP32, noise of a roundoff.
         plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
-            behind them, and on a CPU they compute in the dtype (``parity.plain_kernels``).
+            behind them, and on a CPU they compute in the dtype (``parity.rounding.plain_kernels``).
     """
 
     stores_scores: bool

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity.operands_read import OperandsRead
+from parity.rounding.operands_read import OperandsRead
 
 
 class Reader:

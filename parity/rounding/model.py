@@ -1,0 +1,280 @@
+"""The model of what a faithful port rounds: plain PyTorch in FP32, with the roundings of a precision put in.
+
+The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no code with the kernels
+that it judges (``parity.cpu``). What it rounds, and why:
+
+* both operands of every linear layer's GEMM, forward and backward, to the precision's formats: TF32 for FP32
+  (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and what a recipe of
+  ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
+* the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
+* the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
+  attention in it under every recipe, and has no kernel for the others;
+* the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
+* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``).
+
+Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
+
+Each rounding belongs to one of ``parity.rounding.parts.PARTS``, and a model may be told to make those of some parts
+alone. With none, what is left is FP32 arithmetic: its sums, and what lies between GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from parity.blocked_attention import Arithmetic
+from parity.long_sequences import attention_in_blocks
+from parity.rounding.addresses import address
+from parity.rounding.aten_calls import (
+    ARITHMETIC,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    FIRST_OPERAND,
+    NORMS,
+    POINTWISE,
+    REDUCTIONS,
+    RELU,
+    RELU_IN_PLACE,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    SUM_IN_PLACE,
+    SUMS,
+    TABLES,
+)
+from parity.rounding.attention import Attention
+from parity.rounding.freedom import FUSED_POINTWISE, Freedom
+from parity.rounding.kinks import Kinks
+from parity.rounding.lineage import Lineage
+from parity.rounding.linear_operands import LinearOperands, is_matrix
+from parity.rounding.norms_seen import NormsSeen
+from parity.rounding.operands_read import OperandsRead
+from parity.rounding.parts import Rounding
+from parity.rounding.patches import are_patches, rows_of
+from parity.rounding.patches import backward as patches_backward
+from parity.rounding.patches import forward as patches_forward
+from parity.rounding.phase import Phase
+from parity.rounding.plain_calls import is_in_place, is_view
+from parity.rounding.plain_kernels import PLAIN_KERNELS, as_in
+from parity.rounding.recurrent import step_by_step
+from parity.rounding.storing import Storing
+
+
+@contextmanager
+def rounded(
+    rounding: Rounding,
+    weights: Iterable[Tensor] | None = None,
+    freedom: Freedom = FUSED_POINTWISE,
+    scaled_together: Iterable[Sequence[Tensor]] = (),
+    plain: Iterable[Tensor] = (),
+    kinks: Kinks | None = None,
+    weights_read: OperandsRead | None = None,
+) -> Iterator[Phase]:
+    """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
+
+    Args:
+        rounding: what is rounded.
+        weights: the model's parameters; where it is None, each product of matrices is taken for a linear layer's.
+        freedom: the choices of the kernel that is modelled.
+        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
+            whole tensor is that of all of them.
+        plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
+        kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
+        weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
+
+    Yields:
+        The phase, to be told where the backward pass begins.
+    """
+    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead())
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), step_by_step():
+        yield mode.phase
+
+
+class _RoundingMode(TorchDispatchMode):
+    def __init__(
+        self,
+        rounding: Rounding,
+        weights: Iterable[Tensor] | None,
+        freedom: Freedom,
+        scaled_together: Iterable[Sequence[Tensor]],
+        plain: Iterable[Tensor],
+        kinks: Kinks | None,
+        weights_read: OperandsRead,
+    ) -> None:
+        super().__init__()
+        held = list(weights or ())
+        self.phase = Phase()
+        self._freedom, self._kinks = freedom, kinks
+        self._storing = Storing(rounding, freedom)
+        self._norms = NormsSeen()
+        self._attention = Attention(self._storing, self.phase)
+        self._linear = LinearOperands(
+            self._storing, self.phase, self._norms, held, scaled_together, plain, weights_read
+        )
+        self._lineage = None if weights is None else Lineage(held)
+        self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
+        self._suspended = False
+
+    @property
+    def attention(self) -> Arithmetic:
+        """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
+        return self._attention.arithmetic(alone=self._while_suspended)
+
+    @contextmanager
+    def _while_suspended(self) -> Iterator[None]:
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended:
+            return func(*args, **kwargs)
+        if self._kinks is None:
+            result = self._rounded(func, args, kwargs)
+        else:
+            result = self._beside_kinks(self._kinks, func, args, kwargs)
+        if self._lineage is not None and not self.phase.backward:
+            self._lineage.see(func, args, result)
+        return result
+
+    def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The call, with the values moved that decide on which side of a kink they are."""
+        if self.phase.backward or any(_requires_grad(x) for x in args):
+            args = kinks.moved(func, args)
+            chosen = None if kwargs else kinks.chosen(func, args)
+            if chosen is not None:
+                return chosen
+        argument = args[0].clone() if func is RELU_IN_PLACE else args[0] if func is RELU else None
+        result = self._rounded(func, args, kwargs)
+        if argument is not None:
+            kinks.see(argument, result)
+        return result
+
+    def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func in FIRST_OPERAND:
+            return self._gemm(func, args, kwargs)
+        if func is SOFTMAX_BACKWARD and not self._freedom.stores_scores:
+            flash = self._attention.softmax_backward(*args[:2])
+            if flash is not None:
+                return flash
+        if func in SUMS and _are_activations(args[:2]):
+            if not self._freedom.stores_sums:
+                return func(*args, **kwargs)
+            stored = self._storing.store(func(*args, **kwargs))
+            return args[0].copy_(stored) if func is SUM_IN_PLACE else stored
+        patches = self._of_patches(func, args)
+        if patches is not None:
+            return patches
+        if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
+            result = as_in(self._storing.rounding.storage, func, args, kwargs)
+            self._norms.see(func, args, result)
+            return tree_map_only(Tensor, self._storing.store, result)
+        return self._in_between(func, args, kwargs)
+
+    def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        position = FIRST_OPERAND[func]
+        left, right = args[position], args[position + 1]
+        has_weight = is_matrix(left) and not self._are_both_activations(left, right)
+        is_linear = has_weight or self._linear.are_of_experts(left, right)
+        operands = (self._linear.read if is_linear else self._attention.operands)(left, right)
+        result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
+        if is_linear:
+            return self._storing.store(result)
+        return self._attention.result(result, left, right, operands[0])
+
+    def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What lies between two GEMMs."""
+        result = func(*args, **kwargs)
+        if self._freedom.stores_pointwise and func in NORMS:
+            result = self._storing.store(result[0]), *result[1:]
+        elif self._freedom.stores_pointwise and self._is_step_stored(func, args):
+            result = self._storing.store(result)
+        self._norms.see(func, args, result)
+        self._attention.see(func, args, result)
+        return result
+
+    def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What a convolution returns that TE computes as a linear layer; None for any other call."""
+        if func is CONVOLUTION and self._linear.of_te(args[1]) and are_patches(args[1], *args[3:]):
+            x, weight, bias = args[:3]
+            patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
+            return patches_forward(x, weight, bias, patches, self._multiplied)
+        if func is CONVOLUTION_BACKWARD and self._linear.of_te(args[2]) and are_patches(args[2], *args[4:10]):
+            gradient, x, weight, *_, wanted = args
+            return patches_backward(gradient, x, weight, self._patches[address(x)], wanted, self._multiplied)
+        return None
+
+    def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        left, right = self._linear.read(left, right)
+        return self._storing.store(left @ right if bias is None else torch.addmm(bias, left, right))
+
+    def _is_plain(self, func: Any) -> bool:
+        """Whether a port calls the function by itself, or another whose gradient it gives."""
+        if not self._freedom.plain or func in SOFTMAX or is_view(func) or is_in_place(func):
+            return False
+        name = func.overloadpacket.__name__
+        if self.phase.backward and name in ARITHMETIC:
+            return True
+        return name.removesuffix("_backward") in self._freedom.plain
+
+    def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
+        if func in TABLES:
+            return True
+        if self._norms.is_step(args):
+            return False
+        if func in REDUCTIONS and not _keeps_channels(*args[:2]):
+            return False  # statistics of a norm, likewise
+        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.backward or any(_requires_grad(x) for x in args))
+
+    def _product(
+        self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any
+    ) -> Tensor:
+        """The GEMM, in as many parts along the summed dimension as the kernel takes; ``before`` is added once."""
+        lefts = left.tensor_split(self._freedom.splits_of_k, -1)
+        rights = right.tensor_split(self._freedom.splits_of_k, -2)
+        result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
+        multiply = torch.mm if left.dim() == 2 else torch.bmm
+        alpha = kwargs.get("alpha", 1)
+        for part, other in zip(lefts[1:], rights[1:], strict=True):
+            if part.shape[-1]:
+                result.add_(multiply(part, other), alpha=alpha)
+        return result
+
+    def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a product of two matrices has no weight, as similarities of embeddings and attention of one head.
+
+        It is no linear layer: TE has no kernel for it but attention.
+        """
+        if self._lineage is None:
+            return False
+        if self.phase.backward:
+            return self._lineage.is_gradient_of_product(left, right)
+        return self._lineage.is_product_of_activations(left, right)
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
+    """Whether tokens are summed; heads, which share keys, are not."""
+    return x.dim() < 4 and dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
+
+
+def _are_activations(operands: tuple[Any, ...]) -> bool:
+    return (
+        len(operands) == 2
+        and all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in operands)
+        and operands[0].shape == operands[1].shape
+    )

@@ -1,0 +1,67 @@
+"""How a pass stores tensors: rounded to the precision's dtype, with the noise of its freedom."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parity.formats import largest, spacing
+from parity.rounding.freedom import JITTER, Freedom
+from parity.rounding.parts import Part, Rounding
+from parity.rounding.stored import Stored
+
+_FP32_JITTER = torch.finfo(torch.float32).eps
+_HALF = 0.4999  # a little less, so that FP32 sums of it and a number that the dtype has stay below the next
+
+
+class Storing:
+    """What one pass stores.
+
+    Args:
+        rounding: what is rounded.
+        freedom: the choices of the kernels that are modelled.
+    """
+
+    def __init__(self, rounding: Rounding, freedom: Freedom) -> None:
+        self.rounding = rounding
+        self.freedom = freedom
+        self._roundoff = torch.finfo(rounding.storage).eps / 2
+        self._noise: torch.Generator | None = None
+        self._stored = Stored()
+
+    def store(self, x: Tensor, part: Part = "storage") -> Tensor:
+        """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
+        if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
+            is_dithered = self.freedom.dithers
+            x = self._dithered(x) if is_dithered else self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
+        rounded = self.rounding.store_part(x, part)
+        if rounded is not x:
+            self._stored.add(rounded)
+        return rounded
+
+    def operand(self, x: Tensor, part: Part) -> Tensor:
+        """As ``store``, of what may have been stored before."""
+        return x if self.is_stored(x) else self.store(x, part)
+
+    def is_stored(self, x: Tensor) -> bool:
+        """Whether storing a tensor would not change it."""
+        return self.freedom.jitter is None and x in self._stored
+
+    def jittered_amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude, moved as the value may be that has it."""
+        return self._jittered(largest(x), self._roundoff)
+
+    def _jittered(self, x: Tensor, step: float) -> Tensor:
+        return x * (1.0 + step * self._uniform(x))
+
+    def _dithered(self, x: Tensor) -> Tensor:
+        if self.rounding.storage is torch.float32:
+            return self._jittered(x, self._roundoff)
+        step = spacing(x, self.rounding.storage)
+        return (x / step + 0.5 + _HALF * self._uniform(x)).floor() * step
+
+    def _uniform(self, x: Tensor) -> Tensor:
+        """Between -1 and 1."""
+        if self._noise is None:
+            self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
+        return 2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0
