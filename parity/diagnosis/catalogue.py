@@ -13,6 +13,7 @@ from parity.calls import Trace
 from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
+from parity.diagnosis.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
@@ -28,6 +29,7 @@ from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.routing import routing_hypotheses
+from parity.diagnosis.unused_branches import unused_branch_hypotheses, unused_parameters
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
 from parity.diagnosis.weight_readings import Heads
@@ -50,9 +52,11 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
     of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference, unused
+    yield from unused_branch_hypotheses(trace, prepared.reference, unused_parameters(prepared.weights, unused))
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
+    yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
 
 

@@ -67,6 +67,7 @@ CODES = {
     "loss-scale": "PAR255",
     "factor": "PAR256",
     "embedding-position": "PAR257",
+    "branch-missing": "PAR258",
     "operation": "PAR259",
     "label-smoothing": "PAR260",
     "ignored-label": "PAR260",

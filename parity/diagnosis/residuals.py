@@ -12,6 +12,7 @@ from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms import Norm, norms
+from parity.diagnosis.operations import ordinal
 from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, binary
 
 _THROUGH = CASTS | {"dropout"}
@@ -46,7 +47,13 @@ def residuals(trace: Trace) -> list[Residual]:
 def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's residual connections."""
     found = residuals(trace)
-    yield from everywhere_and_somewhere(_mistakes(), found, module, lambda one: f"the sum in {one.call.module or 'it'}")
+    yield from everywhere_and_somewhere(
+        _mistakes(),
+        found,
+        module,
+        lambda one: f"the {ordinal(one.call.site[3] + 1)} sum in {one.call.module}",
+        lambda one: f"each layer's {ordinal(one.call.site[3] + 1)} sum",
+    )
     yield from _order_of_blocks(found, module)
     moved = _output_layer_norms(found)
     if moved:

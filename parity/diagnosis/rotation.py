@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.calls import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.calls import Call, Edit, Site, Trace, Value, edit, once_a_trace
 from parity.diagnosis.attention import seeming_attentions
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
@@ -53,6 +53,7 @@ class Rotation:
         amplitude: by which rotated channels are multiplied besides, YaRN's mscale (Peng et al., arXiv 2309.00071).
         table: dtype to which cosines and sines are rounded; None for the computation's own.
         table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
+        attention: the first call of attention that reads the rotated value.
     """
 
     call: Call
@@ -69,6 +70,7 @@ class Rotation:
     amplitude: float = 1.0
     table: torch.dtype | None = None
     table_form: Form | None = None
+    attention: Site | None = None
 
     @property
     def rotary(self) -> int:
@@ -107,12 +109,12 @@ def rotations(trace: Trace) -> list[Rotation]:
     """The rotation of each attention's query and key, in order."""
     found: dict[int, Rotation] = {}
     for attention in seeming_attentions(trace):  # a rotation is found by its own numbers
-        rotation = _before(trace, attention.query, "query")
-        if rotation is not None:
-            found.setdefault(rotation.call.outputs[0].number, rotation)
-        rotation = _before(trace, attention.key, "key")
-        if rotation is not None:
-            found.setdefault(rotation.call.outputs[0].number, rotation)
+        both: tuple[tuple[Value, Literal["query", "key"]], ...] = (attention.query, "query"), (attention.key, "key")
+        for value, role in both:
+            rotation = _before(trace, value, role)
+            if rotation is not None:
+                of = attention.call.site
+                found.setdefault(rotation.call.outputs[0].number, replace(rotation, attention=of))
     return list(found.values())
 
 
@@ -274,7 +276,8 @@ def _base(frequency: Tensor) -> float | None:
         return None
     measured = float(frequency[-1]) ** (-count / (count - 1))
     rounded = round(measured, 2 - math.floor(math.log10(measured)))
-    return rounded if torch.allclose(frequencies(rounded, 2 * count), frequency.cpu(), rtol=1e-5) else None
+    fits = (base for base in (rounded, measured) if torch.allclose(frequencies(base, 2 * count), frequency.cpu(), 1e-5))
+    return next(fits, None)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

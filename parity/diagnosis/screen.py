@@ -26,8 +26,10 @@ EXACT = 0.5
 TINY = 1e-300
 """Stands for a norm of zero below a fraction."""
 
+CHANGES = 1e-6
+"""Of the error, by which a hypothesis that changes anything changes it."""
+
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
-_CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
 _FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
 
 
@@ -75,7 +77,7 @@ class Screen:
             outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
             if outputs is not None and self._same_shapes(outputs, alone):
                 share = self._error(outputs, alone, cut=False) / self._before[alone]
-                if math.isfinite(share) and abs(share - 1.0) > _CHANGES:
+                if math.isfinite(share) and abs(share - 1.0) > CHANGES:
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:

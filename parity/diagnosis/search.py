@@ -11,14 +11,16 @@ of processor time ends each part of it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from parity.diagnosis.failure import Failure, few_outputs
-from parity.diagnosis.hypothesis import Hypothesis, Scope
+from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
+from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
 from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
 from parity.diagnosis.verify import Explanation, is_loud, verified
 
-CHECKS_FOR_SEARCH = 9.0
+CHECKS_FOR_SEARCH = 11.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
@@ -30,7 +32,9 @@ _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell 
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
-_TUNED = 4  # mistakes whose constant is looked for
+_FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
+_TUNED = 6  # mistakes whose constant is looked for
+_TUNED_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
@@ -56,12 +60,13 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
         budget: of the search.
     """
     known = list(hypotheses)
-    screen = Screen(failure)
+    screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     ranked: list[Ranked] = []
     for scopes in _STAGES:
         some: list[Ranked] = []
         places = [(one,) for one in known if one.scope in scopes]
         found = _screened(failure, screen, places, some, budget)
+        found = found or _screened(failure, screen, _at_several(some), some, budget)
         found = found or _verified(failure, _tuned(screen, some, budget), budget)
         if found:
             return found
@@ -79,7 +84,7 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
 
 def _screened(
     failure: Failure,
-    screen: Screen,
+    screen: Screen | GradientScreen,
     combinations: Sequence[tuple[Hypothesis, ...]],
     ranked: list[Ranked],
     budget: Budget,
@@ -99,23 +104,36 @@ def _screened(
     return _verified(failure, ranked, budget)
 
 
-def _tuned(screen: Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
+def _at_several(ranked: Sequence[Ranked]) -> list[tuple[Hypothesis, ...]]:
+    """Mistakes at several places, of which each helps alone: the best two, three, and so on of each family."""
+    families: dict[tuple[str, tuple[str, str]], list[Hypothesis]] = {}
+    for share, (one, *others) in ranked:
+        if share < _HELPS_LITTLE and one.place and not others:
+            families.setdefault((one.title, one.family), []).append(one)
+    likeliest = list(families.values())[:_FAMILIES]  # by the place that helps most
+    return [(at_places(same[:count]),) for same in likeliest for count in range(2, len(same) + 1)]
+
+
+def _tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
     """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
-    best: dict[tuple[str, Scope], tuple[Hypothesis, float]] = {}
+    found: list[tuple[Hypothesis, float]] = []
+    alike: Counter[tuple[str, Scope]] = Counter()
     for share, (one,) in ranked:
         if one.tuned is not None and one.value is not None and share < _HELPS_LITTLE:
-            best.setdefault((one.title, one.scope), (one, _TUNING_RANGE if share < _HELPS else _FAR))
-    return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, *one, budget)]
+            alike[one.title, one.scope] += 1
+            if alike[one.title, one.scope] <= _TUNED_ALIKE:
+                found.append((one, _TUNING_RANGE if share < _HELPS else _FAR))
+    return [entry for one in found[:_TUNED] for entry in _line_search(screen, *one, budget)]
 
 
-def _sharper(screen: Screen, entry: Ranked, budget: Budget) -> list[Ranked]:
+def _sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
     """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
     share, (one, *others) = entry
     found = [] if others else _line_search(screen, one, _NEARBY, budget)
     return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
 
 
-def _line_search(screen: Screen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
+def _line_search(screen: Screen | GradientScreen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
     """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge."""
     if one.tuned is None or one.value is None:
         return []
@@ -158,9 +176,10 @@ def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
 def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    enough = _HELPS if is_loud(failure) else _HELPS_LITTLE
+    by_gradients = outputs_tell_little(failure)
+    enough = _HELPS if is_loud(failure) or by_gradients else _HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
-    most = _VERIFIED_OF_FEW if few_outputs(failure) else _VERIFIED
+    most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
     for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
         if budget.spent() and (found or tried >= _VERIFIED):
             break

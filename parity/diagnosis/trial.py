@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -50,6 +50,7 @@ def tensors_under(
     precision: Precision | None = None,
     cotangents: Mapping[str, Tensor] | None = None,
     freedom: Freedom = UNFUSED,
+    only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
 ) -> Tensors | None:
     """The reference's outputs and gradients if the hypotheses were true; None if they cannot be.
 
@@ -59,11 +60,18 @@ def tensors_under(
         precision: whose rounding model to compute under, in FP32; None computes in FP64.
         cotangents: the gradient with respect to each output; None for the comparison's own.
         freedom: of the kernels that the rounding model stands for.
+        only_if: tells from the outputs whether gradients are of interest; else None is returned.
     """
     dtype = torch.float64 if precision is None else torch.float32
     _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
     model = under_model(prepared, precision.rounding, freedom) if precision else nullcontext()
+
+    def backward(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not only_if({name: output.detach() for name, output in outputs.items()}):
+            raise Misfit("its outputs are others")
+        return {name: given[name].to(output.dtype) for name, output in outputs.items()}
+
     try:
         with attention_in_blocks(), model as phase:
             ran = run(
@@ -71,7 +79,7 @@ def tensors_under(
                 _call_under(prepared, hypotheses),
                 cast(prepared.inputs, dtype),
                 prepared.input_names,
-                lambda outputs: {name: given[name].to(output.dtype) for name, output in outputs.items()},
+                backward,
                 before_backward=phase.begin_backward if phase else lambda: None,
             )
     except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
