@@ -77,6 +77,7 @@ CODES = {
     "routing-bias": "PAR261",
     "top-k": "PAR262",
     "expert-splits": "PAR263",
+    "optimizer": "PAR264",
     "outputs-exchanged": "PAR271",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",

@@ -89,10 +89,12 @@ class Screen:
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
         counts = {x.shape[0] for x in self._candidate.values() if x.dim() > 1}
+        if any(not x.dim() or (x.dim() == 1 and len(x) not in counts) for x in self._candidate.values()):
+            return None
         if len(counts) != 1 or counts == {1}:
             return None
         errors = [
-            ((x - self._golden[name]) ** 2).flatten(1).sum(1) / self._golden[name].square().sum()
+            ((x - self._golden[name]) ** 2).reshape(len(x), -1).sum(1) / self._golden[name].square().sum()
             for name, x in self._candidate.items()
         ]
         row = int(torch.stack(errors).sum(0).argmax())
