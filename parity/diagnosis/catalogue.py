@@ -26,6 +26,7 @@ from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.operations import operation_hypotheses
 from parity.diagnosis.optimizer import optimizer_hypotheses
 from parity.diagnosis.optimizer_steps import Stepped, optimizer_step_hypotheses, recorded_steps
+from parity.diagnosis.packed import packed_hypotheses
 from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
@@ -67,6 +68,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_hypotheses(trace, module, stored_dtype(prepared))
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
+    yield from packed_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module)
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)

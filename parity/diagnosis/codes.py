@@ -78,6 +78,7 @@ CODES = {
     "top-k": "PAR262",
     "expert-splits": "PAR263",
     "optimizer": "PAR264",
+    "cache-step": "PAR265",
     "outputs-exchanged": "PAR271",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from parity.calls import Trace
+from parity.diagnosis.borders import border_explanations
 from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
@@ -84,6 +85,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Fi
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
         lambda: _told(explanations(failure, known(), search), failure),
+        lambda: _told(border_explanations(failure, trace, Budget(rest)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),
     ]

@@ -30,7 +30,10 @@ def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     found = rotations(trace)
     if found:
         of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
-        mistakes = [*_forms(found[0]), *_positions(), *of_frequencies, *_rounded()]
+        forms, positions = list(_forms(found[0])), list(_positions())
+        # A single token that is not rotated is one at position 0.
+        likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
+        mistakes = [*likeliest, *of_frequencies, *_rounded()]
         layers = _by_layer(found)
         yield from everywhere_and_somewhere(map(_in_layer, mistakes), layers, module, lambda one: one.name)
 
@@ -129,6 +132,14 @@ def _positions() -> Iterator[Mistake[Rotation]]:
                 f"count positions of query and key alike; the {role}'s are off by {by:+d}",
                 _turned_more(role, by),
             )
+    for by in (-1, 1):
+        yield Mistake(
+            "rope-position",
+            f"rope positions off by {by:+d}",
+            f"rotate by the reference's positions, where a cache has keys that were rotated before (start_positions); "
+            f"they are off by {by:+d}",
+            _with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
+        )
     yield from map(_divided_by, (2.0, 4.0, 8.0))
     yield Mistake(
         "rope-position",

@@ -8,7 +8,7 @@ turning pairs of channels by angles that depend on position and pair alone. Any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from parity.diagnosis.walk import ancestors
 Form = Literal["halves", "interleaved"]
 
 _MOST_ANCESTORS = 60  # from a query to what it was before it was rotated
+_FARTHEST = 16384  # position of a single token that is looked for
+_USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 _EXACT = 1e-4  # radians by which a rotation in FP32 may differ over heads
 _FORMS: tuple[tuple[Form, Form], ...] = (
     ("halves", "halves"),
@@ -192,7 +194,7 @@ def _turned(
             if turned is None:
                 continue
             axis, angles, is_sure = turned
-            if bool((_wrapped(angles - angles[:1]).abs() < _EXACT).all()):  # a rotation by 90 degrees, of its own parts
+            if bool((_wrapped(angles - angles[:, :1]).abs() < _EXACT).all()):  # by 90 degrees, of its own parts
                 continue
             phases = _phases(trace, call, angles)
             if phases is None and not is_sure:
@@ -223,14 +225,15 @@ def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tup
     if not torch.allclose((c * c + d * d)[significant], square[significant], rtol=1e-3):
         return None
     angles = torch.atan2(sin, cos)
-    for axis in range(-2, -angles.dim() - 1, -1):
-        if angles.shape[axis] < 2:
-            continue
+    axes = range(-2, -angles.dim() - 1, -1)
+    for axis in sorted(axes, key=lambda axis: angles.shape[axis] < 2):  # one position, as of a step of decoding, last
         by_position = angles.movedim((axis, -1), (0, 1)).flatten(2)  # [seq, pairs, everything else]
         weights = square.movedim((axis, -1), (0, 1)).flatten(2)
         best = weights.argmax(-1, keepdim=True)
         common = by_position.gather(-1, best)
         off = _wrapped(by_position - common).abs()
+        if len(common) > 1 and bool((_wrapped(common - common[:1]).abs() < _EXACT).all()):
+            continue  # heads, or a batch, of which all are at one position
         if bool((off[weights > 1e-3 * weights.mean()] < _EXACT).all()):
             return axis, common.squeeze(-1), off.shape[-1] > 1
     return None
@@ -247,6 +250,11 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
     flat = [x.detach().double().flatten() for x in near if x.numel() in (seq, count) and not x.is_complex()]
     positions = [x for x in flat if x.numel() == seq and torch.equal(x, x.round())]
     frequencies_found = [x for x in flat if x.numel() == count]
+    if seq == 1:
+        positions.append(torch.arange(_FARTHEST, dtype=torch.float64, device=angles.device))
+        usual = [frequencies(base, 2 * count) for base in _USUAL_BASES]
+        of_bases = [x for x in frequencies_found if bool((x > 0.0).all()) and float(x.max()) == 1.0]
+        return _single(angles, positions, [*of_bases, *usual, *frequencies_found])
     positions.append(torch.arange(seq, dtype=torch.float64, device=angles.device))
     last = float(_wrapped(angles[1] - angles[0])[-1])
     if count > 1 and last > 0.0:
@@ -258,6 +266,18 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
             expected = position[:, None] * frequency.to(position.device)
             if bool((_wrapped(angles - expected).abs() < 10 * _EXACT).all()):
                 return position, frequency
+    return None
+
+
+def _single(
+    angles: Tensor, positions: Sequence[Tensor], frequencies_found: Sequence[Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """As ``_phases``, of one position ``[1, rotary / 2]``: the first among those that fits."""
+    for frequency in frequencies_found:
+        for some in positions:
+            off = _wrapped(angles - some[:, None] * frequency.to(angles.device)).abs().amax(-1)
+            if bool((off < 10 * _EXACT).any()):
+                return some[off.argmin()][None], frequency
     return None
 
 
