@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,6 +30,7 @@ class Residual:
         branch: what is added.
         norm: of the stream, from which the branch is made; None where it has none.
         norm_before: which makes the stream, as after each sum of BERT; None where none does.
+        number: among those of one call of its submodule, from 1.
     """
 
     call: Call
@@ -36,12 +38,18 @@ class Residual:
     branch: Value
     norm: Norm | None
     norm_before: Norm | None
+    number: int = 1
 
 
 def residuals(trace: Trace) -> list[Residual]:
     """Every residual connection, in order."""
     normed = norms(trace)
-    return [residual for call in trace.calls if (residual := _residual(trace, call, normed)) is not None]
+    found = [residual for call in trace.calls if (residual := _residual(trace, call, normed)) is not None]
+    alike: Counter[tuple[str, int]] = Counter()
+    for i, one in enumerate(found):
+        alike[one.call.site[:2]] += 1
+        found[i] = replace(one, number=alike[one.call.site[:2]])
+    return found
 
 
 def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -51,8 +59,8 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
         _mistakes(),
         found,
         module,
-        lambda one: f"the {ordinal(one.call.site[3] + 1)} sum in {one.call.module}",
-        lambda one: f"each layer's {ordinal(one.call.site[3] + 1)} sum",
+        lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",
+        lambda one: f"each layer's {ordinal(one.number)} sum",
     )
     yield from _order_of_blocks(found, module)
     moved = _output_layer_norms(found)

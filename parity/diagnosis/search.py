@@ -40,8 +40,10 @@ _FAR = math.log(1000.0)  # ditto where a known constant points the right way, bu
 _TUNING_STEPS = 30
 _NEARBY = math.log(1.25)  # ditto where a known constant explains: the port's own may lie beside it
 _FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
+_HOPELESS = 0.1  # of the error before, which the right constant goes below where it is known so finely
 _TUNING_WINDOWS = 3  # that are searched, one beyond the other
 _AS_GOOD = 1.05  # times the error that the best constant leaves
+_INDISTINCT = 1.5  # ditto, where what is left is no more than a faithful port has
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
 _PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
@@ -150,21 +152,28 @@ def _line_search(screen: Screen | GradientScreen, one: Hypothesis, reach: float,
         low, high = center - reach, center + reach
         for step in range(_TUNING_STEPS):
             promising = step < _PROMISING_STEPS or any(left < EXACT for left, _ in tried.values())
+            hopeless = high - low < _FINE and min(left for left, _ in tried.values()) > _HOPELESS
             fine = high - low < _FINE and any(map(screen.is_exact, tried.values()))
-            if not promising or fine or budget.spent():
+            if not promising or hopeless or fine or budget.spent():
                 break
             left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
             low, high = (low, right) if share(left) < share(right) else (left, high)
         best = min(tried, key=share, default=center)
-        if abs(best - center) < _AT_THE_EDGE * reach:
+        if abs(best - center) < _AT_THE_EDGE * reach or share(best) > _HELPS:
             break
         center = best
     if not tried:
         return []
     best = min(tried, key=share)
     plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
-    chosen = next((number for number in plain if share(number) < _AS_GOOD * share(best)), best)
+    chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
     return [tried[chosen]] if math.isfinite(share(chosen)) else []
+
+
+def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
+    """Whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
+    leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
+    return share < _AS_GOOD * best[0] or leaves_rounding
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
