@@ -28,6 +28,7 @@ from parity.diagnosis.optimizer import optimizer_hypotheses
 from parity.diagnosis.optimizer_steps import Stepped, optimizer_step_hypotheses, recorded_steps
 from parity.diagnosis.packed import packed_hypotheses
 from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
+from parity.diagnosis.pre_norms import pre_norm_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.routing import routing_hypotheses
@@ -72,6 +73,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from rope_hypotheses(trace, module)
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
+    yield from pre_norm_hypotheses(trace, module)
     yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
     yield from lookup_hypotheses(trace, module)

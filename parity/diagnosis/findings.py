@@ -21,7 +21,7 @@ from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget
-from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
+from parity.diagnosis.search import CHECKS_FOR_BORDERS, CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
 from parity.diagnosis.unused_branches import unused_parameters
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.diagnosis.verify import Explanation
@@ -85,7 +85,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Fi
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
         lambda: _told(explanations(failure, known(), search), failure),
-        lambda: _told(border_explanations(failure, trace, Budget(rest)), failure),
+        lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),
     ]

@@ -20,11 +20,14 @@ from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
 from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
 from parity.diagnosis.verify import Explanation, is_loud, verified
 
-CHECKS_FOR_SEARCH = 11.0
+CHECKS_FOR_SEARCH = 10.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
 """Ditto for gradients, and for roundings."""
+
+CHECKS_FOR_BORDERS = 2.0
+"""Ditto for the borders of a port's sequences."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
