@@ -98,12 +98,14 @@ class Trace:
         tensors: each value's tensor, detached.
         parameters: names of the values that are parameters, by number.
         buffers: ditto of buffers.
+        optimizers: the settings of each optimizer of ``torch.optim`` that made a step, if those were asked for.
     """
 
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
+    optimizers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._producers: dict[int, Call] = {}

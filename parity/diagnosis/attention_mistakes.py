@@ -32,6 +32,7 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
     query, key, value = heads_of(trace, first)
     mistakes = chain(
         _masks(traced_bias(trace, first)),
+        _steps(query, key),
         _scales(first, query, value),
         _softmax(first),
         _heads(query, key, value) if query.dim() == 4 else (),
@@ -63,6 +64,19 @@ def _mask(mistake: MaskMistake) -> Mistake[Attention]:
         value=mistake.value,
         tuned=None if family is None else lambda value: _mask(family(value)),
     )
+
+
+def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
+    """Keys and values that were written to a cache, or read from it, one position off."""
+    if key.shape[-2] < 2:
+        return
+    for by, described in ((1, "the position before"), (-1, "the position after")):
+        yield Mistake(
+            "cache-step",
+            f"keys and values of {described}",
+            f"attend to keys and values of the reference's positions; each is that of {described}",
+            _arranged(keys=lambda x, by=by: x.roll(by, -2)),  # type: ignore[misc]
+        )
 
 
 def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:

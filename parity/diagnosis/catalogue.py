@@ -13,6 +13,7 @@ from parity.calls import Trace
 from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
+from parity.diagnosis.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
@@ -24,10 +25,14 @@ from parity.diagnosis.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.operations import operation_hypotheses
 from parity.diagnosis.optimizer import optimizer_hypotheses
+from parity.diagnosis.optimizer_steps import Stepped, optimizer_step_hypotheses, recorded_steps
+from parity.diagnosis.packed import packed_hypotheses
 from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
+from parity.diagnosis.pre_norms import pre_norm_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.routing import routing_hypotheses
+from parity.diagnosis.unused_branches import unused_branch_hypotheses, unused_parameters
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
 from parity.diagnosis.weight_readings import Heads
@@ -50,9 +55,11 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
     of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference, unused
+    yield from unused_branch_hypotheses(trace, prepared.reference, unused_parameters(prepared.weights, unused))
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
+    yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
 
 
@@ -62,9 +69,11 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_hypotheses(trace, module, stored_dtype(prepared))
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
+    yield from packed_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module)
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
+    yield from pre_norm_hypotheses(trace, module)
     yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
     yield from lookup_hypotheses(trace, module)
@@ -73,6 +82,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)
     yield from label_shift_hypotheses(trace, module)
+    yield from optimizer_step_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)
     yield _viewed_as_sequence_first(module)
@@ -98,14 +108,16 @@ def calls_of(prepared: Prepared) -> Calls:
     """Of another forward pass of the reference in FP64, as golden's was."""
     prepared.reference.double()
     calls: list[Calls] = []
+    steps: list[Stepped] = []
 
     def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Only the module's own calls are recorded, not the copies that a pass makes of its inputs.
         with Calls.recorded(module, calls):
             return (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
 
-    with torch.no_grad(), in_fp64():
+    with torch.no_grad(), in_fp64(), recorded_steps(steps):
         outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
+    calls[0].trace.optimizers += steps
     return calls[0]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parity.calls import Call, Edit, Trace, edit
+from parity.calls import Call, Edit, Site, Trace, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, users, with_number
@@ -31,10 +31,15 @@ class Factor:
 
 def factors(trace: Trace) -> list[Factor]:
     """Every multiplication of activations by a positive number but 1, in order; not of scores, nor in a function."""
-    softmaxes = (call for call in trace.calls if call.name == "softmax")
-    of_attention = {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
+    of_attention = scales_of_attention(trace)
     found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
     return [factor for factor in found if factor.call.site not in of_attention]
+
+
+def scales_of_attention(trace: Trace) -> set[Site]:
+    """The calls that scale and mask scores, and those that make queries and keys."""
+    softmaxes = (call for call in trace.calls if call.name == "softmax")
+    return {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
 
 
 def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:

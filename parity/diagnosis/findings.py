@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from parity.calls import Trace
+from parity.diagnosis.borders import border_explanations
 from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.divergence import first_divergence
 from parity.diagnosis.exchanged import exchange_findings
-from parity.diagnosis.failure import Failure
+from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.gradients import gradient_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
@@ -20,7 +21,8 @@ from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget
-from parity.diagnosis.search import CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
+from parity.diagnosis.search import CHECKS_FOR_BORDERS, CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
+from parity.diagnosis.unused_branches import unused_parameters
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.diagnosis.verify import Explanation
 from parity.result import Finding
@@ -47,10 +49,12 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
         return ()
     spoiled = list(non_finite(failed, failure.precision))
     finite = all(result.errors.finite for result in failure.outputs)
-    outputs_are_right = all(result.passed for result in failure.outputs)
     trace = calls_of(failure.prepared).trace
-    # Gradients that are not finite, or not there, need no further cause where the outputs are right.
-    causes = _causes(failure, trace, unreached) if finite and not ((spoiled or unreached) and outputs_are_right) else []
+    # Gradients that are not finite, or not there, need no further cause where all else is right.
+    never_came = unused_parameters(failure.prepared.weights, unreached)
+    lacking = [result for result in failed if not result.errors.finite or result.name in never_came]
+    is_told = (spoiled or unreached) and len(lacking) == len(failed)
+    causes = _causes(failure, trace, unreached) if finite and not is_told else []
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))
@@ -70,6 +74,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Fi
         yield from hypotheses(failure.prepared, trace, frozenset(unreached))
 
     causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
+    if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
+        return list(_by_chance(failure))  # of many mistakes one fits a single number
     if all(result.passed for result in failure.outputs):
         causes += [lambda: gradient_findings(failure, trace, Budget(rest))]
     else:
@@ -79,6 +85,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Fi
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
         lambda: _told(explanations(failure, known(), search), failure),
+        lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),
     ]

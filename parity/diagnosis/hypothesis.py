@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ class Hypothesis:
         tuned: the same mistake with another value.
         scope: whether the mistake is made with all operations that it could be made with, with those of one kind, with
             one of several, or with a call that no subject knows.
+        place: of the one of several; empty where it is made with more. What is made elsewhere too has the same
+            ``family``.
+        family: what is wrong and what to change, wherever it is; empty where the mistake is made at no single place.
     """
 
     title: str
@@ -46,6 +49,8 @@ class Hypothesis:
     value: float | None = None
     tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)
     scope: Scope = "all"
+    place: str = ""
+    family: tuple[str, str] = ("", "")
 
     def context(self) -> AbstractContextManager[None]:
         """One forward pass of the reference inside, gradients included, computes what the hypothesis says.
@@ -54,3 +59,23 @@ class Hypothesis:
         something else than it did when it was traced.
         """
         return edited(self.module, self.edits)
+
+
+def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
+    """One mistake that is made at several places, from what it is at each; of one family."""
+    first = same[0]
+    name, repair = first.family
+    places = ", ".join(one.place for one in same)
+    tuned = [one.tuned for one in same]
+
+    def with_another(value: float) -> Hypothesis:
+        return at_places([family(value) for family in tuned if family is not None])
+
+    return replace(
+        first,
+        name=f"{name} in {places}",
+        repair=f"{repair} in {places}",
+        edits=tuple(edit for one in same for edit in one.edits),
+        tuned=with_another if all(tuned) else None,
+        place=places,
+    )

@@ -45,6 +45,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     """
     hidden = hidden_keys(bias)
     band, padded = band_of(hidden)
+    yield from _of_a_cache(band, *hidden.shape[-2:])
     if band is not None:
         for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
             yield MaskMistake(title, name, repair, _band_instead(other, padded))
@@ -86,6 +87,31 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
             _lengths_of_padding,
         )
+
+
+def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[MaskMistake]:
+    """Of queries that come after most keys, as in a step of decoding: keys that are lost at either end."""
+    if keys <= queries or band is None or min(band.right, keys - 1) < keys - queries:
+        return
+    right = "let each query see the keys that the reference's sees: all before it, and its own"
+    lost = {
+        "the newest key is hidden": slice(keys - 1, keys),
+        f"the {queries} newest keys, the step's own, are hidden": slice(keys - queries, keys),
+        "the oldest key is hidden": slice(0, 1),
+        f"the {queries} oldest keys are hidden": slice(0, queries),
+    }
+    for described, some in lost.items() if queries > 1 else list(lost.items())[::2]:
+        repair = f"{right} (cache's length, cu_seqlens_kv, the mask's offset); {described}"
+        yield MaskMistake("cache-step", described, repair, _without_keys(some))
+
+
+def _without_keys(some: slice) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        hidden = torch.zeros_like(bias, dtype=torch.bool)
+        hidden[..., some] = True
+        return bias.masked_fill(hidden, HIDDEN)
+
+    return instead
 
 
 def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:

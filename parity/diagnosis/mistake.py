@@ -68,7 +68,7 @@ def everywhere_and_somewhere(
                 yield _made(mistake, some, module, "kind", f" in {name}")
         if place is not None and 1 < len(changed) <= MOST_PLACES:
             for operation in changed:
-                yield _made(mistake, [operation], module, "one", f" in {place(operation)}")
+                yield _made(mistake, [operation], module, "one", place=place(operation))
 
 
 def _made(
@@ -77,8 +77,10 @@ def _made(
     module: nn.Module,
     scope: Scope = "all",
     where: str = "",
+    place: str = "",
 ) -> Hypothesis:
     family = mistake.tuned
+    where = f" in {place}" if place else where
     return Hypothesis(
         mistake.title,
         mistake.name + where,
@@ -87,6 +89,8 @@ def _made(
         tuple(edit for operation in operations for edit in mistake.edits(operation)),
         subtle=mistake.subtle,
         value=mistake.value,
-        tuned=None if family is None else lambda value: _made(family(value), operations, module, scope, where),
+        tuned=None if family is None else lambda value: _made(family(value), operations, module, scope, where, place),
         scope=scope,
+        place=place,
+        family=(mistake.name, mistake.repair) if place else ("", ""),
     )

@@ -19,14 +19,14 @@ _NUMBER = re.compile(r"\d+")
 
 def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every call of the reference, with each of its alternatives."""
-    for calls in _alike(trace):
+    for calls in alike(trace):
         by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
         for described in by_call[0]:
             if all(described in ones for ones in by_call):
                 yield _otherwise(calls, [ones[described] for ones in by_call], module)
 
 
-def _alike(trace: Trace) -> list[list[Call]]:
+def alike(trace: Trace) -> list[list[Call]]:
     """Calls of activations by what they are but for their layer's number."""
     alike: dict[tuple[str, int, str, int], list[Call]] = {}
     for call in trace.calls:
@@ -38,7 +38,7 @@ def _alike(trace: Trace) -> list[list[Call]]:
 
 def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn.Module) -> Hypothesis:
     first = calls[0]
-    which = f"{_ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
+    which = f"{ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
     others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
     tuned = [one.tuned for one in instead]
 
@@ -57,6 +57,7 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn
     )
 
 
-def _ordinal(count: int) -> str:
+def ordinal(count: int) -> str:
+    """``1st``, ``2nd``, and so on."""
     endings = {1: "st", 2: "nd", 3: "rd"}
     return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"

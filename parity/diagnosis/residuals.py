@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms import Norm, norms
+from parity.diagnosis.operations import ordinal
 from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, binary
 
 _THROUGH = CASTS | {"dropout"}
@@ -28,6 +30,7 @@ class Residual:
         branch: what is added.
         norm: of the stream, from which the branch is made; None where it has none.
         norm_before: which makes the stream, as after each sum of BERT; None where none does.
+        number: among those of one call of its submodule, from 1.
     """
 
     call: Call
@@ -35,18 +38,30 @@ class Residual:
     branch: Value
     norm: Norm | None
     norm_before: Norm | None
+    number: int = 1
 
 
 def residuals(trace: Trace) -> list[Residual]:
     """Every residual connection, in order."""
     normed = norms(trace)
-    return [residual for call in trace.calls if (residual := _residual(trace, call, normed)) is not None]
+    found = [residual for call in trace.calls if (residual := _residual(trace, call, normed)) is not None]
+    alike: Counter[tuple[str, int]] = Counter()
+    for i, one in enumerate(found):
+        alike[one.call.site[:2]] += 1
+        found[i] = replace(one, number=alike[one.call.site[:2]])
+    return found
 
 
 def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's residual connections."""
     found = residuals(trace)
-    yield from everywhere_and_somewhere(_mistakes(), found, module, lambda one: f"the sum in {one.call.module or 'it'}")
+    yield from everywhere_and_somewhere(
+        _mistakes(),
+        found,
+        module,
+        lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",
+        lambda one: f"each layer's {ordinal(one.number)} sum",
+    )
     yield from _order_of_blocks(found, module)
     moved = _output_layer_norms(found)
     if moved:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from parity.calls import Edit, Trace
+from parity.calls import Edit, Site, Trace
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.rope_scaling import scaling_mistakes
@@ -29,8 +30,43 @@ def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     found = rotations(trace)
     if found:
         of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
-        mistakes = [*_forms(found[0]), *_positions(), *of_frequencies, *_rounded()]
-        yield from everywhere_and_somewhere(mistakes, found, module)
+        forms, positions = list(_forms(found[0])), list(_positions())
+        # A single token that is not rotated is one at position 0.
+        likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
+        mistakes = [*likeliest, *of_frequencies, *_rounded()]
+        layers = _by_layer(found)
+        yield from everywhere_and_somewhere(map(_in_layer, mistakes), layers, module, lambda one: one.name)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The rotations of one attention's query and key."""
+
+    name: str
+    rotations: tuple[Rotation, ...]
+
+
+def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
+    layers: dict[Site | None, list[Rotation]] = {}
+    for one in found:
+        layers.setdefault(one.attention, []).append(one)
+    modules = [site[0] if site is not None else "" for site in layers]
+    names = modules if len(set(modules)) == len(modules) else [f"attention {i}" for i in range(1, len(modules) + 1)]
+    return [_Layer(name, tuple(some)) for name, some in zip(names, layers.values(), strict=True)]
+
+
+def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
+    """The same with all rotations of a layer."""
+    family = mistake.tuned
+    return Mistake(
+        mistake.title,
+        mistake.name,
+        mistake.repair,
+        lambda layer: [one for rotation in layer.rotations for one in mistake.edits(rotation)],
+        mistake.subtle,
+        mistake.value,
+        None if family is None else lambda value: _in_layer(family(value)),
+    )
 
 
 def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
@@ -96,6 +132,14 @@ def _positions() -> Iterator[Mistake[Rotation]]:
                 f"count positions of query and key alike; the {role}'s are off by {by:+d}",
                 _turned_more(role, by),
             )
+    for by in (-1, 1):
+        yield Mistake(
+            "rope-position",
+            f"rope positions off by {by:+d}",
+            f"rotate by the reference's positions, where a cache has keys that were rotated before (start_positions); "
+            f"they are off by {by:+d}",
+            _with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
+        )
     yield from map(_divided_by, (2.0, 4.0, 8.0))
     yield Mistake(
         "rope-position",

@@ -26,6 +26,8 @@ _USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 _LLAMA3 = (1.0, 4.0)  # low_freq_factor and high_freq_factor of every published model
 _YARN = (32.0, 1.0)  # beta_fast and beta_slow, ditto
 _LLAMA3_LENGTH, _YARN_LENGTHS = 8192.0, (4096.0, 32768.0)  # the original ones
+_LENGTHS = tuple(2.0**exponent for exponent in range(5, 19))  # that a model may have been trained with first
+_MOST_FACTOR = 128.0  # of NTK-aware scaling, by which a base is taken for another's
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +86,11 @@ def scaling_mistakes(rotations: Sequence[Rotation]) -> Iterator[Mistake[Rotation
     scaled = [scaling for one in rotations for scaling in [_of(one)] if scaling is not None]
     if scaled:
         yield from _of_scaled(scaled[0], has_mscale=any(one.amplitude != 1.0 for one in rotations))
-    plain = next((one.base for one in rotations if one.base is not None), None)
-    if plain is not None:
-        yield from _scaled_for_once(plain)
+        yield from _of_another_kind(scaled[0])
+    plain = next((one for one in rotations if one.base is not None), None)
+    if plain is not None and plain.base is not None:
+        yield from _linear_for_ntk(plain.base, plain.rotary)
+        yield from _scaled_for_once(plain.base)
 
 
 def _of(one: Rotation) -> Scaling | None:
@@ -172,6 +176,76 @@ def _of_length(length: float, repair: str) -> Mistake[Rotation]:
     )
 
 
+def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
+    """Frequencies that are scaled by the reference's factor from its original length, but in another of the ways."""
+    repair = _right(like)
+    own = _llama3_length(like)
+    of_yarn = [length for length in _LENGTHS if _agrees(_yarn_kept(like.plain, like.base, length), like)]
+    lengths = [own] if own is not None else of_yarn[:1]
+
+    def like_llama3(length: float) -> Mistake[Rotation]:
+        what = f"Llama 3's scaling by {like.factor:.4g} from an original length of {length:.4g}"
+        return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length), length, like_llama3)
+
+    def like_yarn(length: float) -> Mistake[Rotation]:
+        what = f"YaRN's scaling by {like.factor:.4g} from an original length of {length:.4g}"
+        kept = lambda scaling: _yarn_kept(scaling.plain, scaling.base, length)  # noqa: E731
+        return _of_kind(what, repair, kept, length, like_yarn)
+
+    if own is None:
+        yield from map(like_llama3, dict.fromkeys((*lengths, _LLAMA3_LENGTH)))
+    if not of_yarn:
+        yield from map(like_yarn, dict.fromkeys((*lengths, *_YARN_LENGTHS)))
+    yield _ntk_by(like.factor, repair)
+
+
+def _of_kind(
+    what: str,
+    repair: str,
+    kept: Callable[[Scaling], Tensor],
+    length: float,
+    tuned: Callable[[float], Mistake[Rotation]],
+) -> Mistake[Rotation]:
+    change: Change = lambda scaling: replace(scaling, kept=kept(scaling)).frequencies  # noqa: E731
+    return _mistake(f"rope with {what}", f"{repair}; it has {what}", change, value=length, tuned=tuned)
+
+
+def _ntk_by(factor: float, repair: str) -> Mistake[Rotation]:
+    """A larger base, under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
+    what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
+    return _mistake(
+        f"rope with {what}",
+        f"{repair}; it has {what}",
+        lambda scaling: frequencies(_ntk_base(scaling.base, factor, 2 * len(scaling.plain)), 2 * len(scaling.plain)),
+        value=factor,
+        tuned=lambda other: _ntk_by(other, repair),
+    )
+
+
+def _ntk_base(base: float, factor: float, rotary: int) -> float:
+    return base * factor ** (rotary / (rotary - 2))
+
+
+def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
+    """All frequencies divided, where the reference's base is one that was enlarged to have the same lowest one."""
+    for usual in _USUAL_BASES if rotary > 2 else ():
+        factor = (base / usual) ** ((rotary - 2) / rotary)
+        if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
+            continue
+        plain = frequencies(usual, rotary)
+        what = f"frequencies of base {usual:g} that are all divided by {factor:.4g}"
+
+        def edits(one: Rotation, divided: Tensor = plain / factor) -> tuple[Edit, ...]:
+            return _rotated_by(one, divided) if one.rotary == 2 * len(divided) else ()
+
+        repair = f"rotate with frequencies of base {base:.6g}, which is {usual:g} enlarged for longer sequences (NTK)"
+        yield Mistake("rope-scaling", f"rope with {what}", f"{repair}; it has {what}", edits)
+
+
+def _agrees(kept: Tensor, like: Scaling) -> bool:
+    return torch.allclose(kept, like.kept, atol=10 * _SAME)
+
+
 def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
     """Plain frequencies that a port scales."""
     repair = f"rotate with the plain frequencies of base {base:g}, as the reference does"
@@ -246,7 +320,7 @@ def _llama3_length(like: Scaling) -> float | None:
         return None
     lengths = (like.kept[between] * (high - low) + low) * 2 * math.pi / like.plain[between]
     length = float(lengths.mean())
-    return length if torch.allclose(_llama3_kept(like.plain, length), like.kept, atol=10 * _SAME) else None
+    return length if _agrees(_llama3_kept(like.plain, length), like) else None
 
 
 def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:

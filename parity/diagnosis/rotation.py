@@ -8,14 +8,14 @@ turning pairs of channels by angles that depend on position and pair alone. Any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from parity.calls import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.calls import Call, Edit, Site, Trace, Value, edit, once_a_trace
 from parity.diagnosis.attention import seeming_attentions
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
@@ -23,6 +23,8 @@ from parity.diagnosis.walk import ancestors
 Form = Literal["halves", "interleaved"]
 
 _MOST_ANCESTORS = 60  # from a query to what it was before it was rotated
+_FARTHEST = 16384  # position of a single token that is looked for
+_USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 _EXACT = 1e-4  # radians by which a rotation in FP32 may differ over heads
 _FORMS: tuple[tuple[Form, Form], ...] = (
     ("halves", "halves"),
@@ -53,6 +55,7 @@ class Rotation:
         amplitude: by which rotated channels are multiplied besides, YaRN's mscale (Peng et al., arXiv 2309.00071).
         table: dtype to which cosines and sines are rounded; None for the computation's own.
         table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
+        attention: the first call of attention that reads the rotated value.
     """
 
     call: Call
@@ -69,6 +72,7 @@ class Rotation:
     amplitude: float = 1.0
     table: torch.dtype | None = None
     table_form: Form | None = None
+    attention: Site | None = None
 
     @property
     def rotary(self) -> int:
@@ -107,12 +111,12 @@ def rotations(trace: Trace) -> list[Rotation]:
     """The rotation of each attention's query and key, in order."""
     found: dict[int, Rotation] = {}
     for attention in seeming_attentions(trace):  # a rotation is found by its own numbers
-        rotation = _before(trace, attention.query, "query")
-        if rotation is not None:
-            found.setdefault(rotation.call.outputs[0].number, rotation)
-        rotation = _before(trace, attention.key, "key")
-        if rotation is not None:
-            found.setdefault(rotation.call.outputs[0].number, rotation)
+        both: tuple[tuple[Value, Literal["query", "key"]], ...] = (attention.query, "query"), (attention.key, "key")
+        for value, role in both:
+            rotation = _before(trace, value, role)
+            if rotation is not None:
+                of = attention.call.site
+                found.setdefault(rotation.call.outputs[0].number, replace(rotation, attention=of))
     return list(found.values())
 
 
@@ -190,7 +194,7 @@ def _turned(
             if turned is None:
                 continue
             axis, angles, is_sure = turned
-            if bool((_wrapped(angles - angles[:1]).abs() < _EXACT).all()):  # a rotation by 90 degrees, of its own parts
+            if bool((_wrapped(angles - angles[:, :1]).abs() < _EXACT).all()):  # by 90 degrees, of its own parts
                 continue
             phases = _phases(trace, call, angles)
             if phases is None and not is_sure:
@@ -221,14 +225,15 @@ def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tup
     if not torch.allclose((c * c + d * d)[significant], square[significant], rtol=1e-3):
         return None
     angles = torch.atan2(sin, cos)
-    for axis in range(-2, -angles.dim() - 1, -1):
-        if angles.shape[axis] < 2:
-            continue
+    axes = range(-2, -angles.dim() - 1, -1)
+    for axis in sorted(axes, key=lambda axis: angles.shape[axis] < 2):  # one position, as of a step of decoding, last
         by_position = angles.movedim((axis, -1), (0, 1)).flatten(2)  # [seq, pairs, everything else]
         weights = square.movedim((axis, -1), (0, 1)).flatten(2)
         best = weights.argmax(-1, keepdim=True)
         common = by_position.gather(-1, best)
         off = _wrapped(by_position - common).abs()
+        if len(common) > 1 and bool((_wrapped(common - common[:1]).abs() < _EXACT).all()):
+            continue  # heads, or a batch, of which all are at one position
         if bool((off[weights > 1e-3 * weights.mean()] < _EXACT).all()):
             return axis, common.squeeze(-1), off.shape[-1] > 1
     return None
@@ -245,6 +250,11 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
     flat = [x.detach().double().flatten() for x in near if x.numel() in (seq, count) and not x.is_complex()]
     positions = [x for x in flat if x.numel() == seq and torch.equal(x, x.round())]
     frequencies_found = [x for x in flat if x.numel() == count]
+    if seq == 1:
+        positions.append(torch.arange(_FARTHEST, dtype=torch.float64, device=angles.device))
+        usual = [frequencies(base, 2 * count) for base in _USUAL_BASES]
+        of_bases = [x for x in frequencies_found if bool((x > 0.0).all()) and float(x.max()) == 1.0]
+        return _single(angles, positions, [*of_bases, *usual, *frequencies_found])
     positions.append(torch.arange(seq, dtype=torch.float64, device=angles.device))
     last = float(_wrapped(angles[1] - angles[0])[-1])
     if count > 1 and last > 0.0:
@@ -256,6 +266,18 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
             expected = position[:, None] * frequency.to(position.device)
             if bool((_wrapped(angles - expected).abs() < 10 * _EXACT).all()):
                 return position, frequency
+    return None
+
+
+def _single(
+    angles: Tensor, positions: Sequence[Tensor], frequencies_found: Sequence[Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """As ``_phases``, of one position ``[1, rotary / 2]``: the first among those that fits."""
+    for frequency in frequencies_found:
+        for some in positions:
+            off = _wrapped(angles - some[:, None] * frequency.to(angles.device)).abs().amax(-1)
+            if bool((off < 10 * _EXACT).any()):
+                return some[off.argmin()][None], frequency
     return None
 
 
@@ -274,7 +296,8 @@ def _base(frequency: Tensor) -> float | None:
         return None
     measured = float(frequency[-1]) ** (-count / (count - 1))
     rounded = round(measured, 2 - math.floor(math.log10(measured)))
-    return rounded if torch.allclose(frequencies(rounded, 2 * count), frequency.cpu(), rtol=1e-5) else None
+    fits = (base for base in (rounded, measured) if torch.allclose(frequencies(base, 2 * count), frequency.cpu(), 1e-5))
+    return next(fits, None)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ EXACT = 0.5
 TINY = 1e-300
 """Stands for a norm of zero below a fraction."""
 
+CHANGES = 1e-6
+"""Of the error, by which a hypothesis that changes anything changes it."""
+
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
-_CHANGES = 1e-6  # of the error, by which a hypothesis that changes anything changes it
 _FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
 
 
@@ -75,7 +77,7 @@ class Screen:
             outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
             if outputs is not None and self._same_shapes(outputs, alone):
                 share = self._error(outputs, alone, cut=False) / self._before[alone]
-                if math.isfinite(share) and abs(share - 1.0) > _CHANGES:
+                if math.isfinite(share) and abs(share - 1.0) > CHANGES:
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
@@ -87,10 +89,12 @@ class Screen:
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""
         counts = {x.shape[0] for x in self._candidate.values() if x.dim() > 1}
+        if any(not x.dim() or (x.dim() == 1 and len(x) not in counts) for x in self._candidate.values()):
+            return None
         if len(counts) != 1 or counts == {1}:
             return None
         errors = [
-            ((x - self._golden[name]) ** 2).flatten(1).sum(1) / self._golden[name].square().sum()
+            ((x - self._golden[name]) ** 2).reshape(len(x), -1).sum(1) / self._golden[name].square().sum()
             for name, x in self._candidate.items()
         ]
         row = int(torch.stack(errors).sum(0).argmax())

@@ -11,18 +11,23 @@ of processor time ends each part of it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from parity.diagnosis.failure import Failure, few_outputs
-from parity.diagnosis.hypothesis import Hypothesis, Scope
+from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
+from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
 from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
 from parity.diagnosis.verify import Explanation, is_loud, verified
 
-CHECKS_FOR_SEARCH = 9.0
+CHECKS_FOR_SEARCH = 10.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
 """Ditto for gradients, and for roundings."""
+
+CHECKS_FOR_BORDERS = 2.0
+"""Ditto for the borders of a port's sequences."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
@@ -30,14 +35,18 @@ _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell 
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
-_TUNED = 4  # mistakes whose constant is looked for
+_FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
+_TUNED = 6  # mistakes whose constant is looked for
+_TUNED_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
 _TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
 _TUNING_STEPS = 30
 _NEARBY = math.log(1.25)  # ditto where a known constant explains: the port's own may lie beside it
 _FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
+_HOPELESS = 0.1  # of the error before, which the right constant goes below where it is known so finely
 _TUNING_WINDOWS = 3  # that are searched, one beyond the other
 _AS_GOOD = 1.05  # times the error that the best constant leaves
+_INDISTINCT = 1.5  # ditto, where what is left is no more than a faithful port has
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
 _PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
@@ -56,12 +65,13 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
         budget: of the search.
     """
     known = list(hypotheses)
-    screen = Screen(failure)
+    screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     ranked: list[Ranked] = []
     for scopes in _STAGES:
         some: list[Ranked] = []
         places = [(one,) for one in known if one.scope in scopes]
         found = _screened(failure, screen, places, some, budget)
+        found = found or _screened(failure, screen, _at_several(some), some, budget)
         found = found or _verified(failure, _tuned(screen, some, budget), budget)
         if found:
             return found
@@ -79,7 +89,7 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
 
 def _screened(
     failure: Failure,
-    screen: Screen,
+    screen: Screen | GradientScreen,
     combinations: Sequence[tuple[Hypothesis, ...]],
     ranked: list[Ranked],
     budget: Budget,
@@ -99,23 +109,36 @@ def _screened(
     return _verified(failure, ranked, budget)
 
 
-def _tuned(screen: Screen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
+def _at_several(ranked: Sequence[Ranked]) -> list[tuple[Hypothesis, ...]]:
+    """Mistakes at several places, of which each helps alone: the best two, three, and so on of each family."""
+    families: dict[tuple[str, tuple[str, str]], list[Hypothesis]] = {}
+    for share, (one, *others) in ranked:
+        if share < _HELPS_LITTLE and one.place and not others:
+            families.setdefault((one.title, one.family), []).append(one)
+    likeliest = list(families.values())[:_FAMILIES]  # by the place that helps most
+    return [(at_places(same[:count]),) for same in likeliest for count in range(2, len(same) + 1)]
+
+
+def _tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
     """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
-    best: dict[tuple[str, Scope], tuple[Hypothesis, float]] = {}
+    found: list[tuple[Hypothesis, float]] = []
+    alike: Counter[tuple[str, Scope]] = Counter()
     for share, (one,) in ranked:
         if one.tuned is not None and one.value is not None and share < _HELPS_LITTLE:
-            best.setdefault((one.title, one.scope), (one, _TUNING_RANGE if share < _HELPS else _FAR))
-    return [entry for one in list(best.values())[:_TUNED] for entry in _line_search(screen, *one, budget)]
+            alike[one.title, one.scope] += 1
+            if alike[one.title, one.scope] <= _TUNED_ALIKE:
+                found.append((one, _TUNING_RANGE if share < _HELPS else _FAR))
+    return [entry for one in found[:_TUNED] for entry in _line_search(screen, *one, budget)]
 
 
-def _sharper(screen: Screen, entry: Ranked, budget: Budget) -> list[Ranked]:
+def _sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
     """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
     share, (one, *others) = entry
     found = [] if others else _line_search(screen, one, _NEARBY, budget)
     return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
 
 
-def _line_search(screen: Screen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
+def _line_search(screen: Screen | GradientScreen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
     """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge."""
     if one.tuned is None or one.value is None:
         return []
@@ -132,21 +155,28 @@ def _line_search(screen: Screen, one: Hypothesis, reach: float, budget: Budget) 
         low, high = center - reach, center + reach
         for step in range(_TUNING_STEPS):
             promising = step < _PROMISING_STEPS or any(left < EXACT for left, _ in tried.values())
+            hopeless = high - low < _FINE and min(left for left, _ in tried.values()) > _HOPELESS
             fine = high - low < _FINE and any(map(screen.is_exact, tried.values()))
-            if not promising or fine or budget.spent():
+            if not promising or hopeless or fine or budget.spent():
                 break
             left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
             low, high = (low, right) if share(left) < share(right) else (left, high)
         best = min(tried, key=share, default=center)
-        if abs(best - center) < _AT_THE_EDGE * reach:
+        if abs(best - center) < _AT_THE_EDGE * reach or share(best) > _HELPS:
             break
         center = best
     if not tried:
         return []
     best = min(tried, key=share)
     plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
-    chosen = next((number for number in plain if share(number) < _AS_GOOD * share(best)), best)
+    chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
     return [tried[chosen]] if math.isfinite(share(chosen)) else []
+
+
+def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
+    """Whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
+    leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
+    return share < _AS_GOOD * best[0] or leaves_rounding
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
@@ -158,9 +188,10 @@ def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
 def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    enough = _HELPS if is_loud(failure) else _HELPS_LITTLE
+    by_gradients = outputs_tell_little(failure)
+    enough = _HELPS if is_loud(failure) or by_gradients else _HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
-    most = _VERIFIED_OF_FEW if few_outputs(failure) else _VERIFIED
+    most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
     for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
         if budget.spent() and (found or tried >= _VERIFIED):
             break

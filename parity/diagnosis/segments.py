@@ -34,7 +34,7 @@ def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
         "causal one alone",
         _instead(_future),
     )
-    lengths = _lengths(hidden)
+    lengths = lengths_of(hidden)
     if lengths is not None:
         yield from _other_segments(lengths, bool((hidden | ~_future(hidden)).all()))
     if bool(_padded_before(hidden).any()):
@@ -54,10 +54,16 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[MaskMis
     def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> MaskMistake:
         return MaskMistake("mask", name, f"{right}; it has {name}", _segments_instead(other, causal))
 
+    yield of_lengths("one sequence, across all borders", [sum(lengths)])
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
     yield of_lengths(other_way, lengths, not is_causal)
     orders = {"in reverse order": lengths[::-1], "shortest first": sorted(lengths)}
     orders["longest first"] = orders["shortest first"][::-1]
+    if sum(lengths) % len(lengths) == 0:
+        orders["made equal"] = [sum(lengths) // len(lengths)] * len(lengths)
+    for by in (-1, 1):  # every border but the two ends
+        if lengths[0] + by > 0 and lengths[-1] - by > 0:
+            orders[f"with every border moved by {by:+d}"] = [lengths[0] + by, *lengths[1:-1], lengths[-1] - by]
     for described, order in orders.items():
         if list(order) != list(lengths):
             yield of_lengths(f"the sequences' lengths {described}", order)
@@ -73,6 +79,18 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[MaskMis
         yield _window_instead(max(lengths) - 1, right)
 
 
+def is_of_sequences(hidden: Tensor) -> bool:
+    """Whether a mask ``[..., seq, seq]`` is causal, in one sequence or in several."""
+    return torch.equal(_future(hidden).expand_as(hidden), hidden) or (
+        lengths_of(hidden) is not None and bool((hidden | ~_future(hidden)).all())
+    )
+
+
+def sequences_instead(lengths: Sequence[int]) -> Bias:
+    """A causal mask in sequences of these lengths, in the place of another."""
+    return _segments_instead(lengths, True)
+
+
 def _window_instead(size: float, right: str) -> MaskMistake:
     left = max(round(size), 1)
     return MaskMistake(
@@ -85,7 +103,7 @@ def _window_instead(size: float, right: str) -> MaskMistake:
     )
 
 
-def _lengths(hidden: Tensor) -> list[int] | None:
+def lengths_of(hidden: Tensor) -> list[int] | None:
     """Of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None if it is no such mask."""
     seq = hidden.shape[-1]
     if hidden.shape[-2] != seq or seq < 2 or not bool((hidden == hidden[(0,) * (hidden.dim() - 2)]).all()):

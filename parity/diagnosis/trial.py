@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -41,8 +41,8 @@ def outputs_under(
     try:
         with torch.no_grad(), in_fp64() if dtype is torch.float64 else attention_in_blocks():
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
-    except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
-        return None  # a change of shapes that the reference does not take
+    except Exception:  # anybody's code, given what it does not take
+        return None
 
 
 def tensors_under(
@@ -51,6 +51,7 @@ def tensors_under(
     precision: Precision | None = None,
     cotangents: Mapping[str, Tensor] | None = None,
     freedom: Freedom = UNFUSED,
+    only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
 ) -> Tensors | None:
     """The reference's outputs and gradients if the hypotheses were true; None if they cannot be.
 
@@ -60,11 +61,18 @@ def tensors_under(
         precision: whose rounding model to compute under, in FP32; None computes in FP64.
         cotangents: the gradient with respect to each output; None for the comparison's own.
         freedom: of the kernels that the rounding model stands for.
+        only_if: tells from the outputs whether gradients are of interest; else None is returned.
     """
     dtype = torch.float64 if precision is None else torch.float32
     _cast_module(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
     model = under_model(prepared, precision.rounding, freedom) if precision else in_fp64()
+
+    def backward(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not only_if({name: output.detach() for name, output in outputs.items()}):
+            raise Misfit("its outputs are others")
+        return {name: given[name].to(output.dtype) for name, output in outputs.items()}
+
     try:
         with model as phase:
             ran = run(
@@ -72,10 +80,10 @@ def tensors_under(
                 _call_under(prepared, hypotheses),
                 cast(prepared.inputs, dtype),
                 prepared.input_names,
-                lambda outputs: {name: given[name].to(output.dtype) for name, output in outputs.items()},
+                backward,
                 before_backward=phase.begin_backward if phase else lambda: None,
             )
-    except (Misfit, RuntimeError, ValueError, IndexError, TypeError):
+    except Exception:
         return None
     tensors = tensors_of(ran)
     if precision is not None:

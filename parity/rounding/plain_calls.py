@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from parity import execute
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _CALLER = (
     execute.__file__
 )  # of the port: what no line around PyTorch's calls, as of a Sequential, is the port's as well

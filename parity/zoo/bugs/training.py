@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from parity.zoo.bug import STORED_IN_16_BITS, Bug, Plant
-from parity.zoo.hosts.model import WithLoss
+from parity.zoo.hosts.model import TEModel, WithLoss
 from parity.zoo.hosts.training import LEARNING_RATE, STEPS, Microbatched, Stepped
 from parity.zoo.plants import Call, called, edited
 
@@ -25,6 +25,17 @@ def _mean_of_all(losses: Tensor, counts: Tensor) -> Tensor:
 
 def _mean_of_sequence_means(losses: Tensor, counts: Tensor) -> Tensor:
     return (losses.sum(-1) / counts.sum(-1)).mean()
+
+
+def _summed(losses: Tensor, counts: Tensor) -> Tensor:
+    return losses.sum()
+
+
+def _embeddings_scaled(module: nn.Module) -> None:
+    """By the root of their width, as T5 and Gemma have it."""
+    model = module.model if isinstance(module, WithLoss) else module
+    assert isinstance(model, TEModel)
+    model.tokens.register_forward_hook(lambda tokens, given, rows: rows * rows.shape[-1] ** 0.5)
 
 
 def _reduce_by(reduce: object) -> Plant:
@@ -107,6 +118,20 @@ BUGS = (
         ("model_with_loss",),
         _reduce_by(_mean_of_sequence_means),
         "loss-scale",
+    ),
+    Bug(
+        "loss-summed",
+        "The loss is the sum over tokens (reduction='sum'), not their mean.",
+        ("model_with_loss",),
+        _reduce_by(_summed),
+        "loss-scale",
+    ),
+    Bug(
+        "embeddings-scaled",
+        "Embeddings are multiplied by sqrt(hidden), which the reference does not do.",
+        ("tied_model", "model_with_loss"),
+        edited(_embeddings_scaled),
+        "factor",
     ),
     Bug(
         "gradient-left-scaled",

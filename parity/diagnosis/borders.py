@@ -1,0 +1,123 @@
+"""Finds the borders of the sequences to which a port attends, position by position of its outputs.
+
+Where a token sees what came before it, a position is right up to the port's first border that the reference does not
+have. With that border assumed it is right up to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from parity.calls import Edit, Trace
+from parity.diagnosis.attention import Attention, attentions, traced_bias
+from parity.diagnosis.failure import Failure, few_outputs
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.masks import hidden_keys
+from parity.diagnosis.packed import Packed, packed_attentions
+from parity.diagnosis.screen import TINY, Budget
+from parity.diagnosis.segments import is_of_sequences, lengths_of, sequences_instead
+from parity.diagnosis.trial import outputs_under
+from parity.diagnosis.verify import Explanation, verified
+
+_MOST = 32  # sequences
+_CLEARLY = 3.0  # tolerances that a wrong position is off by
+_SURELY = 0.5  # of a position's norm, ditto where three tolerances are more
+
+
+def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
+    """That the port's sequences begin elsewhere, if that explains everything.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        trace: of the reference in FP64.
+        budget: of the search.
+    """
+    subjects = _subjects(trace)
+    seq = _positions(subjects, trace)
+    if seq is None or few_outputs(failure) or any(_axis(failure, one.name, seq) is None for one in failure.outputs):
+        return []
+    starts, right = [0], _borders(subjects[0], trace)
+    while len(starts) <= _MOST and not budget.spent():
+        one = _of(starts, right, subjects, failure.prepared.reference)
+        first = _first_wrong(failure, one, right[-1])
+        if first is None:
+            explanation = verified(failure, (one,))
+            return [explanation] if explanation is not None and explanation.complete else []
+        if first <= starts[-1]:
+            return []
+        starts.append(first)
+    return []
+
+
+def _subjects(trace: Trace) -> list[Attention | Packed]:
+    """The attentions, those to sequences one by one as one."""
+    packed = packed_attentions(trace)
+    parts = {id(part) for one in packed for part in one.parts}
+    return [*packed, *(one for one in attentions(trace) if id(one) not in parts)]
+
+
+def _positions(subjects: Sequence[Attention | Packed], trace: Trace) -> int | None:
+    """How many there are, if all attention is causal, to the whole or to sequences of it; else None."""
+    biases = [one.bias if isinstance(one, Packed) else traced_bias(trace, one) for one in subjects]
+    if not biases or len({bias.shape[-2:] for bias in biases}) > 1:
+        return None
+    seq: int = biases[0].shape[-1]
+    are = biases[0].shape[-2] == seq and all(is_of_sequences(hidden_keys(bias)) for bias in biases)
+    return seq if are else None
+
+
+def _borders(subject: Attention | Packed, trace: Trace) -> list[int]:
+    """Of the reference's sequences."""
+    bias = subject.bias if isinstance(subject, Packed) else traced_bias(trace, subject)
+    return [0, *accumulate(lengths_of(hidden_keys(bias)) or [bias.shape[-1]])]
+
+
+def _of(
+    starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attention | Packed], module: nn.Module
+) -> Hypothesis:
+    lengths = [after - before for before, after in pairwise([*starts, right[-1]])]
+    mask = sequences_instead(lengths)
+    edits: list[Edit] = []
+    for one in subjects:
+        edits += one.edits(mask) if isinstance(one, Packed) else one.edits(mask=mask)
+    borders = [0, *accumulate(lengths)]
+    return Hypothesis(
+        "mask",
+        f"sequences with the borders {borders}",
+        f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary one; it has "
+        f"sequences with the borders {borders}",
+        module,
+        tuple(edits),
+    )
+
+
+def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
+    """The first position where an output is not the candidate's; 0 where the hypothesis does not fit."""
+    outputs = outputs_under(failure.prepared, (one,), torch.float32)
+    if outputs is None:
+        return 0
+    wrong = torch.zeros(seq, dtype=torch.bool)
+    for result in failure.outputs:
+        axis = _axis(failure, result.name, seq)
+        x, candidate = (
+            _by_position(y.double(), axis or 0)
+            for y in (outputs[result.name], failure.candidate[result.kind, result.name])
+        )
+        typical = torch.linalg.vector_norm(x) / seq**0.5
+        off = torch.linalg.vector_norm(x - candidate, dim=1) / typical.clamp(min=TINY)
+        wrong |= (off > min(_CLEARLY * result.tolerance_relative_l2, _SURELY)).cpu()
+    return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
+
+
+def _axis(failure: Failure, name: str, seq: int) -> int | None:
+    """The output's dimension of positions."""
+    shape = failure.golden["output", name].shape
+    return next((axis for axis, size in enumerate(shape[:-1]) if size == seq), None)
+
+
+def _by_position(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(axis, 0).flatten(1)

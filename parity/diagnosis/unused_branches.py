@@ -1,0 +1,72 @@
+"""Terms of sums that a port leaves out, told by the parameters that get no gradient: shared experts, a whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from torch import Tensor, nn
+
+from parity.calls import Call, Edit, Trace, Value, edit
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.walk import binary
+from parity.weight_sides import names
+from parity.weights import WeightMap
+
+_MOST_NAMED = 3  # of the parameters that a message lists
+
+
+def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[str]:
+    """The reference's names of parameters that only these of TE hold."""
+    held = (left for left, right in weights.items() if all(name in unused for name in names(right)))
+    return frozenset(name for left in held for name in names(left))
+
+
+def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
+    """That every term is left out that is added and made of unused parameters, as far as they tell it from the other.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        unused: its parameters, by name, which get no gradient in the port.
+    """
+    made_of = _parameters(trace) if unused else {}
+    edits: list[Edit] = []
+    branches: dict[str, None] = {}
+    for call in trace.calls if unused else ():
+        for kept, left_out in _operands(trace, call):
+            own = made_of.get(left_out.number, frozenset()) - made_of.get(kept.number, frozenset())
+            if own and own <= unused:
+                edits.append(edit(call, (kept,), _instead))
+                branches |= dict.fromkeys(sorted(own))
+    if len(branches) > 1:  # of a single one its own finding says enough
+        named = ", ".join(list(branches)[:_MOST_NAMED])
+        more = f" and {len(branches) - _MOST_NAMED} more" if len(branches) > _MOST_NAMED else ""
+        yield Hypothesis(
+            "branch-missing",
+            f"branch of {named} left out",
+            f"add what {named}{more} compute, as the reference does; it is left out, and no gradient reaches them",
+            module,
+            tuple(edits),
+        )
+
+
+def _instead(was: Tensor, kept: Tensor) -> Tensor:
+    return kept.expand_as(was).clone()
+
+
+def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
+    """Of a sum of two activations what would be kept and what left out, either way."""
+    match binary(call):
+        case ("add", Value() as left, Value() as right):
+            if trace.parameter(left) is None and trace.parameter(right) is None:
+                yield from ((left, right), (right, left))
+
+
+def _parameters(trace: Trace) -> dict[int, frozenset[str]]:
+    """By each value's number, of which parameters it is made."""
+    found: dict[int, frozenset[str]] = {number: frozenset([name]) for number, name in trace.parameters.items()}
+    for call in trace.calls:
+        of_call = frozenset().union(*(found.get(value.number, frozenset()) for value in call.inputs))
+        for value in call.outputs:
+            found[value.number] = found.get(value.number, frozenset()) | of_call
+    return found

@@ -1,0 +1,126 @@
+"""A small decoder that a reference and its port share, each with its own mistakes; returns logits or a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parity
+
+VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FFN, BATCH = 96, 64, 4, 16, 128, 2
+
+
+def frequencies(base: float = 10_000.0) -> Tensor:
+    return base ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one of the two computes.
+
+    ``roped``: the layers that rotate, None for all. ``scales``: of each layer's softmax, as a factor of the usual one.
+    ``branch``: by which attention's and the MLP's results are multiplied. ``from_norm``: attention's sum takes the norm
+    of its input. ``mlp_sum``: the MLP's result is added.
+    """
+
+    layers: int = 2
+    loss: bool = True
+    reduction: str = "mean"
+    embedding: float = 1.0
+    branch: float = 1.0
+    roped: tuple[int, ...] | None = None
+    frequency: Callable[[], Tensor] = frequencies
+    scales: tuple[float, ...] | None = None
+    from_norm: bool = False
+    mlp_sum: bool = True
+    final_norm: bool = True
+    skipped: tuple[int, ...] = ()
+    shift: int = 0
+
+
+def turned(x: Tensor, frequency: Tensor, positions: Tensor) -> Tensor:
+    """``[..., seq, head_dim]`` rotated by halves."""
+    angles = positions.double()[:, None] * frequency
+    cos, sin = (torch.cat((table, table), -1).to(x.dtype) for table in (angles.cos(), angles.sin()))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class Layer(nn.Module):
+    def __init__(self, linear: Any, norm: Any, options: Options, number: int) -> None:
+        super().__init__()
+        self.options, self.number = options, number
+        self.norm1, self.norm2 = norm(HIDDEN), norm(HIDDEN)
+        self.q, self.k, self.v, self.out = (linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.up, self.down = linear(HIDDEN, FFN, bias=False), linear(FFN, HIDDEN, bias=False)
+
+    def attention(self, x: Tensor) -> Tensor:
+        options, seq = self.options, x.shape[1]
+        q, k, v = (layer(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if options.roped is None or self.number in options.roped:
+            q, k = (turned(one, options.frequency(), torch.arange(seq)) for one in (q, k))
+        k, v = k.roll(options.shift, 2), v.roll(options.shift, 2)
+        scale = options.scales[self.number] if options.scales else 1.0
+        scores = q @ k.transpose(-1, -2) * (scale / math.sqrt(HEAD_DIM))
+        scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool).triu(1), -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = self.options
+        if self.number in options.skipped:
+            return x
+        normed = self.norm1(x)
+        attended = self.attention(normed)
+        x = (normed if options.from_norm else x) + (attended if options.branch == 1.0 else options.branch * attended)
+        y = self.down(F.silu(self.up(self.norm2(x))))
+        y = y if options.branch == 1.0 else options.branch * y
+        return x + y if options.mlp_sum else y
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, linear: Any, norm: Any, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer(linear, norm, options, number) for number in range(options.layers))
+        self.norm = norm(HIDDEN)
+        self.head = linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        options, x = self.options, self.tokens(ids)
+        x = x if options.embedding == 1.0 else x * options.embedding
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x) if options.final_norm else x)
+        if not options.loss:
+            return logits
+        logits = logits.float() if logits.dtype is not torch.float64 else logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction=options.reduction)
+
+
+def result(reference: Options, precision: str, seq: int = 16, **port: Any) -> parity.Result:
+    """Of a port that has the reference's options but for these."""
+
+    def factory(te: Any, **_: Any) -> parity.Pair:
+        plain = LanguageModel(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-5), reference)
+        ported = LanguageModel(te.Linear, te.RMSNorm, replace(reference, **port))
+        return parity.Pair(
+            plain,
+            ported,
+            lambda rng, batch, seq: rng.integers(batch, seq, high=VOCABULARY),
+            weights={name: name for name, _ in plain.named_parameters()},
+        )
+
+    (one,) = parity.compare(parity.Case("model", factory, sizes=(dict(batch=BATCH, seq=seq),)), [precision])
+    return one
+
+
+def first(one: parity.Result) -> str:
+    """The title of the first finding; the status where the comparison did not fail."""
+    return one.findings[0].title if one.status == "failed" else one.status

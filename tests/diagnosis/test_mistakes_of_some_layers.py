@@ -1,0 +1,38 @@
+"""A mistake that is made in some layers is told with their names."""
+
+from __future__ import annotations
+
+import pytest
+from language_model import Options, first, result
+
+LOGITS = Options(layers=3, loss=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_current"])
+@pytest.mark.parametrize("roped", [(0,), (0, 2), (2,)])
+def test_rope_that_some_layers_lack_is_told_with_these_layers(roped, precision):
+    one = result(LOGITS, precision, roped=roped)
+    assert first(one) == "rope-missing"
+    for number in range(3):
+        assert (f"layers.{number}" in one.findings[0].message) == (number not in roped)
+
+
+def test_a_scale_that_is_divided_by_each_layers_number_is_told():
+    one = result(LOGITS, "bf16", scales=(1.0, 1 / 2, 1 / 3))
+    assert first(one) == "softmax-scale"
+
+
+def test_attentions_sums_alone_that_take_the_norm_are_told_as_one_mistake():
+    (finding,) = result(LOGITS, "bf16", from_norm=True).findings
+    assert finding.title == "residual-placement"
+    assert "each layer's 1st sum" in finding.message
+
+
+def test_keys_and_values_of_the_position_before_are_told():
+    assert first(result(LOGITS, "bf16", shift=1)) == "cache-step"
+
+
+def test_a_layer_that_is_left_out_is_told_by_what_gets_no_gradient():
+    one = result(LOGITS, "bf16", skipped=(1,))
+    assert first(one) == "branch-missing"
+    assert "layers.1" in one.findings[0].message

@@ -1,0 +1,49 @@
+"""The original transformer's layer, whose norms come after its sums, ported with norms before its branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import parity
+
+HIDDEN, FFN, TOKENS, LAYERS = 48, 112, 40, 2
+
+
+class Block(nn.Module):
+    def __init__(self, linear: Any, norm: Any, before: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(HIDDEN), norm(HIDDEN)
+        self.mix, self.up, self.down = linear(HIDDEN, HIDDEN), linear(HIDDEN, FFN), linear(FFN, HIDDEN)
+        self.before = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            x = x + self.mix(self.norm1(x))
+            return x + self.down(self.up(self.norm2(x)).relu())
+        x = self.norm1(x + self.mix(x))
+        return self.norm2(x + self.down(self.up(x).relu()))
+
+
+def found(before: bool, norm: str, precision: str) -> parity.Result:
+    def factory(te: Any, **_: Any) -> parity.Pair:
+        plain = nn.Sequential(*(Block(nn.Linear, getattr(nn, norm), before=False) for _ in range(LAYERS)))
+        port = nn.Sequential(*(Block(te.Linear, getattr(te, norm), before=before) for _ in range(LAYERS)))
+        inputs = lambda rng, tokens: rng.normal(tokens, HIDDEN)  # noqa: E731
+        return parity.Pair(plain, port, inputs, weights={name: name for name, _ in plain.named_parameters()})
+
+    (result,) = parity.compare(parity.Case("blocks", factory, sizes=(dict(tokens=TOKENS),)), [precision])
+    return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_norms_before_the_branches_are_told(precision):
+    (finding,) = found(True, "LayerNorm", precision).findings
+    assert finding.title == "post-norm"
+    assert "it is before the branch" in finding.message
+
+
+def test_norms_after_the_sums_pass():
+    assert found(False, "LayerNorm", "bf16").passed
