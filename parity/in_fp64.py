@@ -7,7 +7,7 @@ round golden to FP32 there, just as the rounding model and the port do: none of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_any, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from parity.long_sequences import attention_in_blocks
 
@@ -60,20 +60,25 @@ def _recomputed_alike() -> Iterator[None]:
 
 class _InFP64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (args, kwargs or {})
-        if tree_any(_is_fp64, given):
+        kwargs = kwargs or {}
+        given = {x.dtype for x in _tensors((*args, *kwargs.values()))}
+        if torch.float64 in given:
             func = Tensor.double if func is Tensor.float else func
-            args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, given)
-            return func(*args, **kwargs)
-        result = func(*args, **(kwargs or {}))
-        if tree_any(_is_fp32, given):
-            return result  # what the reference holds outside of its parameters and buffers
-        return tree_map_only(Tensor, lambda x: x.double() if _is_fp32(x) else x, result)
+            return func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
+        result = func(*args, **kwargs)
+        if torch.float32 in given:
+            return result  # of what the reference holds outside of its parameters and buffers
+        return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
 
 
-def _is_fp64(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float64
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among a call's arguments, and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
-def _is_fp32(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float32
+def _widened(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x

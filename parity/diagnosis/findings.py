@@ -27,7 +27,7 @@ from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.diagnosis.verify import Explanation
 from parity.result import Finding
 
-_SHORTEST_CHECK = 0.1
+_SHORTEST_CHECK = 1.0
 """Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance."""
 
 _HARDLY = 0.9

@@ -23,6 +23,9 @@ class Lineage:
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._of_weights = {address(weight): weight for weight in weights}  # kept: no address is given out again
+        # By address: what was multiplied by weights, and the sizes of these. A module that takes a step of training in its
+        # forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
+        self._read: dict[int, tuple[Tensor, set[frozenset[int]]]] = {}
         self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -43,11 +46,16 @@ class Lineage:
             self._of_weights.update((address(x), x) for x in results)
 
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a product of the forward pass has no weight; it is remembered."""
-        if {address(left), address(right)} & self._of_weights.keys():
+        """Whether a product of the forward pass has no weight, nor is the gradient of one; it is remembered."""
+        for operand, other in ((left, right), (right, left)):
+            if address(operand) in self._of_weights:
+                self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_shape(operand)))
+                return False
+        result = left.shape[-2], right.shape[-1]
+        if any(frozenset(result) in self._read[address(x)][1] for x in (left, right) if address(x) in self._read):
             return False
         for operand in (left, right):
-            self._products[address(operand)].add((left.shape[-2], right.shape[-1]))
+            self._products[address(operand)].add(result)
         return True
 
     def is_gradient_of_product(self, left: Tensor, right: Tensor) -> bool:
