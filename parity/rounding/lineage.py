@@ -23,8 +23,8 @@ class Lineage:
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._of_weights = {address(weight): weight for weight in weights}  # kept: no address is given out again
-        # By address: what was multiplied by weights, and the sizes of these. A module that takes a step of training in its
-        # forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
+        # By address: what was multiplied by weights, and the sizes of these. A module that takes a step of training in
+        # its forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
         self._read: dict[int, tuple[Tensor, set[frozenset[int]]]] = {}
         self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
 
