@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity import free_memory, host, weights
-from parity.calls import Trace, tracing
+from parity.calls import tracing
 from parity.case import Case, Pair, draw_inputs
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
@@ -32,6 +32,7 @@ from parity.products import Products
 from parity.quantized_parameters import moved
 from parity.random_state import RandomState, other_numbers
 from parity.te import Kernels
+from parity.trace import Trace
 from parity.user_error import UserError
 from parity.validate import CheckedSize
 from parity.weights import WeightMap

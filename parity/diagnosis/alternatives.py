@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from parity.calls import Call, Trace, Value
 from parity.diagnosis.walk import CASTS, RESHAPES, binary, with_number
+from parity.trace import Call, Trace, Value
 
 Compute = Callable[..., Any]
 

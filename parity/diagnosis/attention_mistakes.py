@@ -10,12 +10,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from parity.calls import Edit, Trace
 from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.masks import MaskMistake, band_of, hidden_keys, mask_mistakes
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
+from parity.trace import Edit, Trace
 
 
 def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:

@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from parity.calls import Edit, Trace
 from parity.diagnosis.attention import Attention, attentions, traced_bias
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
@@ -22,6 +21,7 @@ from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.segments import is_of_sequences, lengths_of, sequences_instead
 from parity.diagnosis.trial import outputs_under
 from parity.diagnosis.verify import Explanation, verified
+from parity.trace import Edit, Trace
 
 _MOST = 32  # sequences
 _CLEARLY = 3.0  # tolerances that a wrong position is off by

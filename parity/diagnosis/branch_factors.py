@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.factors import scales_of_attention
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.operations import alike, ordinal
 from parity.diagnosis.rotation import rotations
 from parity.diagnosis.walk import CASTS, RESHAPES, back, binary, with_number
+from parity.trace import Call, Edit, Trace, Value, edit
 
 _NEAR = (0.9, 1.1)  # from one of them the port's own number is looked for
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity.calls import Trace
 from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
@@ -39,6 +38,7 @@ from parity.diagnosis.weight_readings import Heads
 from parity.execute import outputs_of
 from parity.in_fp64 import in_fp64
 from parity.prepare import Calls, Prepared, cast
+from parity.trace import Trace
 from parity.weights import parameter_shapes
 
 _NEAR = 60  # of a query's ancestors, among which its projection is

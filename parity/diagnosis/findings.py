@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from parity.calls import Trace
 from parity.diagnosis.borders import border_explanations
 from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
@@ -26,6 +25,7 @@ from parity.diagnosis.unused_branches import unused_parameters
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.diagnosis.verify import Explanation
 from parity.result import Finding
+from parity.trace import Trace
 
 _SHORTEST_CHECK = 1.0
 """Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance."""

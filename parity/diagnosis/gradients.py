@@ -8,7 +8,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from parity.calls import Trace, detached
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, tolerance_of
 from parity.diagnosis.hypothesis import Hypothesis
@@ -19,6 +18,7 @@ from parity.errors import measure
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.tolerance import margin
+from parity.trace import Trace, detached
 
 _CLEARLY = 0.5  # of the error, below which another rounding must bring it
 

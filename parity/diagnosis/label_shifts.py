@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parity.calls import Edit, Trace, Value, edit
 from parity.diagnosis.cross_entropy import CrossEntropy, cross_entropies
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import RESHAPES
+from parity.trace import Edit, Trace, Value, edit
 
 _SLICES = RESHAPES | {"getitem", "narrow"}
 _WHOSE = {

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import binary
+from parity.trace import Call, Edit, Trace, Value, edit
 
 
 @dataclass(frozen=True, eq=False)

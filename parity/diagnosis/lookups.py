@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import RESHAPES, back, binary
+from parity.trace import Call, Edit, Trace, Value, edit
 
 Reindex = Callable[[Tensor], Tensor]
 

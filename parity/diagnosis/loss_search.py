@@ -7,7 +7,6 @@ import math
 import torch
 from torch import nn
 
-from parity.calls import Trace
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.failure import Failure, few_outputs
@@ -17,6 +16,7 @@ from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.diagnosis.verify import Explanation, verified
+from parity.trace import Trace
 
 _HELPS = 0.5  # of the error before, which a mistake must bring down to that, in the worst tensor
 _VERIFIED = 3  # mistakes that are computed under the rounding model, the best first

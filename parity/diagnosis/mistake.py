@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from parity.calls import Edit
 from parity.diagnosis.hypothesis import Hypothesis, Scope
+from parity.trace import Edit
 
 Operation = TypeVar("Operation")
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from parity.calls import Call, Trace, edit
 from parity.diagnosis.alternatives import Alternative, alternatives
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.trace import Call, Trace, edit
 
 _NUMBER = re.compile(r"\d+")
 

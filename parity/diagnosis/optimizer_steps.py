@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from parity.calls import Trace
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.trace import Trace
 
 Group = dict[str, Any]
 Change = Callable[[Optimizer, Group], None]

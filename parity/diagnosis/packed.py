@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity.calls import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.diagnosis.attention import Attention, attentions
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.masks import HIDDEN, Bias, MaskMistake
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
 from parity.diagnosis.walk import RESHAPES
+from parity.trace import Call, Edit, Trace, Value, edit, once_a_trace
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
 

@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.operations import ordinal
 from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, binary
+from parity.trace import Call, Edit, Trace, Value, edit
 
 _THROUGH = CASTS | {"dropout"}
 _MOST_ANCESTORS = 400  # of a branch: a norm, attention or an MLP, written out

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parity.calls import Edit, Site, Trace
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.rope_scaling import scaling_mistakes
 from parity.diagnosis.rotation import Form, Rotation, frequencies, rotations
 from parity.formats import tf32
+from parity.trace import Edit, Site, Trace
 
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 """Of Llama, Llama 3, Qwen, and others between them."""

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.calls import Call, Edit, Site, Trace, Value, edit, once_a_trace
 from parity.diagnosis.attention import seeming_attentions
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
+from parity.trace import Call, Edit, Site, Trace, Value, edit, once_a_trace
 
 Form = Literal["halves", "interleaved"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.calls import Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.router import Router, routers
+from parity.trace import Edit, Trace, Value, edit
 
 _Edits = tuple[Edit, ...]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterator
 
 from torch import Tensor, nn
 
-from parity.calls import Call, Edit, Trace, Value, edit
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import binary
+from parity.trace import Call, Edit, Trace, Value, edit
 from parity.weight_sides import names
 from parity.weights import WeightMap
 
