@@ -60,6 +60,7 @@ class Attention:
                 self._probabilities[address(result)] = result, self._probabilities[source][1]
 
     def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """The two as the GEMM reads them."""
         if not self._phase.backward and address(left) in self._probabilities:
             _, softmax = self._probabilities[address(left)]
             return self._store_probabilities(left, softmax), self._storing.operand(right, "attention")
@@ -80,10 +81,8 @@ class Attention:
     def softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
 
-        None for a softmax that is none of attention's.
-
         ``P * (dP - sum(dO * O))``, where ``sum(dO * O)`` equals ``sum(dP * P)`` but for the rounding of O (Dao et al.,
-        FlashAttention, arXiv 2205.14135, appendix B.2, equation 4).
+        FlashAttention, arXiv 2205.14135, appendix B.2, equation 4). None for a softmax that is none of attention's.
         """
         context = self._contexts.get(address(probabilities))
         _, output_gradient = self._output_gradients.get(address(gradient), (None, None))

@@ -63,7 +63,7 @@ class LinearOperands:
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
         """Whether a batch of GEMMs is one linear layer of each expert, whose weights are one ``[experts, ...]``."""
         operands = {address(left), address(right)}
-        if any(self._stacks.get(address) == len(left) for address in operands):
+        if any(self._stacks.get(at) == len(left) for at in operands):
             if not self._phase.backward:
                 self._read_by_experts |= operands - self._stacks.keys()
             return True
