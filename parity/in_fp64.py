@@ -61,23 +61,27 @@ def _recomputed_alike() -> Iterator[None]:
 class _InFP64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {x.dtype for x in _tensors((*args, *kwargs.values()))}
-        if torch.float64 in given:
+        given = (*args, *kwargs.values())
+        asks_for_fp32 = func is Tensor.float or any(x is torch.float32 for x in given)
+        if asks_for_fp32 and _has(torch.float64, given):
             func = Tensor.double if func is Tensor.float else func
             return func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
         result = func(*args, **kwargs)
-        if torch.float32 in given:
-            return result  # of what the reference holds outside of its parameters and buffers
+        # An FP32 tensor is made here, or comes from one that the reference holds beside its parameters and buffers.
+        if not _has(torch.float32, (result,)) or _has(torch.float32, given):
+            return result
         return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among a call's arguments, and in the lists among them."""
+def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:
+    """Whether one of the tensors is of the dtype, or one in the lists among them."""
     for value in values:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            if value.dtype is dtype:
+                return True
+        elif isinstance(value, (list, tuple)) and _has(dtype, value):
+            return True
+    return False
 
 
 def _widened(x: Any) -> Any:
