@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.masks import MaskMistake, band_of, hidden_keys, mask_mistakes
+from parity.diagnosis.masks import band_of, hidden_keys, mask_mistakes
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
 from parity.trace import Edit, Trace
@@ -51,19 +51,8 @@ def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attenti
 
 
 def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
-    return map(_mask, chain(mask_mistakes(bias), segment_mistakes(bias)))
-
-
-def _mask(mistake: MaskMistake) -> Mistake[Attention]:
-    family = mistake.tuned
-    return Mistake(
-        mistake.title,
-        mistake.name,
-        mistake.repair,
-        _with(mask=mistake.bias),
-        value=mistake.value,
-        tuned=None if family is None else lambda value: _mask(family(value)),
-    )
+    for mistake in chain(mask_mistakes(bias), segment_mistakes(bias)):
+        yield mistake.made_by(lambda bias: _with(mask=bias))
 
 
 def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from parity.band import Band, distance_of
+from parity.diagnosis.mistake import Mistake, Operation
+from parity.trace import Edit
 
 HIDDEN = -1e30
 """Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""
@@ -35,6 +37,18 @@ class MaskMistake:
     bias: Bias
     value: float | None = None
     tuned: Callable[[float], MaskMistake] | None = None
+
+    def made_by(self, edits: Callable[[Bias], Callable[[Operation], Sequence[Edit]]]) -> Mistake[Operation]:
+        """The mistake in an operation, whose edits follow from the mask that it has instead."""
+        family = self.tuned
+        return Mistake(
+            self.title,
+            self.name,
+            self.repair,
+            edits(self.bias),
+            value=self.value,
+            tuned=None if family is None else lambda value: family(value).made_by(edits),
+        )
 
 
 def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:

@@ -6,7 +6,7 @@ computes, queries, keys and values of all sequences are attended with at once be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.attention import Attention, attentions
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.masks import HIDDEN, Bias, MaskMistake
-from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.masks import HIDDEN, Bias
+from parity.diagnosis.mistake import everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
 from parity.diagnosis.walk import RESHAPES
 from parity.trace import Call, Edit, Trace, Value, edit, once_a_trace
@@ -90,20 +90,12 @@ def packed_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the borders of the reference's sequences."""
     found = packed_attentions(trace)
     if found:
-        mistakes = map(_instead, segment_mistakes(found[0].bias))
+        mistakes = [mistake.made_by(_edits_of) for mistake in segment_mistakes(found[0].bias)]
         yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
 
 
-def _instead(mistake: MaskMistake) -> Mistake[Packed]:
-    family = mistake.tuned
-    return Mistake(
-        mistake.title,
-        mistake.name,
-        mistake.repair,
-        lambda one: one.edits(mistake.bias),
-        value=mistake.value,
-        tuned=None if family is None else lambda value: _instead(family(value)),
-    )
+def _edits_of(bias: Bias) -> Callable[[Packed], Sequence[Edit]]:
+    return lambda one: one.edits(bias)
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:
