@@ -243,15 +243,16 @@ def _plain_calls(ran: _Ran, precision: Precision) -> tuple[str, ...]:
 
 def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
-    golden, known = answerable(golden_truths(prepared), ran.models), ran.known
+    truths, known = golden_truths(prepared), ran.known
 
     def judge_by(modelled: Sequence[Tensors], drawn: int = 0) -> tuple[TensorResult, ...]:
+        golden = answerable(truths, modelled, ran.candidate)
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
 
     first_look = judge_by(ran.models)
     plain = () if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)
     tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding, plain)
-    notes: tuple[str, ...] = () if tensors is first_look else (remark(first_look),)
+    notes: tuple[str, ...] = tuple(filter(None, [remark(first_look, tensors)]))
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))

@@ -11,6 +11,7 @@ from torch import Tensor
 from parity.calibration.table import Table
 from parity.directions import Direction, resemblance
 from parity.errors import Measures
+from parity.judgeable import overflows_within
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
@@ -149,7 +150,7 @@ def _judged(
     measures = Measures(truth, precision.dtype)
     least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
-    most = _most(model_errors)
+    most = _most(error, model_errors)
     loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
     expected = measures.of(loses_most, model_errors[most])
     found = _observed(key, error, model_errors, truth, least, known)
@@ -171,6 +172,14 @@ def _judged(
     )
 
 
-def _most(model_errors: Sequence[Summed]) -> int:
-    """Which of the models' errors is the largest that is finite: a faithful port may compute as any does."""
-    return max(range(len(model_errors)), key=lambda m: model_errors[m].norm if model_errors[m].is_finite else -1.0)
+def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
+    """Which model's error is expected: the largest that is finite, since a faithful port may compute as any does.
+
+    Where the candidate overflows, that of a model which overflows there, too, if there is one.
+    """
+    finite = [model_error.is_finite for model_error in model_errors]
+    if not error.is_finite:
+        for m, model_error in enumerate(model_errors):
+            if not finite[m] and overflows_within(error.values, model_error.values):
+                return m
+    return max(range(len(model_errors)), key=lambda m: model_errors[m].norm if finite[m] else -1.0)

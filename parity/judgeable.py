@@ -130,20 +130,33 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
             )
 
 
-def answerable(golden: Truths, models: Sequence[Tensors]) -> Truths:
-    """Golden without the outputs on probing inputs that no faithful computation keeps finite.
+def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:
+    """Golden without the outputs on probing inputs on which a faithful computation overflows.
 
     Probing inputs are larger than the user's own, so that a dtype of a small range may overflow on them alone.
 
     Args:
         golden: the reference's tensors.
         models: the rounding model's.
+        candidate: the candidate's.
     """
     return {
         key: truth
         for key, truth in golden.items()
-        if key[0] != PROBED or (_all_finite(truth.exact) and any(_all_finite(model[key]) for model in models))
+        if key[0] != PROBED or _can_be_judged(truth.exact, [model[key] for model in models], candidate[key])
     }
+
+
+def _can_be_judged(golden: Tensor, modelled: Sequence[Tensor], computed: Tensor) -> bool:
+    """Whether some model is finite, and the candidate too, unless it alone is not."""
+    if not (_all_finite(golden) and any(map(_all_finite, modelled))):
+        return False
+    return _all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
+
+
+def overflows_within(computed: Tensor, model: Tensor) -> bool:
+    """Whether the model is not finite wherever the computed tensor is not."""
+    return not bool((model.isfinite() & ~computed.isfinite()).any())
 
 
 def _all_finite(x: Tensor) -> bool:
@@ -197,7 +210,8 @@ def remarks(
     compared = {(tensor.kind, tensor.name) for tensor in tensors}
     too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
     if too_large:
-        yield f"not compared on probing inputs, where any {_name(dtype)} computation overflows: {', '.join(too_large)}"
+        overflows = f"where a faithful {_name(dtype)} computation overflows"
+        yield f"not compared on probing inputs, {overflows}: {', '.join(too_large)}"
     frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
     if frozen:
         yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"

@@ -47,6 +47,8 @@ def second_look(
 ) -> tuple[TensorResult, ...]:
     """The verdicts with more models, if every tensor passes then; else, and if all passed before, the first ones.
 
+    Where the port overflows, the verdicts beside what its own lines overflow in.
+
     Args:
         tensors: the verdicts at first look.
         models: the rounding model's tensors at first look.
@@ -55,9 +57,16 @@ def second_look(
         rounding: the precision's.
         plain: names of PyTorch's functions that the port calls by itself.
     """
-    if all(tensor.passed for tensor in tensors) or not all(math.isfinite(tensor.margin) for tensor in tensors):
+    if all(tensor.passed for tensor in tensors):
         return tensors
     looked, judged = list(models), tensors
+    if plain:
+        looked.append(run_model(prepared, rounding, _unfused(plain)))
+        judged = judge(looked, 0)
+    if not _are_finite(judged) or all(tensor.passed for tensor in judged):
+        return judged
+    if not _are_finite(tensors):
+        tensors = judged
     for kinks, freedom in _looks(prepared, plain):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
@@ -85,30 +94,40 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
 
 def _freedoms(plain: tuple[str, ...], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
     """The two ways in which faithful kernels compute in turn, with noise."""
-    both = FUSED, dataclasses.replace(UNFUSED, plain=plain)
+    both = FUSED, _unfused(plain)
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
+def _unfused(plain: tuple[str, ...]) -> Freedom:
+    return dataclasses.replace(UNFUSED, plain=plain)
+
+
+def _are_finite(tensors: Sequence[TensorResult]) -> bool:
+    return all(math.isfinite(tensor.margin) for tensor in tensors)
+
+
 def _looks(prepared: Prepared, plain: tuple[str, ...]) -> Iterator[tuple[Kinks | None, Freedom]]:
-    unfused = dataclasses.replace(UNFUSED, plain=plain)
-    if plain:
-        yield None, unfused
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
     if exact.values:
-        yield from ((Kinks(side, exact.values), unfused) for side in (1.0, -1.0))
+        yield from ((Kinks(side, exact.values), _unfused(plain)) for side in (1.0, -1.0))
     exact.values.clear()
     yield from ((None, freedom) for freedom in _freedoms(plain, range(LOOKS)))
 
 
-def remark(tensors: Sequence[TensorResult]) -> str:
-    """What a port that passed at second look owes it to.
+def remark(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> str:
+    """What a port owes to the second look; empty if nothing.
 
     Args:
-        tensors: the verdicts at first look.
+        first: the verdicts at first look.
+        second: those that stand.
     """
-    failed = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in tensors if not tensor.passed)
-    return f"beyond a limit at first look, yet no farther than chance moves a faithful computation: {failed}"
+    passed = {tensor.label for tensor in second if tensor.passed}
+    owed = [tensor for tensor in first if not tensor.passed and tensor.label in passed]
+    if not owed:
+        return ""
+    labels = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in owed)
+    return f"beyond a limit at first look, yet no farther than chance moves a faithful computation: {labels}"
 
 
 def _where(tensor: TensorResult) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from bad_input import (
     te,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 import parity
 
@@ -92,12 +94,42 @@ def test_huge_and_tiny_activations_are_compared_like_others(precision, scale):
 
 def test_probing_inputs_on_which_fp16_overflows_though_the_users_own_fit_are_left_out():
     result = result_of(mlp(lambda rng: 1e4 * rng.normal(TOKENS, WIDTH)), "fp16")
-    assert_says(result, "passed", "not compared on probing inputs, where any float16 computation overflows: output")
+    assert_says(
+        result, "passed", "not compared on probing inputs, where a faithful float16 computation overflows: output"
+    )
     assert not any(tensor.probed for tensor in result.tensors)
 
 
 def test_an_overflow_inside_an_fp16_computation_is_the_precisions_own():
     result = result_of(linear(inputs=lambda rng: 1e4 * rng.normal(TOKENS, WIDTH)), "fp16")
+    assert_says(result, "failed", "the range of fp16 is too small")
+    assert findings(result) == {"PAR003"}
+
+
+def normed_squares(module: nn.Module, x: Tensor) -> Tensor:
+    """A step between two layers that overflows FP16 from 256 on where its squares are stored."""
+    return functional.layer_norm(module(x).square(), (WIDTH,))
+
+
+def test_probing_inputs_on_which_only_what_is_stored_step_by_step_overflows_are_left_out():
+    result = result_of(linear(inputs=lambda rng: 100 * rng.normal(TOKENS, WIDTH), **both(normed_squares)), "fp16")
+    assert_says(result, "passed", "not compared on probing inputs, where a faithful float16 computation overflows")
+    assert not any(tensor.probed for tensor in result.tensors)
+
+
+def test_a_nan_on_probing_inputs_on_which_nothing_overflows_still_fails():
+    def spoiled(module, x):
+        y = normed_squares(module, x)
+        return torch.where(x.abs().amax(-1, keepdim=True) < 1e-2, math.nan, y)
+
+    pair = linear(inputs=lambda rng: 100 * rng.normal(TOKENS, WIDTH), call_reference=normed_squares)
+    result = result_of(dataclasses.replace(pair, call_candidate=spoiled), "fp16")
+    assert result.status == "failed"
+    assert findings(result) == {"PAR001"}
+
+
+def test_an_overflow_in_the_ports_own_lines_is_the_precisions_own():
+    result = result_of(linear(inputs=lambda rng: 1000 * rng.normal(TOKENS, WIDTH), **both(normed_squares)), "fp16")
     assert_says(result, "failed", "the range of fp16 is too small")
     assert findings(result) == {"PAR003"}
 
