@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import Measure, machine, median, parser, report, wall_seconds
+from measuring import Measure, environment, machine, median, parser, report, wall_seconds
 
 PRECISIONS = 8
 PAIRS = """
@@ -47,7 +47,8 @@ def collect(folder: Path, cases: int, sizes: int) -> None:
     file = folder / f"many_{cases}.py"
     file.write_text(PAIRS.format(cases=cases, sizes=sizes), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "-c", "/dev/null"]
-    done = subprocess.run([*command, f"--rootdir={folder}", str(file)], capture_output=True, text=True, cwd=folder)
+    command += [f"--rootdir={folder}", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment())
     expected = cases * sizes * PRECISIONS
     if f"{file.name}: {expected}" not in done.stdout:
         raise SystemExit(f"not {expected} items were collected:\n{done.stdout[-500:]}{done.stderr[-500:]}")

@@ -59,6 +59,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def environment() -> dict[str, str]:
+    """Of processes that are measured from their start: they may keep compiled code, as Python does by default."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def processor_seconds(work: Callable[[], object]) -> float:
     """Of one call; garbage is collected before."""
     gc.collect()
