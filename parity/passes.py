@@ -73,6 +73,7 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
     if (rounding, freedom) not in models:
         models[rounding, freedom] = run_model(prepared, rounding, freedom)
         prepared.held["models"] = size_in_bytes(list(models.values()))
+        prepared.held["weights read"] = _weights_read(prepared, rounding).held
     return models[rounding, freedom]
 
 

@@ -22,6 +22,11 @@ class OperandsRead:
         self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._latest: tuple[object, ...] | None = None
 
+    @property
+    def held(self) -> int:
+        """Bytes that the casts take, beside what they were cast from."""
+        return sum(read.nbytes for base, read in self._kept.values() if read.data_ptr() != base.data_ptr())
+
     def read(
         self, matrix: Tensor, version: int, dim: int, cast: Cast, is_cast_along_dim: bool, will_be_read_later: bool
     ) -> Tensor:

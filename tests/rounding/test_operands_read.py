@@ -74,3 +74,11 @@ def test_memory_that_is_given_out_again_is_not_taken_for_what_lay_there(read):
     for _ in range(20):
         read(torch.randn(64, 64), will_be_read_later=False)
     assert read.casts == 20
+
+
+def test_what_is_kept_counts_with_its_bytes_but_for_casts_that_copy_nothing():
+    read = OperandsRead()
+    x, y = torch.randn(6, 5), torch.randn(4, 5)
+    read.read(x, x._version, 1, lambda matrix, dim: 2 * matrix, False, True)
+    read.read(y, y._version, 1, lambda matrix, dim: matrix, False, True)
+    assert read.held == x.nbytes
