@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         shift,
         stack,
         transpose,
+        under,
     )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "suggest_map",
     "te",
     "transpose",
+    "under",
 ]
 
 _HOME = {
@@ -78,6 +80,7 @@ _HOME = {
     "stack": "weights",
     "suggest_map": "suggest",
     "transpose": "weights",
+    "under": "weights",
 }
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from parity.weight_sides import linear_part, names, pack, unpack
+from parity.weight_sides import linear_part, names, pack, renamed, unpack
 from parity.weight_terms import (
     SIDES,
     Constant,
@@ -166,6 +166,24 @@ def constant(value: float, *shape: int) -> Term:
     Its gradient has no counterpart in the reference and is dropped.
     """
     return Constant(float(value), shape)
+
+
+def under(weights: WeightMap, reference: str, candidate: str | None = None) -> dict[Side, Side]:
+    """The map of a module that lies within another: each name with a prefix.
+
+    A layer's map, written once, serves every layer: ``{left: right for i in range(32) for left, right in under(LAYER,
+    f"layers.{i}.").items()}``.
+
+    Args:
+        weights: of the module by itself.
+        reference: what stands before its parameters' names in the reference, e.g. ``"model.layers.0."``.
+        candidate: ditto in the TE model; the same where it is None.
+    """
+    before = reference if candidate is None else candidate
+    return {
+        renamed(left, lambda name: reference + name): renamed(right, lambda name: before + name)
+        for left, right in weights.items()
+    }
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, Shape]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import weight_sides, weights, weights_check
+from parity.weight_sides import names
 from parity.weight_terms import Shape, Side
 from parity.weights import (
     constant,
@@ -24,6 +25,7 @@ from parity.weights import (
     shift,
     stack,
     transpose,
+    under,
 )
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
@@ -314,6 +316,20 @@ def test_constant_fills_what_the_reference_lacks_in_the_dtype_of_the_rest():
     assert filled["other"].tolist() == [0, 0, 0]
     assert filled["gain"].tolist() == [1, 1, 1]
     assert {tensor.dtype for tensor in filled.values()} == {torch.bfloat16}
+
+
+def test_a_layers_map_serves_it_within_a_model():
+    layer = {stack("gate", "up"): "fc1_weight", constant(0.0, 4): "fc1_bias"}
+    weight_map = under(layer, "layers.0.", "decoder.0.") | under(layer, "layers.1.")
+    assert [tuple(names(side)) for side in weight_map] == [
+        ("layers.0.gate", "layers.0.up"),
+        (),
+        ("layers.1.gate", "layers.1.up"),
+        (),
+    ]
+    assert list(weight_map.values()) == [
+        f"{prefix}fc1_{kind}" for prefix in ("decoder.0.", "layers.1.") for kind in ("weight", "bias")
+    ]
 
 
 def test_gradients_that_are_not_there_leave_their_entry_out():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from parity import registry
+from parity.calibration.drawn_models import MODELS
 from parity.case import Case
 from parity.zoo.hosts.catalogue import HOSTS
 
-# Stands, in the place of a file, for the right ports into which the zoo plants its bugs.
+# Stand, in the place of a file, for the right ports into which the zoo plants its bugs, and for models drawn at random,
+# to which no limit is fitted.
 ZOO = "parity.zoo.hosts"
+DRAWN_MODELS = "parity.calibration.drawn_models"
+_OURS = {ZOO: HOSTS, DRAWN_MODELS: MODELS}
 
 
 def cases(file: str) -> list[Case]:
@@ -16,7 +20,7 @@ def cases(file: str) -> list[Case]:
     Raises:
         UserError: as ``registry.load``.
     """
-    return list(HOSTS.values()) if file == ZOO else registry.load(file)
+    return list(_OURS[file].values()) if file in _OURS else registry.load(file)
 
 
 def case(file: str, name: str) -> Case:
@@ -25,4 +29,4 @@ def case(file: str, name: str) -> Case:
     Raises:
         UserError: as ``registry.load_case``.
     """
-    return HOSTS[name] if file == ZOO else registry.load_case(file.partition("::")[0], name)
+    return _OURS[file][name] if file in _OURS else registry.load_case(file.partition("::")[0], name)

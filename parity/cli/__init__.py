@@ -159,8 +159,9 @@ def false_alarms(
     workers: Processes = CORES,
     out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/false_alarms.md"),
 ) -> None:
-    """Count how often right ports are rejected, on seeds and at sizes that no limit was fitted to."""
+    """Count how often right ports are rejected, on seeds, sizes and models that no limit was fitted to."""
     from parity import te
+    from parity.calibration.right_ports import DRAWN_MODELS
     from parity.cli import suite
     from parity.false_alarms import measure, report
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
@@ -169,7 +170,8 @@ def false_alarms(
 
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
-    plan = measure.Plan(suite.right_ports(paths), chosen, parse_seeds(seeds), own, parse_backend(backend))
+    ports = (*suite.right_ports(paths), *(() if paths else (DRAWN_MODELS,)))
+    plan = measure.Plan(ports, chosen, parse_seeds(seeds), own, parse_backend(backend))
     outcomes = measure.run(plan, out.with_suffix(".jsonl"), workers)
     if not outcomes:
         raise UserError("nothing was compared: no precision of these cases runs on this machine")

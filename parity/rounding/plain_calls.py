@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parity import execute
-
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
-_CALLER = (
-    execute.__file__
-)  # of the port: what no line around PyTorch's calls, as of a Sequential, is the port's as well
+_OURS = Path(__file__).parents[1]
+# Of our files, those that hold modules as a user's do, and the one that calls the port: what no line around PyTorch's
+# calls, as of a Sequential, is the port's as well.
+_LIKE_USERS = tuple(
+    str(_OURS / place) for place in ("reference", "zoo/hosts", "calibration/drawn_models.py", "execute.py")
+)
 _TE = "transformer_engine"
 
 # Copies and casts round nothing by themselves; attention's softmax has a freedom of its own.
@@ -78,4 +78,4 @@ def _is_users(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    return file == _CALLER or not (file.startswith(_OURS) or _TE in file)
+    return file.startswith(_LIKE_USERS) or not (file.startswith(str(_OURS)) or _TE in file)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import parity
 from parity.cpu.products import tf32
 from parity.rounding.plain_calls import plain_calls
+from parity.zoo.hosts.mlp import ComposedMLP
 
 WIDTH = 64
 
@@ -47,6 +48,13 @@ def test_what_te_calls_is_none_of_the_ports():
     x = torch.randn(16, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     with tf32.left_out():
         assert names_of(Between(layer, torch.sigmoid), x) == {"sigmoid"}
+
+
+def test_lines_of_our_own_modules_that_stand_for_a_users_are_the_ports():
+    te = parity.te.kernels("cpu").te
+    layer = ComposedMLP(te, WIDTH, WIDTH, F.gelu).to(torch.bfloat16)
+    x = torch.randn(16, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    assert names_of(layer, x) == {"gelu"}
 
 
 FUNCTIONS = {

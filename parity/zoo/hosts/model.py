@@ -15,7 +15,7 @@ from torch.func import functional_call
 from parity.case import Pair
 from parity.inputs import Rng
 from parity.reference import LlamaLayer
-from parity.weight_terms import Stack
+from parity.weights import Side, under
 from parity.zoo.hosts.case import host
 from parity.zoo.hosts.layer import LLAMA_WEIGHTS, te_llama_layer
 
@@ -119,16 +119,11 @@ def model_with_loss(te: ModuleType, vocabulary: int, hidden: int, ffn: int, head
     )
 
 
-def _weights(prefix: str) -> dict[Any, str]:
+def _weights(prefix: str) -> dict[Side, Side]:
     """The map of a model whose parameters' names begin with a prefix."""
-    layer = {_under(f"{prefix}layer.", left): f"{prefix}layer.{right}" for left, right in LLAMA_WEIGHTS.items()}
-    return layer | {f"{prefix}{name}": f"{prefix}{name}" for name in ("tokens.weight", "norm.weight")}
-
-
-def _under(prefix: str, side: Any) -> Any:
-    if isinstance(side, Stack):
-        return Stack(tuple(_under(prefix, part) for part in side.parts), side.dim)
-    return prefix + side
+    return under(
+        {**under(LLAMA_WEIGHTS, "layer."), "tokens.weight": "tokens.weight", "norm.weight": "norm.weight"}, prefix
+    )
 
 
 HOSTS = (tied_model, model_with_loss)
