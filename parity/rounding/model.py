@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from parity.blocked_attention import Arithmetic
+from parity.grouped_products import experts_one_by_one
 from parity.long_sequences import attention_in_blocks
 from parity.rounding.addresses import address
 from parity.rounding.aten_calls import (
@@ -93,7 +94,8 @@ def rounded(
         The phase, to be told where the backward pass begins.
     """
     mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead())
-    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), step_by_step():
+    one_by_one = experts_one_by_one()
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), one_by_one, step_by_step():
         yield mode.phase
 
 
