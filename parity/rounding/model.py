@@ -178,7 +178,8 @@ class _RoundingMode(TorchDispatchMode):
         if patches is not None:
             return patches
         if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
-            result = as_in(self._storing.rounding.storage, func, args, kwargs)
+            dtype = torch.float32 if self._is_step_in_fp32(args) else self._storing.rounding.storage
+            result = as_in(dtype, func, args, kwargs)
             self._norms.see(func, args, result)
             return tree_map_only(Tensor, self._storing.store, result)
         return self._in_between(func, args, kwargs)
@@ -228,6 +229,10 @@ class _RoundingMode(TorchDispatchMode):
         if self.phase.backward and name in ARITHMETIC:
             return True
         return name.removesuffix("_backward") in self._freedom.plain
+
+    def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
+        """Whether it is a step of a norm that a port computes in FP32, as most do: it has no root of the dtype's."""
+        return "rsqrt" not in self._freedom.plain and self._norms.is_step(args)
 
     def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
