@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
+from parity.grouped_products import experts_one_by_one
 from parity.long_sequences import attention_in_blocks
 
 # What ``checkpoint(..., use_reentrant=False)`` calls in PyTorch 2.1 and newer.
@@ -32,7 +33,7 @@ def in_fp64() -> Iterator[None]:
 
 @contextmanager
 def _calls_in_fp64() -> Iterator[None]:
-    with _InFP64(), attention_in_blocks():
+    with _InFP64(), attention_in_blocks(), experts_one_by_one():
         yield
 
 

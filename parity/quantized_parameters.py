@@ -21,6 +21,16 @@ def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: to
     return candidate
 
 
+def dequantized(candidate: nn.Module) -> nn.Module:
+    """The candidate itself, each quantized parameter replaced by one in FP32 of the same values."""
+    for module in candidate.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if _is_quantized(parameter):
+                plain = nn.Parameter(parameter.detach().dequantize().float(), parameter.requires_grad)
+                module.register_parameter(name, plain)
+    return candidate
+
+
 def check(candidate: nn.Module, precision: Precision) -> None:
     """Make sure that the precision fits the parameters that are quantized.
 

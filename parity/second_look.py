@@ -11,8 +11,9 @@ runs loses is expected as well. A mistake is none that these make: its error sta
 
 Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
 average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
-leans otherwise. So last the model runs with roundings that are drawn independently, which says how far such errors
-lean by chance.
+leans otherwise. Nor do the roundings of a few tokens average out, and a port that scales tokens before a layer, where
+the reference does after it, rounds other numbers. So last the model runs with roundings that are drawn independently,
+which says how large such errors are, and how far they lean, by chance.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def second_look(
 def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """A run whose roundings are independent of others', with errors as large as rounding to the nearest has.
 
-    Dithering doubles the variance of an error; what is no rounding of the dtype's, as of FP8, is not doubled, and is
-    expected by other runs already.
+    Dithering doubles the variance of an error; what is no rounding of activations, as that of weights, is not doubled,
+    and is expected by other runs already.
     """
     golden = golden_tensors(prepared)
     drawn = run_model(prepared, rounding, freedom)

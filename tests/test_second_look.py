@@ -1,6 +1,7 @@
 """Failures that jitter explains, and those that it does not."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -87,6 +88,53 @@ def test_dither_leaves_numbers_that_the_dtype_has(dtype):
     identity = torch.eye(x.numel())
     with rounded(Rounding(dtype), [identity], dataclasses.replace(FUSED, jitter=0, dithers=True)):
         assert torch.equal(nn.functional.linear(x, identity), x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8_current", "fp8_block"])
+def test_operands_of_dithered_runs_round_independently_with_twice_the_variance(precision):
+    rounding = dataclasses.replace(PRECISIONS[precision].rounding, weights=None)
+    x, identity = torch.randn(256, 256).to(rounding.storage).float(), torch.eye(256)
+
+    def error(freedom):
+        with rounded(dataclasses.replace(rounding, storage=torch.float32), [identity], freedom):
+            return nn.functional.linear(x, identity).double() - x
+
+    nearest, *dithered = map(error, [FUSED, *(dataclasses.replace(FUSED, jitter=s, dithers=True) for s in range(2))])
+    assert [(x.norm() / nearest.norm()).item() ** 2 for x in dithered] == pytest.approx([2.0, 2.0], rel=0.1)
+    assert abs((dithered[0] * dithered[1]).sum().item()) < 0.05 * dithered[0].norm().item() ** 2
+    assert abs((dithered[0] * nearest).sum().item()) < 0.05 * dithered[0].norm().item() * nearest.norm().item()
+
+
+class Expert(nn.Module):
+    """An expert's layers, weighted by a router of few tokens; a port may scale what the last layer reads."""
+
+    def __init__(self, linear, scales_first=False) -> None:
+        super().__init__()
+        self.up, self.down, self.router = linear(64, 128), linear(128, 64), nn.Linear(64, 4)
+        self.scales_first = scales_first
+
+    def forward(self, x):
+        weight = self.router(x).softmax(-1)[:, :1]
+        hidden = nn.functional.silu(self.up(x))
+        return self.down(hidden * weight) if self.scales_first else self.down(hidden) * weight
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8_block"])
+def test_right_ports_that_scale_before_a_layer_and_not_after_pass_on_every_seed(precision):
+    def factory(te, **_):
+        def linear(width_in, width_out):
+            return te.Linear(width_in, width_out, bias=False)
+
+        reference = Expert(functools.partial(nn.Linear, bias=False))
+        return parity.Pair(
+            reference,
+            Expert(linear, scales_first=True),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, tokens: rng.normal(tokens, 64),
+        )
+
+    results = parity.compare(parity.Case("expert", factory, sizes=(dict(tokens=16),)), [precision], seeds=range(16))
+    assert [result.status for result in results] == ["passed"] * 16
 
 
 class Contrastive(nn.Module):

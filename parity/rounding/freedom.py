@@ -32,7 +32,8 @@ class Freedom:
         dithers: whether the noise is as large as a rounding's error instead: a number between two of the dtype becomes
             the upper one the likelier the nearer it is, and one that the dtype has stays. Runs with other seeds then
             round independently, with twice the variance of rounding to the nearest (a sixth of a spacing's square on
-            average, for a twelfth). Where the dtype is FP32, noise of a roundoff.
+            average, for a twelfth). Where the dtype is FP32, noise of a roundoff. What a linear layer's GEMMs read of
+            inputs and gradients has errors of the format's that are drawn likewise; a weight is every port's.
         plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
             behind them, and on a CPU they compute in the dtype (``parity.rounding.plain_kernels``).
     """

@@ -94,7 +94,10 @@ class LinearOperands:
                 stored = hadamard(stored, dim)
             if to_format is None:
                 return stored
-            return to_format(stored, dim, None if is_rotated else self._amax(matrix))
+            amax = None if is_rotated else self._amax(matrix)
+            if self._storing.freedom.dithers and part != "weights":
+                return self._storing.dithered_operand(stored, to_format, dim, amax)
+            return to_format(stored, dim, amax)
 
         if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
             return read(matrix, dim)

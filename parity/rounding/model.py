@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from parity.blocked_attention import Arithmetic
+from parity.grouped_products import experts_one_by_one
 from parity.long_sequences import attention_in_blocks
 from parity.rounding.addresses import address
 from parity.rounding.aten_calls import (
@@ -93,7 +94,8 @@ def rounded(
         The phase, to be told where the backward pass begins.
     """
     mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead())
-    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), step_by_step():
+    one_by_one = experts_one_by_one()
+    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), one_by_one, step_by_step():
         yield mode.phase
 
 
@@ -176,7 +178,8 @@ class _RoundingMode(TorchDispatchMode):
         if patches is not None:
             return patches
         if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
-            result = as_in(self._storing.rounding.storage, func, args, kwargs)
+            dtype = torch.float32 if self._is_step_in_fp32(args) else self._storing.rounding.storage
+            result = as_in(dtype, func, args, kwargs)
             self._norms.see(func, args, result)
             return tree_map_only(Tensor, self._storing.store, result)
         return self._in_between(func, args, kwargs)
@@ -226,6 +229,10 @@ class _RoundingMode(TorchDispatchMode):
         if self.phase.backward and name in ARITHMETIC:
             return True
         return name.removesuffix("_backward") in self._freedom.plain
+
+    def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
+        """Whether it is a step of a norm that a port computes in FP32, as most do: it has no root of the dtype's."""
+        return "rsqrt" not in self._freedom.plain and self._norms.is_step(args)
 
     def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from parity.formats import largest, spacing
+from parity.formats import Format, largest, spacing
 from parity.rounding.freedom import JITTER, Freedom
 from parity.rounding.parts import Part, Rounding
 from parity.rounding.stored import Stored
@@ -50,6 +52,21 @@ class Storing:
     def jittered_amax(self, x: Tensor) -> Tensor:
         """The largest magnitude, moved as the value may be that has it."""
         return self._jittered(largest(x), self._roundoff)
+
+    def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
+        """An operand with an error of the format's that is independent of other runs', and of twice the variance.
+
+        The error is the one that the format makes of a number up to a factor of two smaller, drawn anew for each
+        element, and scaled up again: that of another mantissa, wherever this one happens to lie between the format's
+        numbers. A port may round a multiple of it, as where it scales tokens before a layer and not after.
+
+        Args:
+            x: FP32, a matrix.
+            to_format: the operand's format, with ``dim`` and ``amax`` as it takes them.
+        """
+        smaller = torch.exp2(-0.5 - 0.5 * self._uniform(x))
+        error = to_format(x * smaller, dim, largest(x) if amax is None else amax) - x * smaller
+        return x + math.sqrt(2.0) * error / smaller
 
     def _jittered(self, x: Tensor, step: float) -> Tensor:
         return x * (1.0 + step * self._uniform(x))

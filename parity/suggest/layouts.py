@@ -117,12 +117,11 @@ def _read(
     reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], geometry: Geometry
 ) -> Iterator[Layout]:
     """Layouts for each way to read the reference's weights; a convolution's is not transposed."""
-    if _is_stacked(reference, candidate):
-        ways = [Reading(tuple(reference), {})]
-    else:
-        ways = list(readings(reference, candidate))
+    stacked = _is_stacked(reference, candidate)
+    ways = [Reading(tuple(reference), {})] if stacked else list(readings(reference, candidate))
     for reading in ways:
-        for transposed in (False,) if reading.patterns else (False, True):
+        is_convolution = reading.patterns or (not stacked and any(len(unit.shape) > 2 for unit in reading.units))
+        for transposed in (False,) if is_convolution else (False, True):
             for layout in _of_kinds(reading.units, candidate, parts, transposed, geometry):
                 entries = tuple((reading.side(left), right) for left, right in layout.entries)
                 yield Layout(entries, layout.usual and reading.usual)
@@ -186,6 +185,8 @@ def _of_attention(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
     """Query, key and value, fused or not on either side; fused by group or one after the other."""
+    if len(reference) == 1 and len(candidate) == 2:
+        yield from map(Layout, _of_query_beside_key_and_value(reference[0], candidate, transposed, geometry))
     if len(reference) not in (1, 3) or len(candidate) not in (1, 3):
         return
     query_rows, key_rows = None, None
@@ -209,6 +210,21 @@ def _of_attention(
             if len(candidate) == 3:
                 rotated = {kind: rotate(parts) for kind, parts in right.items()}
                 yield from (Layout(entries, usual=False) for entries in _fused_layouts(left, rotated, geometries))
+
+
+def _of_query_beside_key_and_value(
+    reference: Unit, candidate: Sequence[Unit], transposed: bool, geometry: Geometry
+) -> Iterator[Entries]:
+    """A weight of all three that TE's cross-attention holds in two, key and value stacked or head by head."""
+    query, fused = candidate
+    for count in (None, *geometry.groups):
+        entries: list[tuple[Side, Side]] = []
+        for kind in fused.parameters:
+            key_value: Side = fused.parameters[kind]
+            if count is not None:
+                key_value = reorder(key_value, (*range(0, 2 * count, 2), *range(1, 2 * count, 2)))
+            entries.append((_sides([reference], kind, transposed)[0], stack(query.parameters[kind], key_value)))
+        yield tuple(entries)
 
 
 def _fused_layouts(

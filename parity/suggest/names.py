@@ -46,6 +46,7 @@ _NORM_OF = {word: part for part, words in _NORM.items() for word in words.split(
 _IS_NORM = re.compile(r".*norm.*|ln(_?\w)?")
 _ATTENTION = ("attn", "attention")
 _CROSS = ("cross", "inter_attention", "encoder_attn", "encdec")
+_CROSS_OF_TE = ("query_layer", "layernorm_query", "key_value")
 _MLP = ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "moe", "expert")
 # Words for the last layer of attention or of an MLP, whichever they stand in.
 _LAST_LAYER = {"c_proj", "wo", "proj", "dense", "out_proj", "linear_proj"}
@@ -54,15 +55,15 @@ _LAST_LAYER = {"c_proj", "wo", "proj", "dense", "out_proj", "linear_proj"}
 def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
     """The parts that each unit's name tells; no entry where it tells none.
 
-    A unit of cross-attention has ``cross query`` and so on. An MLP's first layer with twice the elements of its second
-    holds gate and up.
+    A unit of cross-attention has ``cross query`` and so on, also where it is one by what stands beside it. An MLP's
+    first layer with twice the elements of its second holds gate and up.
     """
     siblings: dict[str, list[Unit]] = {}
     for unit in units:
         siblings.setdefault(unit.scope, []).append(unit)
     told = {unit: _parts(unit, siblings[unit.scope], units) for unit in units}
     told = {unit: _with_gate(unit, parts, told, siblings[unit.scope]) for unit, parts in told.items()}
-    return {unit: parts for unit, parts in told.items() if parts}
+    return _with_cross({unit: parts for unit, parts in told.items() if parts})
 
 
 def is_norm(unit: Unit) -> bool:
@@ -75,23 +76,29 @@ def _parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]) -> 
         return ()
     *context, word = unit.words
     if is_norm(unit) and word not in _PARTS_OF:
-        return (_norm(unit, context, word),)
+        return (_norm(unit, context, word, siblings),)
     parts = _PARTS_OF.get(word) or _by_place(unit, context, word, siblings, everything)
     if any(part in QKV for part in parts) and _mentions(context, _CROSS):
         return tuple(f"cross {part}" for part in parts)
     return parts
 
 
-def _norm(unit: Unit, context: Sequence[str], word: str) -> str:
+def _norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit]) -> str:
+    # Of three norms with a number, as in nn.TransformerDecoderLayer, the second is cross-attention's.
+    if word[-1] in "23" and any(sibling.words and sibling.words[-1] == f"{word[:-1]}3" for sibling in siblings):
+        return "cross_norm" if word[-1] == "2" else "mlp_norm"
     if word == "final_layer_norm":  # a layer's own in BART and OPT, the model's in Megatron
         return "mlp_norm" if re.search(r"\d", unit.scope) else "final_norm"
     if word in _NORM_OF:
         return _NORM_OF[word]
     if _mentions(context, _CROSS):
         return "cross_norm"
-    if _mentions(context, (*_ATTENTION, "layernorm_qkv")):
+    layer = _PARTS_OF.get(context[-1], ()) if context else ()  # a norm in one module with a linear layer, as TE's are
+    if set(layer) & set(QKV) or _mentions(context, _ATTENTION):
         return "attention_norm"
-    return "mlp_norm" if _mentions(context, _MLP) else "norm"
+    if set(layer) & {GATE, UP} or _mentions(context, _MLP):
+        return "mlp_norm"
+    return "norm"
 
 
 def _by_place(
@@ -135,6 +142,22 @@ def _with_gate(unit: Unit, parts: Parts, told: dict[Unit, Parts], siblings: Sequ
     if len(down) == 1 and math.prod(unit.shape) == 2 * math.prod(down[0].shape):
         return (GATE, UP)
     return parts
+
+
+def _with_cross(told: dict[Unit, Parts]) -> dict[Unit, Parts]:
+    """Attention beside another is cross-attention where TE's names say so, or where the other is said to be on itself.
+
+    ``te.MultiheadAttention`` has a layer for queries and one for key and value in cross-attention alone;
+    ``nn.TransformerDecoderLayer`` has ``multihead_attn`` beside ``self_attn``.
+    """
+    attention = [unit for unit, parts in told.items() if set(parts) & set(QKV)]
+    on_itself = [unit for unit in attention if any(word.startswith("self_at") for word in unit.words)]
+    cross = [unit for unit in attention if any(word in _CROSS_OF_TE for word in unit.words)]
+    if on_itself:
+        cross += [unit for unit in attention if unit not in on_itself]
+    if all(unit in cross for unit in attention):
+        return told
+    return {unit: tuple(f"cross {part}" for part in parts) if unit in cross else parts for unit, parts in told.items()}
 
 
 def _mentions(words: Sequence[str], any_of: Sequence[str]) -> bool:

@@ -18,6 +18,7 @@ from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
 from parity.prepare import cast, vary_constants
+from parity.quantized_parameters import dequantized, moved
 from parity.rounding.model import rounded
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -59,15 +60,26 @@ class Trial:
         """
         shapes = weights.parameter_shapes(self.candidate)
         weights.fill(self.candidate, weights.to_candidate(weight_map, self.reference_weights, shapes))
-        with torch.no_grad(), te_caches.fresh():
-            outputs = _outputs("candidate", self.candidate, self.call, self.inputs)
-        return _worst_error(outputs, self.golden)
+        with te_caches.fresh():
+            return _worst_error(self._run(), self.golden)
+
+    def _run(self) -> dict[str, Tensor]:
+        """The outputs; with gradients only where it does not run without, as TE's offloading of activations."""
+        try:
+            with torch.no_grad():
+                return _outputs("candidate", self.candidate, self.call, self.inputs)
+        except UserError:
+            inputs = tree_map_only(Tensor, lambda x: x.clone().requires_grad_(x.is_floating_point()), self.inputs)
+            with torch.enable_grad():
+                outputs = _outputs("candidate", self.candidate, self.call, inputs)
+            return {name: output.detach() for name, output in outputs.items()}
 
 
 def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
     """Run the reference in FP64, and under FP32's rounding model.
 
-    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart.
+    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart. Those
+    that TE holds quantized become FP32's: what a format loses of them would hide a wrong entry.
 
     Args:
         pair: its modules are changed: cast, moved, and given weights.
@@ -79,7 +91,7 @@ def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
         UserError: if the reference raises, returns no floating-point tensor, or is not finite or all zero.
     """
     reference = pair.reference.to(kernels.device).eval()
-    candidate = pair.candidate.to(kernels.device).float().eval()
+    candidate = dequantized(moved(pair.candidate, device=kernels.device)).float().eval()
     vary_constants(reference, Rng(seed, "weights"))
     inputs = cast(tree_map_only(Tensor, lambda x: x.to(kernels.device), draw_inputs(pair, size, Rng(seed))), FP32.dtype)
     held = {name: parameter.detach().float() for name, parameter in reference.named_parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,9 @@ from torch import Tensor, nn
 
 import parity
 from parity.cpu.products import tf32
+from parity.rounding.freedom import UNFUSED
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
 from parity.rounding.plain_calls import plain_calls
 from parity.zoo.hosts.mlp import ComposedMLP
 
@@ -101,3 +106,25 @@ def test_right_ports_with_lines_of_their_own_pass(function, precision):
 def test_wrong_lines_fail(function, changed, precision):
     (result,) = parity.compare(case(function, changed), [precision])
     assert result.status == "failed"
+
+
+class NormInFP32(nn.Module):
+    """As models of transformers have it, whatever dtype they run in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(1.0 + 0.1 * torch.randn(64))
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+def test_a_norm_that_a_port_computes_in_fp32_rounds_what_it_casts_alone():
+    norm, x = NormInFP32(), torch.randn(32, 64, requires_grad=True)
+    norm.weight.data, x.data = norm.weight.data.bfloat16().float(), x.data.bfloat16().float()
+    freedom = dataclasses.replace(UNFUSED, plain=("mul",))
+    with rounded(Rounding(torch.bfloat16), [norm.weight], freedom):
+        modelled = norm(x)
+    assert torch.equal(modelled, norm.bfloat16()(x.bfloat16()).float())
