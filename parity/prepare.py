@@ -26,6 +26,7 @@ from parity.golden_device import golden_device
 from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_reproducible, check_weights_fit
+from parity.optimizers_seen import optimizers_recorded
 from parity.outside_te import parameters_outside_te
 from parity.probes import probe
 from parity.products import Products
@@ -58,7 +59,7 @@ class Calls:
     def recorded(reference: nn.Module, into: list[Calls]) -> Iterator[None]:
         """Appends the calls of one forward pass inside of the context."""
         products = Products()
-        with products.recorded(), tracing(reference) as trace:
+        with products.recorded(), tracing(reference) as trace, optimizers_recorded() as trace.optimizers:
             yield
         into.append(Calls(trace, products))
 

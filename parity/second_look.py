@@ -26,7 +26,7 @@ import torch
 from parity.passes import Tensors, golden_tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
-from parity.rounding.freedom import FUSED, UNFUSED, Freedom
+from parity.rounding.freedom import FUSED, Freedom, Port
 from parity.rounding.kinks import Kinks
 from parity.rounding.parts import Rounding
 
@@ -43,7 +43,7 @@ def second_look(
     judge: Callable[[Sequence[Tensors], int], tuple[TensorResult, ...]],
     prepared: Prepared,
     rounding: Rounding,
-    plain: tuple[str, ...],
+    port: Port,
 ) -> tuple[TensorResult, ...]:
     """The verdicts with more models, if every tensor passes then; else, and if all passed before, the first ones.
 
@@ -53,12 +53,12 @@ def second_look(
         judge: from models, and how many of the last of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
-        plain: names of PyTorch's functions that the port calls by itself.
+        port: what the port rounds by itself.
     """
     if all(tensor.passed for tensor in tensors) or not all(math.isfinite(tensor.margin) for tensor in tensors):
         return tensors
-    looked, judged = list(models), tensors
-    for kinks, freedom in _looks(prepared, plain):
+    looked, judged, both = list(models), tensors, port.freedoms
+    for kinks, freedom in _looks(prepared, both):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
         looked.append(run_model(prepared, rounding, freedom, kinks))
@@ -67,7 +67,7 @@ def second_look(
             return judged
     if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
         return tensors
-    drawn = [_drawn(prepared, rounding, freedom) for freedom in _freedoms(plain, range(LOOKS, LOOKS + DRAWS), True)]
+    drawn = [_drawn(prepared, rounding, freedom) for freedom in _noisy(both, range(LOOKS, LOOKS + DRAWS), True)]
     judged = judge([*looked, *drawn], DRAWS)
     return judged if all(tensor.passed for tensor in judged) else tensors
 
@@ -83,22 +83,21 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
 
 
-def _freedoms(plain: tuple[str, ...], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
-    """The two ways in which faithful kernels compute in turn, with noise."""
-    both = FUSED, dataclasses.replace(UNFUSED, plain=plain)
+def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
+    """The two in turn, with noise."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
-def _looks(prepared: Prepared, plain: tuple[str, ...]) -> Iterator[tuple[Kinks | None, Freedom]]:
-    unfused = dataclasses.replace(UNFUSED, plain=plain)
-    if plain:
+def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
+    unfused = both[1]
+    if unfused.plain:
         yield None, unfused
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
     if exact.values:
         yield from ((Kinks(side, exact.values), unfused) for side in (1.0, -1.0))
     exact.values.clear()
-    yield from ((None, freedom) for freedom in _freedoms(plain, range(LOOKS)))
+    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
 
 
 def remark(tensors: Sequence[TensorResult]) -> str:

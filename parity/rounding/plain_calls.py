@@ -27,6 +27,8 @@ _CALLER = (
 )  # of the port: what no line around PyTorch's calls, as of a Sequential, is the port's as well
 _TE = "transformer_engine"
 
+_NO_BACKWARD = -1
+
 # Copies and casts round nothing by themselves; attention's softmax has a freedom of its own.
 _LEFT_OUT = frozenset({"_to_copy", "copy_", "clone", "detach", "_softmax", "_safe_softmax"})
 
@@ -63,11 +65,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         is_new = name not in self.names and name not in _LEFT_OUT and not is_view(func)
-        if is_new and self._is_of_activations(args) and _is_users(sys._getframe(1)):
+        if is_new and self._is_of_activations(func, args) and _is_users(sys._getframe(1)):
             self.names.add(name)
         return func(*args, **(kwargs or {}))
 
-    def _is_of_activations(self, args: Any) -> bool:
+    def _is_of_activations(self, func: Any, args: Any) -> bool:
+        if is_in_place(func) and torch._C._current_graph_task_id() == _NO_BACKWARD:  # of weights, by a step of training
+            return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
         return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
 
 
