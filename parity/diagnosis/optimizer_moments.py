@@ -1,4 +1,4 @@
-"""Moments of Adam that a port holds in less than the reference's optimizer does: TE's ``exp_avg_dtype`` and its like."""
+"""Moments of Adam that a port holds in less than the reference's optimizer: TE's ``exp_avg_dtype`` and its like."""
 
 from __future__ import annotations
 

@@ -94,6 +94,8 @@ def _of_adam(right: Group) -> Iterator[_Make]:
             text, repair = "decouples the decay (AdamW)", "add it to the gradient (L2): adam_w_mode=False"
         yield _kind("decay", text, repair, _flipped("decoupled_weight_decay"))
     yield _kind("bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction)
+    text = "adds eps before it corrects the second moment's bias (epsilon hat)"
+    yield _kind("epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
     for i, name in enumerate(("beta1", "beta2")):
         yield from _betas(i, name, right["betas"])
     yield _kind("amsgrad", "keeps no maximum, or one", "take amsgrad as the reference has it", _flipped("amsgrad"))
@@ -263,6 +265,10 @@ def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
     group["lr"] *= ratio
     group["eps"] /= math.sqrt(second)
     group["weight_decay"] /= ratio if group["decoupled_weight_decay"] else 1.0
+
+
+def _epsilon_hat(optimizer: Optimizer, group: Group) -> None:
+    group["eps"] /= math.sqrt(1.0 - group["betas"][1] ** _steps(optimizer, group))
 
 
 def _steps(optimizer: Optimizer, group: Group) -> int:

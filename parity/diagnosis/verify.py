@@ -59,6 +59,8 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     ]
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
+    if not all(bool(x.isfinite().all()) for x in golden.values()):  # no port that is judged computes that
+        return None
     judged = failure.judge(golden, [model for model in models if model is not None])
     before = {(result.kind, result.name): result for result in failure.results}
     if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):

@@ -242,7 +242,7 @@ class _RoundingMode(TorchDispatchMode):
         if not self._freedom.plain or func in SOFTMAX or is_view(func):
             return False
         name = func.overloadpacket.__name__
-        if self.phase.backward and name in ARITHMETIC:
+        if self.phase.differentiates and name in ARITHMETIC:
             return True
         return name.removesuffix("_backward") in self._freedom.plain
 
@@ -254,7 +254,7 @@ class _RoundingMode(TorchDispatchMode):
             return False
         if func in REDUCTIONS and not _keeps_channels(*args[:2]):
             return False  # statistics of a norm, likewise
-        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.backward or any(_requires_grad(x) for x in args))
+        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.differentiates or any(_requires_grad(x) for x in args))
 
     def _product(
         self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any

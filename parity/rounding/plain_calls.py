@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parity import execute
+from parity.rounding.phase import NO_BACKWARD
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -26,8 +27,6 @@ _CALLER = (
     execute.__file__
 )  # of the port: what no line around PyTorch's calls, as of a Sequential, is the port's as well
 _TE = "transformer_engine"
-
-_NO_BACKWARD = -1
 
 # Copies and casts round nothing by themselves; attention's softmax has a freedom of its own.
 _LEFT_OUT = frozenset({"_to_copy", "copy_", "clone", "detach", "_softmax", "_safe_softmax"})
@@ -70,7 +69,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_of_activations(self, func: Any, args: Any) -> bool:
-        if is_in_place(func) and torch._C._current_graph_task_id() == _NO_BACKWARD:  # of weights, by a step of training
+        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # of weights, by a step of training
             return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
         return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
 
