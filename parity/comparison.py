@@ -21,7 +21,7 @@ from parity.diagnosis import Failure
 from parity.directions import Direction, directions
 from parity.execute import CALL, Pass
 from parity.explanation import explain
-from parity.judge import judge
+from parity.judge import NONE_DRAWN, Drawn, judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
@@ -246,7 +246,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     golden, known = answerable(golden_truths(prepared), ran.models), ran.known
 
-    def judge_by(modelled: Sequence[Tensors], drawn: int = 0) -> tuple[TensorResult, ...]:
+    def judge_by(modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN) -> tuple[TensorResult, ...]:
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
 
     first_look, models, port = judge_by(ran.models), ran.models, Port()

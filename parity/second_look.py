@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from parity.judge import NONE_DRAWN, Drawn
 from parity.optimizers_seen import optimizers_recorded
 from parity.passes import Tensors, golden_tensors, run_model
 from parity.prepare import Prepared
@@ -42,7 +43,7 @@ HOPELESS_MARGIN = 10.0
 def second_look(
     tensors: tuple[TensorResult, ...],
     models: Sequence[Tensors],
-    judge: Callable[[Sequence[Tensors], int], tuple[TensorResult, ...]],
+    judge: Callable[[Sequence[Tensors], Drawn], tuple[TensorResult, ...]],
     prepared: Prepared,
     rounding: Rounding,
     port: Port,
@@ -52,7 +53,7 @@ def second_look(
     Args:
         tensors: the verdicts at first look.
         models: the rounding model's tensors at first look.
-        judge: from models, and how many of the last of them round independently, to verdicts.
+        judge: from models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
         port: what the port rounds by itself.
@@ -64,14 +65,15 @@ def second_look(
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
         looked.append(run_model(prepared, rounding, freedom, kinks))
-        judged = judge(looked, 0)
+        judged = judge(looked, NONE_DRAWN)
         if all(tensor.passed for tensor in judged):
             return judged
     if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
         return tensors
     with optimizers_recorded() as optimizers:
         drawn = [_drawn(prepared, rounding, freedom) for freedom in _noisy(both, range(LOOKS, LOOKS + DRAWS), True)]
-    judged = judge([*looked, *drawn], 0 if optimizers and rounding.storage is not torch.float32 else DRAWS)
+    of_outputs = bool(optimizers) and rounding.storage is not torch.float32
+    judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
 
 
