@@ -116,7 +116,7 @@ def _deviations(
     judging = models if drawn.of_outputs or key[0].endswith("gradient") else models[: len(models) - drawn.count]
     found = golden[key].deviations([tensors[key] for tensors in (candidate, *judging)])
     for error in found.errors[1 + len(models) - drawn.count :]:
-        error.is_drawn = True
+        error.is_drawn, error.leans = True, key[0].endswith("gradient")
     if key in floors:
         found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
     return found

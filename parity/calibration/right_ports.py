@@ -6,6 +6,10 @@ from parity import registry
 from parity.case import Case
 from parity.zoo.hosts.catalogue import HOSTS
 
+# Adam's first steps divide gradients by their own magnitude, so that rounding may decide a whole step: what it is
+# expected to lose is known at second look alone (``parity.second_look``), and no limit is fitted to it.
+_UNFIT = "trained_linear"
+
 # Stands, in the place of a file, for the right ports into which the zoo plants its bugs.
 ZOO = "parity.zoo.hosts"
 
@@ -16,7 +20,7 @@ def cases(file: str) -> list[Case]:
     Raises:
         UserError: as ``registry.load``.
     """
-    return list(HOSTS.values()) if file == ZOO else registry.load(file)
+    return [case for name, case in HOSTS.items() if name != _UNFIT] if file == ZOO else registry.load(file)
 
 
 def case(file: str, name: str) -> Case:

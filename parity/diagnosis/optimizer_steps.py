@@ -36,10 +36,11 @@ def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
     """
     named: set[str] = set()
     for one in trace.optimizers[:1]:
-        first = one.groups[0]
-        changes = _of_adam(first) if issubclass(one.kind, torch.optim.Adam) else iter(())
-        if issubclass(one.kind, torch.optim.SGD):
-            changes = _of_sgd(first)
+        if not issubclass(one.kind, (torch.optim.Adam, torch.optim.SGD)):
+            return
+        largest = max(float(group["weight_decay"]) for group in one.groups)
+        first = one.groups[0] | {"lr": max(one.rates), "weight_decay": largest}
+        changes = _of_adam(first) if issubclass(one.kind, torch.optim.Adam) else _of_sgd(first)
         for change in (*changes, *_of_any(first), *_of_groups(one), *_of_schedule(one)):
             made = change(module)
             setting = made.name.partition("=")[0]
@@ -51,7 +52,8 @@ _Make = Callable[[nn.Module], Hypothesis]
 
 
 def _of_any(right: Group) -> Iterator[_Make]:
-    yield from _numbers("lr", right, (), "its learning rate")
+    own = float(right["lr"])
+    yield from _numbers("lr", right, (_NEAR[0] * own, 10.0 * own, 0.1 * own), "its learning rate")
     yield from _numbers("weight_decay", right, (0.0, *_DECAYS), "its weight decay")
     yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
     yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
@@ -137,8 +139,10 @@ def _number(setting: str, right: Group, value: float, described: str) -> _Make:
     own = float(right[setting])
 
     def change(optimizer: Optimizer, group: Group) -> None:
-        # In proportion, where groups or steps have their own.
-        group[setting] = value * float(group[setting]) / own if own and group[setting] else value
+        if own:  # in proportion, where groups or steps have their own
+            group[setting] = value * float(group[setting]) / own
+        elif not group[setting]:
+            group[setting] = value
         if setting == "dampening" and value:
             group["nesterov"] = False
 

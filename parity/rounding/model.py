@@ -164,7 +164,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if self.steps.each_call:
+        if self.steps.each_call or self._is_step_by_hand(func, args):
             return self._stored_in_place(func, args, kwargs)
         if func in FIRST_OPERAND:
             return self._gemm(func, args, kwargs)
@@ -221,6 +221,12 @@ class _RoundingMode(TorchDispatchMode):
             if stored is not x:
                 x.copy_(stored)
         return result if targets else tree_map_only(Tensor, lambda x: self._storing.store(x) if x.dim() else x, result)
+
+    def _is_step_by_hand(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a reference without an optimizer writes to weights, as a port's optimizer does."""
+        if not self.steps.are_calls or self._lineage is None or not is_in_place(func):
+            return False
+        return any(isinstance(x, Tensor) and self._lineage.is_weight(x) for x in args[:1])
 
     def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a convolution returns that TE computes as a linear layer; None for any other call."""

@@ -29,12 +29,21 @@ class StepsRounded:
     def __init__(self, storing: Storing) -> None:
         self._storing = storing
         self._inside = False
+        self._writes = False  # what is stored already
 
     @property
     def each_call(self) -> bool:
         """Whether a step is being made in which each call rounds."""
         freedom = self._storing.freedom
         return self._inside and freedom.stores_pointwise and freedom.steps is not None and freedom.steps.each_call
+
+    @property
+    def are_calls(self) -> bool:
+        """Whether outside of an optimizer's steps each write to a weight is one, as of an optimizer by hand."""
+        steps = self._storing.freedom.steps
+        return (
+            steps is not None and steps.weights is self._storing.rounding.storage and not (self._inside or self._writes)
+        )
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -53,22 +62,29 @@ class StepsRounded:
 
     def _before(self, optimizer: Optimizer) -> None:
         """Gradients are held in the dtype of the weights."""
-        self._inside = True
         for gradient in (parameter.grad for parameter in stepped_by(optimizer)):
             if gradient is not None:
-                _write(gradient, self._storing.store(gradient))
+                self._write(gradient, self._storing.store(gradient))
+        self._inside = True
 
     def _after(self, optimizer: Optimizer, steps: Steps) -> None:
         self._inside = False
         for parameter in stepped_by(optimizer):
             if steps.weights is self._storing.rounding.storage:
-                _write(parameter, self._storing.store(parameter))
+                self._write(parameter, self._storing.store(parameter))
             elif steps.weights is not None:
-                _write(parameter, _held_in(steps.weights, parameter))
+                self._write(parameter, _held_in(steps.weights, parameter))
             for name, dtype in steps.moments:
                 moment = optimizer.state[parameter].get(name)
                 if moment is not None:
-                    _write(moment, _held_in(dtype, moment))
+                    self._write(moment, _held_in(dtype, moment))
+
+    @torch.no_grad()
+    def _write(self, x: Tensor, value: Tensor) -> None:
+        if value is not x:
+            self._writes = True
+            x.copy_(value)
+            self._writes = False
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
@@ -85,9 +101,3 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
     """As it reads after it was held in a dtype; in FP16 with a scale."""
     scale = x.abs().amax() / _LARGEST_FP16 if dtype is torch.float16 else x.new_ones(())
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
-
-
-@torch.no_grad()
-def _write(x: Tensor, value: Tensor) -> None:
-    if value is not x:
-        x.copy_(value)
