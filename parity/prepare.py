@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity import free_memory, host, weights
 from parity.calls import tracing
 from parity.case import Case, Pair, draw_inputs
+from parity.clipped_gradients import clips_recorded
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
 from parity.in_fp64 import in_fp64
@@ -59,7 +60,12 @@ class Calls:
     def recorded(reference: nn.Module, into: list[Calls]) -> Iterator[None]:
         """Appends the calls of one forward pass inside of the context."""
         products = Products()
-        with products.recorded(), tracing(reference) as trace, optimizers_recorded() as trace.optimizers:
+        with (
+            products.recorded(),
+            tracing(reference) as trace,
+            optimizers_recorded() as trace.optimizers,
+            clips_recorded() as trace.clips,
+        ):
             yield
         into.append(Calls(trace, products))
 

@@ -83,6 +83,7 @@ class Trace:
         parameters: names of the values that are parameters, by number.
         buffers: ditto of buffers.
         optimizers: those of ``torch.optim`` that made steps.
+        clips: the largest norm of each clipping of gradients.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -90,6 +91,7 @@ class Trace:
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
     optimizers: list[Stepped] = field(default_factory=list)
+    clips: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._producers: dict[int, Call] = {}

@@ -13,6 +13,7 @@ from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
 from parity.diagnosis.branch_factors import branch_factor_hypotheses
+from parity.diagnosis.clipping import clipping_hypotheses
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
@@ -83,6 +84,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)
     yield from label_shift_hypotheses(trace, module)
+    yield from clipping_hypotheses(trace, module)
     yield from optimizer_step_hypotheses(trace, module)
     yield from optimizer_moment_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))

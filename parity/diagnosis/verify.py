@@ -61,7 +61,10 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         return None
     if not all(bool(x.isfinite().all()) for x in golden.values()):  # no port that is judged computes that
         return None
-    judged = failure.judge(golden, [model for model in models if model is not None])
+    computed = [model for model in models if model is not None]
+    if not computed:  # what cannot be in FP32
+        return None
+    judged = failure.judge(golden, computed)
     before = {(result.kind, result.name): result for result in failure.results}
     if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):
         return None

@@ -20,9 +20,16 @@ IN, OUT, TOKENS, STEPS, LR = 48, 32, 64, 3, 1e-2
 class Trained(nn.Module):
     """Trains a copy of its layer and returns the parameters; the learning rate is halved after each step, or stays."""
 
-    def __init__(self, layer: nn.Module, optimizer: Callable[[list[nn.Parameter]], Any], halves: bool = False) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], Any],
+        halves: bool = False,
+        largest_norm: float = 0.0,
+    ) -> None:
         super().__init__()
         self.layer, self.optimizer, self.factor = layer, optimizer, 0.5 if halves else 1.0
+        self.largest_norm = largest_norm
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         layer = copy.deepcopy(self.layer)
@@ -32,6 +39,8 @@ class Trained(nn.Module):
             optimizer.zero_grad()
             with torch.enable_grad():
                 (layer(x) - target).square().mean().backward()
+            if self.largest_norm:
+                nn.utils.clip_grad_norm_(layer.parameters(), self.largest_norm)
             optimizer.step()
             scheduler.step()
         return {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -184,3 +193,8 @@ def test_a_decay_of_all_groups_is_told():
 
     result = compared(lambda parameters: AdamW(groups(parameters), lr=LR), decaying_all, "fp32")
     assert "weight decay 0.5 for all parameters" in result.findings[0].message
+
+
+def test_gradients_that_are_not_clipped_are_told():
+    result = found(SGD, dict(momentum=0.9), "FusedSGD", dict(momentum=0.9), "fp16", largest_norm=0.05)
+    assert "the port clips none" in result.findings[0].message
