@@ -21,16 +21,17 @@ from parity.diagnosis import Failure
 from parity.directions import Direction, directions
 from parity.execute import CALL, Pass
 from parity.explanation import explain
-from parity.judge import judge
+from parity.judge import NONE_DRAWN, Drawn, judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
-from parity.passes import Tensors, golden_truths, model_tensors, run_candidate
+from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
 from parity.raised import users_line, way_there
 from parity.random_state import RandomState
 from parity.result import Determinism, Result, Status, TensorResult
-from parity.rounding.freedom import FUSED, UNFUSED
+from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
+from parity.rounding.steps import steps_seen, together
 from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
 from parity.te_calls import WITHOUT_TE, te_calls
@@ -234,25 +235,29 @@ def _step(which: str) -> Iterator[None]:
         raise _PassRaised(f"{part} raised {type(error).__name__}: {error}{place}") from error
 
 
-def _plain_calls(ran: _Ran, precision: Precision) -> tuple[str, ...]:
-    """The functions that the candidate calls outside of TE."""
-    with plain_calls(precision.dtype) as names:
+def _seen_of_port(ran: _Ran, precision: Precision) -> Port:
+    """What the candidate rounds outside of TE's modules."""
+    with steps_seen(precision.dtype) as steps, plain_calls(precision.dtype) as names:
         ran.rerun(lambda module: None)
-    return tuple(sorted(names))
+    return Port(tuple(sorted(names)), together(steps))
 
 
 def _judged(asked: _Asked, ran: _Ran) -> Result:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     truths, known = golden_truths(prepared), ran.known
 
-    def judge_by(modelled: Sequence[Tensors], drawn: int = 0) -> tuple[TensorResult, ...]:
+    def judge_by(modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN) -> tuple[TensorResult, ...]:
         golden = answerable(truths, modelled, ran.candidate)
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
 
-    first_look = judge_by(ran.models)
-    plain = () if all(tensor.passed for tensor in first_look) else _plain_calls(ran, precision)
-    tensors = second_look(first_look, ran.models, judge_by, prepared, precision.rounding, plain)
-    notes: tuple[str, ...] = tuple(filter(None, [remark(first_look, tensors)]))
+    first_look, models, port = judge_by(ran.models), ran.models, Port()
+    if not all(tensor.passed for tensor in first_look):
+        port = _seen_of_port(ran, precision)
+        if port.steps is not None:
+            models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
+            first_look = judge_by(models)
+    tensors = second_look(first_look, models, judge_by, prepared, precision.rounding, port)
+    notes = tuple(filter(None, [remark(first_look, tensors), port.steps.remark if port.steps else ""]))
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
@@ -277,6 +282,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         ),
         rerun=ran.rerun,
         draws=ran.draws,
+        freedoms=Port(steps=port.steps).freedoms,
     )
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:

@@ -23,6 +23,8 @@ from parity.truth import in_fp32
 
 # Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
 _SAME = 0.9
+# Of golden: what is less, sums in another order change in FP64.
+_FP64 = 1e-12
 # A coefficient this near to 1 says that the mistake is there, and not something that resembles it.
 _PRESENT = 0.5
 
@@ -54,13 +56,14 @@ def directions(prepared: Prepared) -> tuple[Direction, ...]:
 def _directions(prepared: Prepared) -> Iterator[Direction]:
     calls = prepared.calls.pop() if prepared.calls else calls_of(prepared)
     prepared.held.pop("calls", None)
+    norms = {name: torch.linalg.vector_norm(golden).item() for name, golden in prepared.golden.outputs.items()}
     for mistake in subtle_hypotheses(prepared, calls.trace):
         with calls.products.reused():
             outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
         changes = {name: in_fp32(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
-        changes = {name: change for name, change in changes.items() if change.norm and change.is_finite}
+        changes = {name: x for name, x in changes.items() if x.is_finite and x.norm > _FP64 * norms[name]}
         if changes:
             yield Direction(mistake, changes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,23 @@ _VANISHING = 1e-12
 """Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Models that round independently.
+
+    Attributes:
+        count: how many of the models, the last ones.
+        of_outputs: whether outputs are judged by them as well. Gradients are in any case: few numbers of a loss scale
+            them all.
+    """
+
+    count: int = 0
+    of_outputs: bool = False
+
+
+NONE_DRAWN = Drawn()
+
+
 def judge(
     golden: Truths,
     models: Sequence[Tensors],
@@ -30,7 +48,7 @@ def judge(
     precision: Precision,
     table: Table,
     known: Sequence[Direction],
-    drawn: int = 0,
+    drawn: Drawn = NONE_DRAWN,
 ) -> tuple[TensorResult, ...]:
     """Judge every tensor.
 
@@ -41,8 +59,7 @@ def judge(
         precision: at which they were computed.
         table: what faithful ports show.
         known: directions of subtle mistakes.
-        drawn: how many of the models, the last ones, round independently. Gradients alone are judged by these, too: few
-            numbers of a loss scale them all.
+        drawn: which of the models round independently.
     """
     floors = _floors(golden, models)
     return tuple(_judged(key, golden, models, candidate, precision, table, known, floors, drawn) for key in golden)
@@ -94,13 +111,13 @@ def _deviations(
     candidate: Tensors,
     models: Sequence[Tensors],
     floors: Mapping[tuple[Kind, str], float],
-    drawn: int = 0,
+    drawn: Drawn = NONE_DRAWN,
 ) -> Deviations:
     """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
-    judging = models if key[0].endswith("gradient") else models[: len(models) - drawn]
+    judging = models if drawn.of_outputs or key[0].endswith("gradient") else models[: len(models) - drawn.count]
     found = golden[key].deviations([tensors[key] for tensors in (candidate, *judging)])
-    for error in found.errors[1 + len(models) - drawn :]:
-        error.is_drawn = True
+    for error in found.errors[1 + len(models) - drawn.count :]:
+        error.is_drawn, error.leans = True, key[0].endswith("gradient")
     if key in floors:
         found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
     return found
@@ -143,7 +160,7 @@ def _judged(
     table: Table,
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
-    drawn: int,
+    drawn: Drawn,
 ) -> TensorResult:
     kind, name = key
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)

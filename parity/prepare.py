@@ -21,11 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity import free_memory, host, weights
 from parity.calls import tracing
 from parity.case import Case, Pair, draw_inputs
+from parity.clipped_gradients import clips_recorded
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden_device import golden_device
 from parity.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_reproducible, check_weights_fit
+from parity.optimizers_seen import optimizers_recorded
 from parity.outside_te import parameters_outside_te
 from parity.probes import probe
 from parity.products import Products
@@ -58,7 +60,12 @@ class Calls:
     def recorded(reference: nn.Module, into: list[Calls]) -> Iterator[None]:
         """Appends the calls of one forward pass inside of the context."""
         products = Products()
-        with products.recorded(), tracing(reference) as trace:
+        with (
+            products.recorded(),
+            tracing(reference) as trace,
+            optimizers_recorded() as trace.optimizers,
+            clips_recorded() as trace.clips,
+        ):
             yield
         into.append(Calls(trace, products))
 

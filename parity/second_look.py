@@ -13,7 +13,9 @@ Where a few numbers scale all that is behind them, as a loss's scores do the gra
 average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
 leans otherwise. Nor do the roundings of a few tokens average out, and a port that scales tokens before a layer, where
 the reference does after it, rounds other numbers. So last the model runs with roundings that are drawn independently,
-which says how large such errors are, and how far they lean, by chance.
+which says how large such errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own
+magnitude: where rounding decides a gradient's sign, it decides a whole step. So where the reference makes steps of an
+optimizer, what these runs lose is expected as well.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from parity.judge import NONE_DRAWN, Drawn
+from parity.optimizers_seen import optimizers_recorded
 from parity.passes import Tensors, golden_tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
-from parity.rounding.freedom import FUSED, UNFUSED, Freedom
+from parity.rounding.freedom import FUSED, Freedom, Port
 from parity.rounding.kinks import Kinks
 from parity.rounding.parts import Rounding
 
@@ -41,10 +45,10 @@ HOPELESS_MARGIN = 10.0
 def second_look(
     tensors: tuple[TensorResult, ...],
     models: Sequence[Tensors],
-    judge: Callable[[Sequence[Tensors], int], tuple[TensorResult, ...]],
+    judge: Callable[[Sequence[Tensors], Drawn], tuple[TensorResult, ...]],
     prepared: Prepared,
     rounding: Rounding,
-    plain: tuple[str, ...],
+    port: Port,
 ) -> tuple[TensorResult, ...]:
     """The verdicts with more models, if every tensor passes then; else, and if all passed before, the first ones.
 
@@ -53,32 +57,34 @@ def second_look(
     Args:
         tensors: the verdicts at first look.
         models: the rounding model's tensors at first look.
-        judge: from models, and how many of the last of them round independently, to verdicts.
+        judge: from models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
-        plain: names of PyTorch's functions that the port calls by itself.
+        port: what the port rounds by itself.
     """
     if all(tensor.passed for tensor in tensors):
         return tensors
-    looked, judged = list(models), tensors
-    if plain:
-        looked.append(run_model(prepared, rounding, _unfused(plain)))
-        judged = judge(looked, 0)
+    looked, judged, both = list(models), tensors, port.freedoms
+    if port.plain:
+        looked.append(run_model(prepared, rounding, both[1]))
+        judged = judge(looked, NONE_DRAWN)
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
     if not _are_finite(tensors):
         tensors = judged
-    for kinks, freedom in _looks(prepared, plain):
+    for kinks, freedom in _looks(prepared, both):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
         looked.append(run_model(prepared, rounding, freedom, kinks))
-        judged = judge(looked, 0)
+        judged = judge(looked, NONE_DRAWN)
         if all(tensor.passed for tensor in judged):
             return judged
     if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
         return tensors
-    drawn = [_drawn(prepared, rounding, freedom) for freedom in _freedoms(plain, range(LOOKS, LOOKS + DRAWS), True)]
-    judged = judge([*looked, *drawn], DRAWS)
+    with optimizers_recorded() as optimizers:
+        drawn = [_drawn(prepared, rounding, freedom) for freedom in _noisy(both, range(LOOKS, LOOKS + DRAWS), True)]
+    of_outputs = bool(optimizers) and rounding.storage is not torch.float32
+    judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
 
 
@@ -93,27 +99,22 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
 
 
-def _freedoms(plain: tuple[str, ...], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
-    """The two ways in which faithful kernels compute in turn, with noise."""
-    both = FUSED, _unfused(plain)
+def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
+    """The two in turn, with noise."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
-
-
-def _unfused(plain: tuple[str, ...]) -> Freedom:
-    return dataclasses.replace(UNFUSED, plain=plain)
 
 
 def _are_finite(tensors: Sequence[TensorResult]) -> bool:
     return all(math.isfinite(tensor.margin) for tensor in tensors)
 
 
-def _looks(prepared: Prepared, plain: tuple[str, ...]) -> Iterator[tuple[Kinks | None, Freedom]]:
+def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
     if exact.values:
-        yield from ((Kinks(side, exact.values), _unfused(plain)) for side in (1.0, -1.0))
+        yield from ((Kinks(side, exact.values), both[1]) for side in (1.0, -1.0))
     exact.values.clear()
-    yield from ((None, freedom) for freedom in _freedoms(plain, range(LOOKS)))
+    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
 
 
 def remark(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> str:

@@ -174,7 +174,7 @@ class Component:
         self, error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
     ) -> None:
         product = error.dot(direction)
-        self._drawn = [model for model in model_errors if model.is_drawn]
+        self._drawn = [model for model in model_errors if model.is_drawn and model.leans]
         model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
         modelled = [model.dot(direction) for model in model_errors]
         nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))

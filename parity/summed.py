@@ -15,11 +15,13 @@ class Summed:
     Args:
         values: FP64 or FP32, of any shape; not to be changed afterwards.
         is_drawn: whether they are an error of which others are drawn independently, by ``Freedom.dithers``.
+        leans: whether such an error tells how errors lean by chance; a gradient's does.
     """
 
-    def __init__(self, values: Tensor, is_drawn: bool = False) -> None:
+    def __init__(self, values: Tensor, is_drawn: bool = False, leans: bool = True) -> None:
         self.values = values
         self.is_drawn = is_drawn
+        self.leans = leans
         self._squares_over: dict[tuple[int, ...], Tensor] = {}
         self._products: dict[Summed, float] = {}
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from parity.optimizers_seen import Stepped
+
 Site = tuple[str, int, str, int]
 
 
@@ -80,14 +82,16 @@ class Trace:
         tensors: each value's tensor, detached.
         parameters: names of the values that are parameters, by number.
         buffers: ditto of buffers.
-        optimizers: the settings of each optimizer of ``torch.optim`` that made a step, if those were asked for.
+        optimizers: those of ``torch.optim`` that made steps.
+        clips: the largest norm of each clipping of gradients.
     """
 
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
-    optimizers: list[Any] = field(default_factory=list)
+    optimizers: list[Stepped] = field(default_factory=list)
+    clips: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._producers: dict[int, Call] = {}

@@ -12,7 +12,7 @@ from parity.formats import e4m3
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.rounding.freedom import FUSED, UNFUSED
+from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.model import rounded
 from parity.rounding.parts import Rounding
 from parity.second_look import LOOKS, second_look
@@ -187,7 +187,7 @@ def test_models_are_jittered_until_one_reaches_the_port():
         looks.append(len(modelled))
         return verdicts(margin=3.0 if len(modelled) < 4 else 0.5)
 
-    judged = second_look(verdicts(margin=3.0), models, judge, prepared, precision.rounding, ())
+    judged = second_look(verdicts(margin=3.0), models, judge, prepared, precision.rounding, Port())
     assert looks == [2, 3, 4]
     assert judged[0].margin == 0.5
     assert all(key in models[0] for key in golden_tensors(prepared))
@@ -198,7 +198,7 @@ def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
     (checked,) = check_case(case(), kernels.te)
     prepared = prepare(case(), checked, precision.dtype, 0, kernels)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-    second_look(failing, models, lambda *_: failing, prepared, precision.rounding, ())
+    second_look(failing, models, lambda *_: failing, prepared, precision.rounding, Port())
     assert models[0] is model_tensors(prepared, precision.rounding, FUSED)
     assert models[1] is model_tensors(prepared, precision.rounding, UNFUSED)
 
@@ -214,7 +214,7 @@ def looks_at(margin):
         looks.append(len(modelled))
         return first
 
-    assert second_look(first, [], judge, prepared, precision.rounding, ()) is first
+    assert second_look(first, [], judge, prepared, precision.rounding, Port()) is first
     return looks
 
 

@@ -11,7 +11,10 @@ from parity.zoo.hosts.catalogue import HOSTS
 # to which no limit is fitted.
 ZOO = "parity.zoo.hosts"
 DRAWN_MODELS = "parity.calibration.drawn_models"
-_OURS = {ZOO: HOSTS, DRAWN_MODELS: MODELS}
+# Adam's first steps divide gradients by their own magnitude, so that rounding may decide a whole step: what it is
+# expected to lose is known at second look alone (``parity.second_look``), and no limit is fitted to it.
+_UNFIT = "trained_linear"
+_OURS = {ZOO: {name: case for name, case in HOSTS.items() if name != _UNFIT}, DRAWN_MODELS: MODELS}
 
 
 def cases(file: str) -> list[Case]:

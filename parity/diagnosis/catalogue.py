@@ -13,6 +13,7 @@ from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention_mistakes import attention_hypotheses
 from parity.diagnosis.branch_factors import branch_factor_hypotheses
+from parity.diagnosis.clipping import clipping_hypotheses
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
@@ -24,7 +25,8 @@ from parity.diagnosis.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms import norm_hypotheses
 from parity.diagnosis.operations import operation_hypotheses
 from parity.diagnosis.optimizer import optimizer_hypotheses
-from parity.diagnosis.optimizer_steps import Stepped, optimizer_step_hypotheses, recorded_steps
+from parity.diagnosis.optimizer_moments import optimizer_moment_hypotheses
+from parity.diagnosis.optimizer_steps import optimizer_step_hypotheses
 from parity.diagnosis.packed import packed_hypotheses
 from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
 from parity.diagnosis.pre_norms import pre_norm_hypotheses
@@ -82,7 +84,9 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)
     yield from label_shift_hypotheses(trace, module)
+    yield from clipping_hypotheses(trace, module)
     yield from optimizer_step_hypotheses(trace, module)
+    yield from optimizer_moment_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
     yield _sequence_first(module)
     yield _viewed_as_sequence_first(module)
@@ -100,6 +104,7 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
         *norm_hypotheses(trace, module, stored_dtype(prepared)),
         *activation_hypotheses(trace, module),
         *rope_hypotheses(trace, module),
+        *optimizer_step_hypotheses(trace, module),
     )
     return tuple(one for one in candidates if one.subtle and one.scope == "all")
 
@@ -108,16 +113,14 @@ def calls_of(prepared: Prepared) -> Calls:
     """Of another forward pass of the reference in FP64, as golden's was."""
     prepared.reference.double()
     calls: list[Calls] = []
-    steps: list[Stepped] = []
 
     def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Only the module's own calls are recorded, not the copies that a pass makes of its inputs.
         with Calls.recorded(module, calls):
             return (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
 
-    with torch.no_grad(), in_fp64(), recorded_steps(steps):
+    with torch.no_grad(), in_fp64():
         outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
-    calls[0].trace.optimizers += steps
     return calls[0]
 
 

@@ -11,6 +11,7 @@ from parity.passes import Tensors, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Kind, TensorResult
+from parity.rounding.freedom import FUSED, UNFUSED, Freedom
 from parity.tolerance import Tolerance
 
 _FEW = 32  # elements
@@ -30,6 +31,7 @@ class Failure:
         rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
         draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
         on_probe: the same failure as the probing inputs show it; None where they show none.
+        freedoms: of the kernels that the candidate is judged by.
     """
 
     results: Sequence[TensorResult]
@@ -41,6 +43,7 @@ class Failure:
     rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
     draws: bool = False
     on_probe: Failure | None = None
+    freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
 
     @property
     def golden(self) -> Tensors:

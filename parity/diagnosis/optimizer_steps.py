@@ -1,23 +1,23 @@
 """Steps of ``torch.optim`` that a reference makes, and ports whose optimizer is of another kind or has other settings.
 
 TE's ``FusedAdam`` decouples its weight decay unless told otherwise and decays by 0 by default, ``torch.optim.AdamW`` by
-0.01. Before each step the reference's optimizer gets the settings under which it computes what the port's would.
+0.01. For each step the reference's optimizer gets the settings under which it computes what the port's would.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.optimizers_seen import Stepped, settings_of
 from parity.trace import Trace
 
 Group = dict[str, Any]
@@ -29,55 +29,63 @@ _MOMENTA = (0.9, 0.95, 0.99, 0.999)
 _EPSILONS = (1e-8, 1e-6, 1e-5)
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """An optimizer's settings at its first step.
-
-    Attributes:
-        kind: its class.
-        settings: of its first group of parameters.
-    """
-
-    kind: type[Optimizer]
-    settings: Group
-
-
-@contextmanager
-def recorded_steps(trace_optimizers: list[Stepped]) -> Iterator[None]:
-    """Appends each optimizer that makes a step inside of the context, once."""
-    seen: list[Optimizer] = []
-
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is one for one in seen):
-            seen.append(optimizer)
-            settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-            trace_optimizers.append(Stepped(type(optimizer), settings))
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's Adam, AdamW or SGD."""
+    """Every known mistake that could have been made with the reference's Adam, AdamW or SGD.
+
+    The first of each setting is subtle: what another value of it changes points where this one does.
+    """
+    named: set[str] = set()
     for one in trace.optimizers[:1]:
-        changes = _of_adam(one.settings) if issubclass(one.kind, torch.optim.Adam) else ()
-        if issubclass(one.kind, torch.optim.SGD):
-            changes = _of_sgd(one.settings)
-        for change in (*changes, *_of_any(one.settings)):
-            yield change(module)
+        if not issubclass(one.kind, (torch.optim.Adam, torch.optim.SGD)):
+            return
+        largest = max(float(group["weight_decay"]) for group in one.groups)
+        first = one.groups[0] | {"lr": max(one.rates), "weight_decay": largest}
+        changes = _of_adam(first) if issubclass(one.kind, torch.optim.Adam) else _of_sgd(first)
+        for change in (*changes, *_of_any(first), *_of_groups(one), *_of_schedule(one)):
+            made = change(module)
+            setting = made.name.partition("=")[0]
+            yield dataclasses.replace(made, subtle=made.tuned is not None and setting not in named)
+            named.add(setting)
 
 
 _Make = Callable[[nn.Module], Hypothesis]
 
 
 def _of_any(right: Group) -> Iterator[_Make]:
-    yield from _numbers("lr", right, (), "its learning rate")
+    own = float(right["lr"])
+    yield from _numbers("lr", right, (_NEAR[0] * own, 10.0 * own, 0.1 * own), "its learning rate")
     yield from _numbers("weight_decay", right, (0.0, *_DECAYS), "its weight decay")
     yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
     yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
+
+
+def _of_groups(one: Stepped) -> Iterator[_Make]:
+    """Settings that the groups of parameters do not share."""
+    for setting, described in (("lr", "learning rate"), ("weight_decay", "weight decay")):
+        values = dict.fromkeys(float(group[setting]) for group in one.groups)
+        for value in values if len(values) > 1 else ():
+            text = f"has {described} {value:.4g} for all parameters"
+            repair = f"give TE the groups of parameters, each with its {setting}"
+            yield _kind(f"{setting} {value:.4g} of all groups", text, repair, _set(setting, value))
+
+
+def _of_schedule(one: Stepped) -> Iterator[_Make]:
+    """Learning rates that change from step to step."""
+    if len(set(one.rates)) < 2:
+        return
+    initial = float(one.groups[0].get("initial_lr", one.rates[0]))
+    for value in dict.fromkeys((one.rates[0], initial)):
+        text = f"learning rate stays at {value:.4g}"
+        yield _kind("no schedule", text, "change TE's learning rate: scheduler.step()", _set("lr", value))
+    early = "change the learning rate after each step: optimizer.step(), then scheduler.step()"
+    late = [one.rates[0], *one.rates]
+    yield _kind("schedule late", "learning rates are those of the step before", early, _rate(late.__getitem__))
+    yield _kind(
+        "schedule early",
+        "learning rates are those of the next step",
+        early,
+        _rate(lambda step: one.rates[min(step + 1, len(one.rates) - 1)]),
+    )
 
 
 def _of_adam(right: Group) -> Iterator[_Make]:
@@ -88,6 +96,8 @@ def _of_adam(right: Group) -> Iterator[_Make]:
             text, repair = "decouples the decay (AdamW)", "add it to the gradient (L2): adam_w_mode=False"
         yield _kind("decay", text, repair, _flipped("decoupled_weight_decay"))
     yield _kind("bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction)
+    text = "adds eps before it corrects the second moment's bias (epsilon hat)"
+    yield _kind("epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
     for i, name in enumerate(("beta1", "beta2")):
         yield from _betas(i, name, right["betas"])
     yield _kind("amsgrad", "keeps no maximum, or one", "take amsgrad as the reference has it", _flipped("amsgrad"))
@@ -126,12 +136,17 @@ def _numbers(setting: str, right: Group, known: Sequence[float], described: str)
 
 
 def _number(setting: str, right: Group, value: float, described: str) -> _Make:
+    own = float(right[setting])
+
     def change(optimizer: Optimizer, group: Group) -> None:
-        group[setting] = value
+        if own:  # in proportion, where groups or steps have their own
+            group[setting] = value * float(group[setting]) / own
+        elif not group[setting]:
+            group[setting] = value
         if setting == "dampening" and value:
             group["nesterov"] = False
 
-    repair = f"give TE {setting}={float(right[setting]):.4g}, as the reference's optimizer has it; {described} is"
+    repair = f"give TE {setting}={own:.4g}, as the reference's optimizer has it; {described} is"
     return _tuned(f"{setting}", repair, value, change, lambda other: _number(setting, right, other, described))
 
 
@@ -172,26 +187,46 @@ def _with(change: Change) -> Callable[[Call], Call]:
 
     def around(call: Call) -> Call:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            changed: list[tuple[Optimizer, list[Group]]] = []
+            right: list[Group] = []
 
             def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                own = next((groups for one, groups in changed if one is optimizer), None)
-                if own is None:
-                    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-                    changed.append((optimizer, own))
-                for group, settings in zip(optimizer.param_groups, own, strict=True):
-                    group.update(settings)
+                right[:] = map(settings_of, optimizer.param_groups)
+                for group in optimizer.param_groups:
                     change(optimizer, group)
 
-            handle = register_optimizer_step_pre_hook(before_step)
+            def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                for group, settings in zip(optimizer.param_groups, right, strict=True):
+                    group.update(settings)
+
+            handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
             try:
                 return call(module, *args, **kwargs)
             finally:
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
 
         return under
 
     return around
+
+
+def _set(setting: str, value: float) -> Change:
+    def change(optimizer: Optimizer, group: Group) -> None:
+        group[setting] = value
+
+    return change
+
+
+def _rate(of_step: Callable[[int], float]) -> Change:
+    """By the number of the optimizer's step, from 0."""
+
+    def change(optimizer: Optimizer, group: Group) -> None:
+        made = getattr(optimizer, "_steps_made", 0)
+        if group is optimizer.param_groups[-1]:
+            optimizer._steps_made = made + 1  # type: ignore[attr-defined]
+        group["lr"] = of_step(made)
+
+    return change
 
 
 def _flipped(setting: str) -> Change:
@@ -234,6 +269,10 @@ def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
     group["lr"] *= ratio
     group["eps"] /= math.sqrt(second)
     group["weight_decay"] /= ratio if group["decoupled_weight_decay"] else 1.0
+
+
+def _epsilon_hat(optimizer: Optimizer, group: Group) -> None:
+    group["eps"] /= math.sqrt(1.0 - group["betas"][1] ** _steps(optimizer, group))
 
 
 def _steps(optimizer: Optimizer, group: Group) -> int:

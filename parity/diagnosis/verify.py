@@ -14,7 +14,6 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import FAITHFUL, TINY
 from parity.diagnosis.trial import outputs_under, tensors_under
 from parity.result import Kind, TensorResult
-from parity.rounding.freedom import FUSED, UNFUSED
 
 _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
@@ -56,11 +55,16 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     """
     golden = tensors_under(failure.prepared, combination)
     models = [
-        tensors_under(failure.prepared, combination, failure.precision, freedom=freedom) for freedom in (FUSED, UNFUSED)
+        tensors_under(failure.prepared, combination, failure.precision, freedom=freedom) for freedom in failure.freedoms
     ]
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
-    judged = failure.judge(golden, [model for model in models if model is not None])
+    if not all(bool(x.isfinite().all()) for x in golden.values()):  # no port that is judged computes that
+        return None
+    computed = [model for model in models if model is not None]
+    if not computed:  # what cannot be in FP32
+        return None
+    judged = failure.judge(golden, computed)
     before = {(result.kind, result.name): result for result in failure.results}
     if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from parity.rounding.steps import Steps
 
 # Large next to what the order of sums changes, and small next to the rounding that follows.
 JITTER = 1 / 64
@@ -36,6 +38,7 @@ class Freedom:
             inputs and gradients has errors of the format's that are drawn likewise; a weight is every port's.
         plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
             behind them, and on a CPU they compute in the dtype (``parity.rounding.plain_kernels``).
+        steps: how its optimizers hold what they write in place (``parity.rounding.steps``); None for FP32.
     """
 
     stores_scores: bool
@@ -45,6 +48,7 @@ class Freedom:
     jitter: int | None = None
     dithers: bool = False
     plain: tuple[str, ...] = ()
+    steps: Steps | None = None
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:
@@ -56,3 +60,20 @@ class Freedom:
 FUSED = Freedom(stores_scores=False, stores_sums=False, stores_pointwise=False)
 UNFUSED = Freedom(stores_scores=True, stores_sums=True, stores_pointwise=True, splits_of_k=3)
 FUSED_POINTWISE = Freedom(stores_scores=True, stores_sums=True, stores_pointwise=False)
+
+
+@dataclass(frozen=True)
+class Port:
+    """What a port rounds outside of TE's modules.
+
+    Attributes:
+        plain, steps: as in ``Freedom``.
+    """
+
+    plain: tuple[str, ...] = ()
+    steps: Steps | None = None
+
+    @property
+    def freedoms(self) -> tuple[Freedom, Freedom]:
+        """The two ways in which faithful kernels compute, with what the port rounds by itself."""
+        return replace(FUSED, steps=self.steps), replace(UNFUSED, plain=self.plain, steps=self.steps)

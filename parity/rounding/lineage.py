@@ -45,6 +45,10 @@ class Lineage:
         if is_of_them_alone or is_added:
             self._of_weights.update((address(x), x) for x in results)
 
+    def is_weight(self, x: Tensor) -> bool:
+        """Whether it was computed of weights."""
+        return address(x) in self._of_weights
+
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product of the forward pass has no weight, nor is the gradient of one; it is remembered."""
         for operand, other in ((left, right), (right, left)):

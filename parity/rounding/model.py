@@ -10,7 +10,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
 * the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
   attention in it under every recipe, and has no kernel for the others;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
-* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``).
+* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``);
+* what steps of an optimizer write in place, as the port's optimizers do (``parity.rounding.steps``).
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
 
@@ -65,6 +66,7 @@ from parity.rounding.phase import Phase
 from parity.rounding.plain_calls import is_in_place, is_view
 from parity.rounding.plain_kernels import PLAIN_KERNELS, as_in
 from parity.rounding.recurrent import step_by_step
+from parity.rounding.steps_rounded import StepsRounded, written
 from parity.rounding.storing import Storing
 
 
@@ -94,8 +96,14 @@ def rounded(
         The phase, to be told where the backward pass begins.
     """
     mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead())
-    one_by_one = experts_one_by_one()
-    with sdpa_kernel(SDPBackend.MATH), mode, attention_in_blocks(mode.attention), one_by_one, step_by_step():
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        mode.steps.watched(),
+        mode,
+        attention_in_blocks(mode.attention),
+        experts_one_by_one(),
+        step_by_step(),
+    ):
         yield mode.phase
 
 
@@ -115,6 +123,7 @@ class _RoundingMode(TorchDispatchMode):
         self.phase = Phase()
         self._freedom, self._kinks = freedom, kinks
         self._storing = Storing(rounding, freedom)
+        self.steps = StepsRounded(self._storing)
         self._norms = NormsSeen()
         self._attention = Attention(self._storing, self.phase)
         self._linear = LinearOperands(
@@ -163,6 +172,8 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self.steps.each_call or self._is_step_by_hand(func, args):
+            return self._stored_in_place(func, args, kwargs)
         if func in FIRST_OPERAND:
             return self._gemm(func, args, kwargs)
         if func is SOFTMAX_BACKWARD and not self._freedom.stores_scores:
@@ -178,6 +189,8 @@ class _RoundingMode(TorchDispatchMode):
         if patches is not None:
             return patches
         if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
+            if is_in_place(func):
+                return self._stored_in_place(func, args, kwargs)
             dtype = torch.float32 if self._is_step_in_fp32(args) else self._storing.rounding.storage
             result = as_in(dtype, func, args, kwargs)
             self._norms.see(func, args, result)
@@ -206,6 +219,24 @@ class _RoundingMode(TorchDispatchMode):
         self._attention.see(func, args, result)
         return result
 
+    def _stored_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call that rounds what it returns and what it writes to."""
+        result = func(*args, **kwargs)
+        if is_view(func):
+            return result
+        targets = list(written(func, args, kwargs))
+        for x in targets:
+            stored = self._storing.store(x)
+            if stored is not x:
+                x.copy_(stored)
+        return result if targets else tree_map_only(Tensor, lambda x: self._storing.store(x) if x.dim() else x, result)
+
+    def _is_step_by_hand(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a reference without an optimizer writes to weights, as a port's optimizer does."""
+        if not self.steps.are_calls or self._lineage is None or not is_in_place(func):
+            return False
+        return any(isinstance(x, Tensor) and self._lineage.is_weight(x) for x in args[:1])
+
     def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a convolution returns that TE computes as a linear layer; None for any other call."""
         if func is CONVOLUTION and self._linear.of_te(args[1]) and are_patches(args[1], *args[3:]):
@@ -223,10 +254,10 @@ class _RoundingMode(TorchDispatchMode):
 
     def _is_plain(self, func: Any) -> bool:
         """Whether a port calls the function by itself, or another whose gradient it gives."""
-        if not self._freedom.plain or func in SOFTMAX or is_view(func) or is_in_place(func):
+        if not self._freedom.plain or func in SOFTMAX or is_view(func):
             return False
         name = func.overloadpacket.__name__
-        if self.phase.backward and name in ARITHMETIC:
+        if self.phase.differentiates and name in ARITHMETIC:
             return True
         return name.removesuffix("_backward") in self._freedom.plain
 
@@ -242,7 +273,7 @@ class _RoundingMode(TorchDispatchMode):
             return False
         if func in REDUCTIONS and not _keeps_channels(*args[:2]):
             return False  # statistics of a norm, likewise
-        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.backward or any(_requires_grad(x) for x in args))
+        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.differentiates or any(_requires_grad(x) for x in args))
 
     def _product(
         self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any

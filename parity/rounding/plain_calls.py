@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parity.rounding.phase import NO_BACKWARD
+
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = Path(__file__).parents[1]
 # Of our files, those that hold modules as a user's do, and the one that calls the port: what no line around PyTorch's
@@ -63,11 +65,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         is_new = name not in self.names and name not in _LEFT_OUT and not is_view(func)
-        if is_new and self._is_of_activations(args) and _is_users(sys._getframe(1)):
+        if is_new and self._is_of_activations(func, args) and _is_users(sys._getframe(1)):
             self.names.add(name)
         return func(*args, **(kwargs or {}))
 
-    def _is_of_activations(self, args: Any) -> bool:
+    def _is_of_activations(self, func: Any, args: Any) -> bool:
+        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # of weights, by a step of training
+            return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
         return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
 
 

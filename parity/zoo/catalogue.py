@@ -6,9 +6,20 @@ from fnmatch import fnmatch
 
 from parity.user_error import UserError
 from parity.zoo.bug import Bug
-from parity.zoo.bugs import activation, attention, layer, mixture, norm, quantization, rope, training, weights
+from parity.zoo.bugs import (
+    activation,
+    attention,
+    layer,
+    mixture,
+    norm,
+    optimizer,
+    quantization,
+    rope,
+    training,
+    weights,
+)
 
-_SUBJECTS = (weights, norm, activation, rope, attention, layer, mixture, training, quantization)
+_SUBJECTS = (weights, norm, activation, rope, attention, layer, mixture, training, optimizer, quantization)
 
 BUGS: dict[str, Bug] = {bug.name: bug for module in _SUBJECTS for bug in module.BUGS}
 

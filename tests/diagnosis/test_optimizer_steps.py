@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
 
 import parity
 
@@ -17,35 +18,60 @@ IN, OUT, TOKENS, STEPS, LR = 48, 32, 64, 3, 1e-2
 
 
 class Trained(nn.Module):
-    """Trains a copy of its layer and returns the parameters."""
+    """Trains a copy of its layer and returns the parameters; the learning rate is halved after each step, or stays."""
 
-    def __init__(self, layer: nn.Module, optimizer: Callable[[list[nn.Parameter]], Any]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], Any],
+        halves: bool = False,
+        largest_norm: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.layer, self.optimizer = layer, optimizer
+        self.layer, self.optimizer, self.factor = layer, optimizer, 0.5 if halves else 1.0
+        self.largest_norm = largest_norm
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         layer = copy.deepcopy(self.layer)
         optimizer = self.optimizer(list(layer.parameters()))
+        scheduler = StepLR(optimizer, 1, self.factor)
         for _ in range(STEPS):
             optimizer.zero_grad()
             with torch.enable_grad():
                 (layer(x) - target).square().mean().backward()
+            if self.largest_norm:
+                nn.utils.clip_grad_norm_(layer.parameters(), self.largest_norm)
             optimizer.step()
+            scheduler.step()
         return {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
 
-def found(kind: type, right: dict[str, Any], fused: str, port: dict[str, Any], precision: str) -> parity.Result:
+def compared(
+    right: Callable[[Any], Any], port: Callable[[Any, Any], Any], precision: str, **kwargs: Any
+) -> parity.Result:
+    """From parameters to an optimizer, the port's from TE's as well."""
+
     def factory(te: Any, **_: Any) -> parity.Pair:
-        of_te = getattr(te.optimizers, fused)
         return parity.Pair(
-            Trained(nn.Linear(IN, OUT), lambda parameters: kind(parameters, lr=LR, **right)),
-            Trained(te.Linear(IN, OUT), lambda parameters: of_te(parameters, **{"lr": LR, **port})),
+            Trained(nn.Linear(IN, OUT), right, **kwargs),
+            Trained(te.Linear(IN, OUT), lambda parameters: port(te.optimizers, parameters)),
             lambda rng: (rng.normal(TOKENS, IN), rng.normal(TOKENS, OUT)),
             weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
         )
 
     (result,) = parity.compare(parity.Case("trained", factory, sizes=({},)), [precision])
     return result
+
+
+def found(
+    kind: type, right: dict[str, Any], fused: str, port: dict[str, Any], precision: str, **kwargs: Any
+) -> parity.Result:
+    return compared(
+        lambda parameters: kind(parameters, lr=LR, **right),
+        lambda optimizers, parameters: getattr(optimizers, fused)(parameters, **{"lr": LR, **port}),
+        precision,
+        **kwargs,
+    )
 
 
 def test_right_optimizers_pass():
@@ -90,3 +116,85 @@ def test_what_differs_is_told(kind, right, fused, port, told):
 def test_parameters_that_fused_sgd_does_not_step_are_told():
     result = found(SGD, dict(momentum=0.9, weight_decay=1.0), "FusedSGD", dict(momentum=0.9, weight_decay=1.0), "bf16")
     assert "FusedSGD skips BF16 parameters" in result.findings[0].message
+
+
+BFLOAT16, DECAY = torch.bfloat16, dict(weight_decay=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("kind", "right", "port"),
+    [
+        (AdamW, DECAY, DECAY),
+        (Adam, DECAY, dict(adam_w_mode=False, **DECAY)),
+        (AdamW, dict(eps=1e-6, **DECAY), dict(eps=1e-6, **DECAY)),
+        (AdamW, DECAY, dict(master_weights=True, **DECAY)),
+        (AdamW, DECAY, dict(master_weights=True, store_param_remainders=True, **DECAY)),
+        (AdamW, DECAY, dict(master_weights=True, master_weight_dtype=torch.float16, **DECAY)),
+        (AdamW, DECAY, dict(exp_avg_dtype=BFLOAT16, exp_avg_sq_dtype=BFLOAT16, **DECAY)),
+        (AdamW, DECAY, dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16, **DECAY)),
+        (AdamW, DECAY, dict(capturable=True, **DECAY)),
+    ],
+)
+def test_right_steps_on_16_bit_weights_pass(kind, right, port, precision):
+    result = found(kind, right, "FusedAdam", port, precision)
+    assert result.passed, result.findings
+
+
+def test_what_weights_of_16_bits_lose_is_noted():
+    result = found(Adam, DECAY, "FusedAdam", dict(adam_w_mode=False, **DECAY), "bf16")
+    assert "the port's optimizer holds weights in bfloat16: what its steps round is expected" in result.notes
+
+
+def test_pytorchs_own_optimizer_may_step_on_16_bit_weights():
+    result = compared(
+        lambda parameters: AdamW(parameters, lr=LR, **DECAY),
+        lambda optimizers, parameters: AdamW(parameters, lr=LR, **DECAY),
+        "bf16",
+    )
+    assert result.passed, result.findings
+
+
+@pytest.mark.parametrize(
+    ("port", "told"),
+    [
+        (dict(betas=(0.9, 0.95), **DECAY), "beta2 is 0.95"),
+        (dict(betas=(0.9, 0.95), master_weights=True, **DECAY), "beta2 is 0.95"),
+        (dict(eps=1e-5, **DECAY), "its eps is 1e-05"),
+        (dict(weight_decay=0.01), "its weight decay is 0.01"),
+        (dict(lr=0.9 * LR, **DECAY), "its learning rate is 0.009"),
+        (dict(adam_w_mode=False, **DECAY), "adds the decay to the gradient"),
+    ],
+)
+def test_small_mistakes_are_told_in_bf16(port, told):
+    result = found(AdamW, DECAY, "FusedAdam", port, "bf16")
+    assert [finding.title for finding in result.findings] == ["optimizer"]
+    assert told in result.findings[0].message
+
+
+def test_moments_of_less_than_fp32_are_told_in_fp32():
+    port = dict(exp_avg_dtype=BFLOAT16, exp_avg_sq_dtype=BFLOAT16, **DECAY)
+    result = found(AdamW, DECAY, "FusedAdam", port, "fp32")
+    assert "holds exp_avg and exp_avg_sq in bfloat16" in result.findings[0].message
+
+
+def test_a_learning_rate_that_never_changes_is_told():
+    result = found(AdamW, DECAY, "FusedAdam", DECAY, "bf16", halves=True)
+    assert "learning rate stays at 0.01" in result.findings[0].message
+
+
+def test_a_decay_of_all_groups_is_told():
+    def groups(parameters):
+        weight, bias = parameters
+        return [dict(params=[weight], weight_decay=0.5), dict(params=[bias], weight_decay=0.0)]
+
+    def decaying_all(optimizers, parameters):
+        return optimizers.FusedAdam(parameters, lr=LR, weight_decay=0.5)
+
+    result = compared(lambda parameters: AdamW(groups(parameters), lr=LR), decaying_all, "fp32")
+    assert "weight decay 0.5 for all parameters" in result.findings[0].message
+
+
+def test_gradients_that_are_not_clipped_are_told():
+    result = found(SGD, dict(momentum=0.9), "FusedSGD", dict(momentum=0.9), "fp16", largest_norm=0.05)
+    assert "the port clips none" in result.findings[0].message

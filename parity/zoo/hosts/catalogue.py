@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from parity.case import Case
-from parity.zoo.hosts import attention, core_attention, layer, linear, mixture, mlp, model, norm, rope, training
+from parity.zoo.hosts import (
+    attention,
+    core_attention,
+    layer,
+    linear,
+    mixture,
+    mlp,
+    model,
+    norm,
+    optimizer,
+    rope,
+    training,
+)
 
 HOSTS: dict[str, Case] = {
     case.name: case
-    for module in (linear, norm, mlp, core_attention, attention, rope, layer, mixture, model, training)
+    for module in (linear, norm, mlp, core_attention, attention, rope, layer, mixture, model, training, optimizer)
     for case in module.HOSTS
 }
