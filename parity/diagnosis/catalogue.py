@@ -17,6 +17,7 @@ from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.label_shifts import label_shift_hypotheses
+from parity.diagnosis.layer_order import layer_order_hypotheses
 from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.lookups import lookup_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
@@ -56,6 +57,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
     of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference, unused
     yield from unused_branch_hypotheses(trace, prepared.reference, unused_parameters(prepared.weights, unused))
+    yield from layer_order_hypotheses(prepared.weights, shapes, prepared.reference, unused)
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
