@@ -202,7 +202,16 @@ def _orders(count: int) -> list[tuple[int, ...]]:
         order = list(right)
         order[one], order[other] = other, one
         exchanged.append(tuple(order))
-    return [*exchanged, right[::-1], (*right[1:], 0), (right[-1], *right[:-1])]
+    return [*exchanged, *_halves_alike(count), right[::-1], (*right[1:], 0), (right[-1], *right[:-1])]
+
+
+def _halves_alike(count: int) -> list[tuple[int, ...]]:
+    """Both halves in one other order, or exchanged: shift, scale and gate of attention and of the MLP, as in DiT."""
+    half = count // 2
+    if count % 2 or half > _MOST_ORDERED:
+        return []
+    ordered = [(*order, *(half + i for i in order)) for order in permutations(range(half)) if order != (*range(half),)]
+    return [*ordered, (*range(half, count), *range(half))]
 
 
 def _counted(order: Sequence[int]) -> str:
