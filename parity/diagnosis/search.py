@@ -21,7 +21,7 @@ from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
 from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
 from parity.diagnosis.screen import EXACT, TINY, Budget, Ranked, Screen
 from parity.diagnosis.trial import tensors_under
-from parity.diagnosis.verify import Explanation, is_loud, verified
+from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
 CHECKS_FOR_SEARCH = 10.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
@@ -39,6 +39,7 @@ _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
+_OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
 _TUNED = 6  # mistakes whose constant is looked for
 _TUNED_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
@@ -107,12 +108,13 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
     if golden is None:
         return None
     found = []
-    for result in failure.outputs:
+    for result in (result for result in failure.outputs if not result.passed):
         key = (result.kind, result.name)
-        after = torch.linalg.vector_norm(failure.candidate[key].double() - golden[key])
-        size = torch.linalg.vector_norm(golden[key]).clamp(min=TINY)
-        if not result.passed:
-            found.append((result.label, result.errors.relative_l2, (after / size).item()))
+        right, candidate, was = golden[key].double(), failure.candidate[key].double(), failure.golden[key]
+        if right.shape != was.shape or row_by_row(right, candidate) > _OF_MOST_ROWS * row_by_row(was, candidate):
+            return None  # a few large rows are not the whole error
+        after = torch.linalg.vector_norm(candidate - right) / torch.linalg.vector_norm(right).clamp(min=TINY)
+        found.append((result.label, result.errors.relative_l2, after.item()))
     worst = max(found, key=lambda one: one[2] / max(one[1], TINY), default=None)
     return worst if worst is not None and worst[2] < _MOST_OF_IT * worst[1] else None
 
