@@ -33,8 +33,8 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
 
 
 def _is_known(found: Sequence[Finding]) -> bool:
-    """Whether a cause is among them."""
-    return any(finding.code not in UNEXPLAINED for finding in found)
+    """Whether they are causes, which leave nothing unexplained."""
+    return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)
 
 
 def _on_probe(failure: Failure) -> Failure:

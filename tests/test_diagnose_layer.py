@@ -138,6 +138,10 @@ def test_parameters_that_were_exchanged_in_all_layers_are_found(exchanged):
     assert found(exchanged=exchanged) == ["parameters-exchanged"]
 
 
+def test_blocks_side_by_side_in_all_layers_are_found():
+    assert found(parallel_attention_mlp=True) == ["parallel-block"]
+
+
 @pytest.mark.parametrize("size", [4, 11])
 def test_a_window_that_the_reference_does_not_have_is_found(size):
     assert found(call=dict(window_size=(size, 0))) == ["window"]

@@ -7,6 +7,7 @@ function equals a known activation of something before it.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from parity.diagnosis.walk import CASTS, agree, back, binary, other, users, with
 from parity.trace import Call, Edit, Trace, Value, edit
 
 Pointwise = Callable[[Tensor], Tensor]
+
+_NUMBER = re.compile(r"\d+")
 
 QUICK_ALPHA = 1.702
 """Of GELU's sigmoid approximation, and of gpt-oss's gated unit."""
@@ -138,6 +141,14 @@ def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
     for name, alike in by_name.items() if len(by_name) > 1 else ():
         if len(alike) > 1:
             yield from _made_with(alike, module, "kind", f" for {name}")
+    by_module: dict[str, list[Activation]] = defaultdict(list)
+    for one in found:
+        by_module[_NUMBER.sub("#", one.call.module)].append(one)
+    for path, alike in by_module.items() if len(by_module) > 1 else ():
+        if len(alike) > 1 and "#" in path:
+            yield from _made_with(
+                alike, module, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it"
+            )
     if 1 < len(found) <= MOST_PLACES:
         for one in found:
             yield from _made_with([one], module, "one", f" in {_place(one, found)}")

@@ -22,7 +22,13 @@ Compute = Callable[..., Any]
 
 _MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
 _MOST_PARTS = 8
-_FUNCTIONS = {"sin": ("cos",), "cos": ("sin",), "tanh": ("sigmoid",), "sigmoid": ("tanh",), "tril": ("triu",)}
+_FUNCTIONS = {
+    "sin": ("cos",),
+    "cos": ("sin",),
+    "tanh": ("sigmoid", "relu"),
+    "sigmoid": ("tanh", "relu"),
+    "tril": ("triu",),
+}
 _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
 _SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
@@ -196,7 +202,16 @@ def _orders(count: int) -> list[tuple[int, ...]]:
         order = list(right)
         order[one], order[other] = other, one
         exchanged.append(tuple(order))
-    return [*exchanged, right[::-1], (*right[1:], 0), (right[-1], *right[:-1])]
+    return [*exchanged, *_halves_alike(count), right[::-1], (*right[1:], 0), (right[-1], *right[:-1])]
+
+
+def _halves_alike(count: int) -> list[tuple[int, ...]]:
+    """Both halves in one other order, or exchanged: shift, scale and gate of attention and of the MLP, as in DiT."""
+    half = count // 2
+    if count % 2 or half > _MOST_ORDERED:
+        return []
+    ordered = [(*order, *(half + i for i in order)) for order in permutations(range(half)) if order != (*range(half),)]
+    return [*ordered, (*range(half, count), *range(half))]
 
 
 def _counted(order: Sequence[int]) -> str:
@@ -223,7 +238,17 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
                     f"it is the mean over dimension {dim}",
                     lambda was, x, one=one, dim=dim: x.mean(dim, keepdim=True)[one],
                 )
+                if part in (0, -1) and x.shape[dim] > 2:
+                    yield Alternative(
+                        f"it is the mean over the others of dimension {dim}",
+                        lambda was, x, one=one, dim=dim, own=part: _mean_of_others(x, dim, own)[one],
+                    )
             dim += 1
+
+
+def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:
+    """The mean over a dimension, kept, without its first place, for 0, or its last, for -1."""
+    return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, keepdim=True)
 
 
 def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
@@ -239,6 +264,7 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
         start, stop, step = part.indices(size)
         count = stop - start
         if step == 1 and 0 < count < size:
+            yield f"it takes all of dimension {dim}", slice(None)
             at_end = start != size - count
             yield (
                 f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}",

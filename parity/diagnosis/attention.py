@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.blocked_attention import are_too_many_scores
-from parity.diagnosis.masks import HIDDEN, Bias
+from parity.diagnosis.masks import HIDDEN, Bias, hidden_keys
 from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
 from parity.long_sequences import SDPA
 from parity.trace import Call, Edit, Trace, Value, edit, once_a_trace
@@ -92,7 +92,7 @@ class Attention:
             scores = torch.cat((scores, others[-1]), -1)
         probabilities = scores.softmax(-1)[..., : key.shape[-2]]
         if self.mask is not None:  # TE's softmax is zero where nothing is seen
-            probabilities = probabilities.masked_fill((bias <= HIDDEN / 2).all(-1, keepdim=True), 0.0)
+            probabilities = probabilities.masked_fill(hidden_keys(bias).all(-1, keepdim=True), 0.0)
         probabilities = _in_batches_of(value, probabilities)
         heads = probabilities.shape[-3] if probabilities.dim() > 3 else 0
         context = probabilities @ (_repeated(value, heads) if heads else value)

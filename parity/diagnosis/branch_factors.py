@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from parity.diagnosis.factors import scales_of_attention
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.operations import alike, ordinal
+from parity.diagnosis.parallel_blocks import ends_a_branch
 from parity.diagnosis.rotation import rotations
 from parity.diagnosis.walk import CASTS, RESHAPES, back, binary, with_number
 from parity.trace import Call, Edit, Trace, Value, edit
@@ -42,6 +43,7 @@ class _Term:
 
 def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every term of a sum, and every embedding, times a number that the reference does not have."""
+    yield from filter(None, (_all_branches(factor, trace, module) for factor in _NEAR))
     turned = {one.call.site for one in rotations(trace)} | scales_of_attention(trace)
     for calls in alike(trace):
         if any(call.site in turned for call in calls):
@@ -52,6 +54,30 @@ def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
                 first = trace.tensor(terms[0].value)
                 of_width = (math.sqrt(first.shape[-1]),) if terms[0].value in terms[0].call.outputs else ()
                 yield from (_times(factor, trace, terms, module) for factor in (*of_width, *_NEAR))
+
+
+def _all_branches(factor: float, trace: Trace, module: nn.Module) -> Hypothesis | None:
+    """What attention, the MLP and their like add to the residual stream, times one number."""
+    terms = [term for call in trace.calls for term in _terms(trace, call) if _is_branch(trace, term)]
+    if len(terms) < 2:
+        return None
+    return Hypothesis(
+        "factor",
+        f"each branch times {factor:.4g}",
+        "add to the residual stream what attention and MLP return, multiplied by no number, as the reference does; "
+        f"they are multiplied by {factor:.4g}",
+        module,
+        tuple(edit for term in terms for edit in term.edits(factor)),
+        value=factor,
+        tuned=lambda value: _all_branches(value, trace, module),  # type: ignore[arg-type, return-value]
+        scope="call",
+    )
+
+
+def _is_branch(trace: Trace, term: _Term) -> bool:
+    """Whether a linear layer ends what is added, and none what it is added to."""
+    others = [value for value in term.call.inputs if value != term.value]
+    return ends_a_branch(trace, term.value) and not any(ends_a_branch(trace, value) for value in others)
 
 
 def _terms(trace: Trace, call: Call) -> list[_Term]:

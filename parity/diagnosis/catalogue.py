@@ -6,8 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from parity.diagnosis.activations import activation_hypotheses
 from parity.diagnosis.attention import attentions, distinct_heads, heads_of
@@ -16,8 +15,9 @@ from parity.diagnosis.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.clipping import clipping_hypotheses
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.label_shifts import label_shift_hypotheses
+from parity.diagnosis.layer_order import layer_order_hypotheses
 from parity.diagnosis.linears import bias_hypotheses
 from parity.diagnosis.lookups import lookup_hypotheses
 from parity.diagnosis.losses import loss_hypotheses
@@ -33,7 +33,12 @@ from parity.diagnosis.pre_norms import pre_norm_hypotheses
 from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.routing import routing_hypotheses
-from parity.diagnosis.unused_branches import unused_branch_hypotheses, unused_parameters
+from parity.diagnosis.sequence_first import sequence_first_hypotheses
+from parity.diagnosis.unused_branches import (
+    unused_branch_hypotheses,
+    unused_norm_hypotheses,
+    unused_parameters,
+)
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
 from parity.diagnosis.weight_readings import Heads
@@ -57,7 +62,10 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
     of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference, unused
-    yield from unused_branch_hypotheses(trace, prepared.reference, unused_parameters(prepared.weights, unused))
+    never_came = unused_parameters(prepared.weights, unused)
+    yield from unused_branch_hypotheses(trace, prepared.reference, never_came)
+    yield from unused_norm_hypotheses(trace, prepared.reference, never_came)
+    yield from layer_order_hypotheses(prepared.weights, shapes, prepared.reference, unused)
     yield from weight_hypotheses(*of_weights)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights)
@@ -88,8 +96,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from optimizer_step_hypotheses(trace, module)
     yield from optimizer_moment_hypotheses(trace, module)
     yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
-    yield _sequence_first(module)
-    yield _viewed_as_sequence_first(module)
+    yield from sequence_first_hypotheses(trace, module)
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
@@ -127,52 +134,6 @@ def calls_of(prepared: Prepared) -> Calls:
 def stored_dtype(prepared: Prepared) -> torch.dtype:
     """In which the port holds weights and activations."""
     return next((tensor.dtype for tensor in prepared.candidate_weights.values()), torch.float32)
-
-
-def _sequence_first(module: nn.Module) -> Hypothesis:
-    return Hypothesis(
-        "sequence-first",
-        "batch and sequence exchanged",
-        'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
-        "dimension for the sequence by default",
-        module,
-        around=_first_two_exchanged,
-    )
-
-
-def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
-    return Hypothesis(
-        "sequence-first",
-        "batch and sequence viewed as each other",
-        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
-        module,
-        around=_first_two_viewed,
-    )
-
-
-def _first_two_viewed(call: Call) -> Call:
-    """The same call where ``[batch, seq, ...]`` is viewed as ``[seq, batch, ...]``, and its result viewed back."""
-
-    def viewed(x: Tensor) -> Tensor:
-        return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
-
-    def back(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else x
-
-    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, viewed, (args, kwargs))
-        return tree_map_only(Tensor, back, call(module, *args, **kwargs))
-
-    return under
-
-
-def _first_two_exchanged(call: Call) -> Call:
-    """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
-
-    def exchange(tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 else x, tree)
-
-    return lambda module, *args, **kwargs: exchange(call(module, *exchange(args), **exchange(kwargs)))
 
 
 def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:

@@ -21,6 +21,8 @@ CODES = {
     "weight-transposed": "PAR103",
     "gamma-shift": "PAR104",
     "parameters-exchanged": "PAR105",
+    "layers-permuted": "PAR105",
+    "layer-repeated": "PAR105",
     "weight-not-copied": "PAR106",
     "gate-up-interleaved": "PAR107",
     "heads-transposed": "PAR108",

@@ -127,6 +127,7 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
 
     yield smoothed(0.0)
     yield smoothed(_SMOOTHING)
+    yield from map(smoothed, sorted({2.0 * one.smoothing for one in found if one.smoothing}))
     yield from map(_with_z_loss, _Z_LOSSES)
 
 

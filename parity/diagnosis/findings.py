@@ -19,8 +19,14 @@ from parity.diagnosis.precision_mistakes import precision_findings, scale_hypoth
 from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
-from parity.diagnosis.screen import Budget
-from parity.diagnosis.search import CHECKS_FOR_BORDERS, CHECKS_FOR_SEARCH, CHECKS_FOR_THE_REST, explanations
+from parity.diagnosis.screen import Budget, Ranked
+from parity.diagnosis.search import (
+    CHECKS_FOR_BORDERS,
+    CHECKS_FOR_SEARCH,
+    CHECKS_FOR_THE_REST,
+    explanations,
+    partly_explained,
+)
 from parity.diagnosis.unused_branches import unused_parameters
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.diagnosis.verify import Explanation
@@ -54,15 +60,33 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     never_came = unused_parameters(failure.prepared.weights, unreached)
     lacking = [result for result in failed if not result.errors.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
-    causes = _causes(failure, trace, unreached) if finite and not is_told else []
+    partial: list[Ranked] = []
+    causes = _causes(failure, trace, unreached, partial) if finite and not is_told else []
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))
-    return tuple(found or [*where_the_error_is(failure), *first_divergence(failure, trace)])
+    if found:
+        return tuple(found)
+    return (*_most_of_it(failure, partial), *where_the_error_is(failure), *first_divergence(failure, trace))
 
 
-def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Finding]:
+def _most_of_it(failure: Failure, partial: Sequence[Ranked]) -> Iterator[Finding]:
+    """A mistake that takes nearly all of the error, and leaves more than rounding: there is another one besides."""
+    for _, combination in partial:
+        explained = partly_explained(failure, combination)
+        if explained is not None:
+            label, before, after = explained
+            yield finding(
+                combination[0].title,
+                f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {combination[0].repair}. "
+                f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
+            )
+
+
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: list[Ranked]) -> list[Finding]:
     """What explains finite outputs and the gradients with them; arguments as ``findings``.
+
+    ``partial`` gets a mistake that explains nearly all, where none explains.
 
     A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
     """
@@ -84,7 +108,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str]) -> list[Fi
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
-        lambda: _told(explanations(failure, known(), search), failure),
+        lambda: _told(explanations(failure, known(), search, partial), failure),
         lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),

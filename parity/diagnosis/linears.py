@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
@@ -30,6 +31,19 @@ class Bias:
     def edits(self, times: float) -> tuple[Edit, ...]:
         """The bias is to be added so many times."""
         return (edit(self.call, (self.bias,), lambda was, bias: was + (times - 1) * bias.to(was.dtype)),)
+
+    def without_third(self, trace: Trace, third: int) -> tuple[Edit, ...]:
+        """Of a fused layer, whose outputs are thrice as many as its inputs, a third's bias is to be left out."""
+        width = trace.tensor(self.bias).shape[0] // 3
+        if self.call.name == "add" or trace.tensor(self.call.inputs[self.call.name == "addmm"]).shape[-1] != width:
+            return ()
+
+        def compute(was: Tensor, bias: Tensor) -> Tensor:
+            left_out = torch.zeros_like(bias)
+            left_out[third * width : (third + 1) * width] = bias[third * width : (third + 1) * width]
+            return was - left_out.to(was.dtype)
+
+        return (edit(self.call, (self.bias,), compute),)
 
 
 def biases(trace: Trace) -> list[Bias]:
@@ -58,4 +72,13 @@ def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
         Mistake("bias-dropped", "bias missing", "add the bias; it is left out", lambda one: one.edits(0.0)),
         Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", lambda one: one.edits(2.0)),
     ]
+    for third, part in enumerate(("first", "second", "last")):
+        mistakes.append(
+            Mistake(
+                "bias-dropped",
+                f"{part} third of the bias missing",
+                f"add the whole bias of the fused layer; its {part} third (Q, K and V one after the other) is left out",
+                lambda one, third=third: one.without_third(trace, third),  # type: ignore[misc]
+            )
+        )
     yield from everywhere_and_somewhere(mistakes, biases(trace), module, lambda one: one.name)

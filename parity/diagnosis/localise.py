@@ -11,6 +11,7 @@ from parity.diagnosis.failure import Failure
 from parity.result import Finding
 
 _MOST_TENSORS = 3
+_MOST_RIGHT = 6  # tensors that pass, which a message names
 _MOSTLY = 0.9  # of the squared error, which makes a part its place
 _SMALL = 0.5  # of a dimension, which a place may be at most
 _PERIODS = (2, 4, 8, 16, 32, 64, 128)
@@ -26,7 +27,8 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
         error = failure.candidate[key].double() - failure.golden[key]
         places = list(_places(error, failure.golden[key]))
         where = "; ".join(places) if places else "spread evenly over all its elements"
-        others = f". Right are {', '.join(passed)}" if passed else ""
+        more = f" and {len(passed) - _MOST_RIGHT} more" if len(passed) > _MOST_RIGHT else ""
+        others = f". Right are {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
         yield finding(
             "unexplained",
             f"no known mistake explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "

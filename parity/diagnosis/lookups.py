@@ -23,6 +23,7 @@ from parity.trace import Call, Edit, Trace, Value, edit
 Reindex = Callable[[Tensor], Tensor]
 
 _SHIFTS = (-2, -1, 1, 2)
+_FEW_ROWS = 32  # of a table of token types or segments, not of words
 _FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # distances from which on T5 tells none from another; its own is 128
 
 
@@ -92,6 +93,8 @@ def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     by_position = [one for one in found if _are_positions(one.traced)]
     mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3))]
     yield from everywhere_and_somewhere(mistakes, by_position, module, lambda one: one.call.module)
+    few = [one for one in found if one.rows < _FEW_ROWS]
+    yield from everywhere_and_somewhere([_first_row()], few, module, lambda one: one.call.module)
     for one in found:
         yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one], module)
     yield from everywhere_and_somewhere(map(_rolled, (-1, 1)), additions(trace), module, lambda one: one.call.module)
@@ -150,6 +153,16 @@ def _shifted(by: int) -> Mistake[Lookup]:
         f"positions off by {by:+d}",
         f"look up the positions that the reference does; they are off by {by:+d}",
         lambda one: one.edits(lambda index: index + by),
+    )
+
+
+def _first_row() -> Mistake[Lookup]:
+    """As where token types were not passed on."""
+    return Mistake(
+        "embedding-position",
+        "first row for all",
+        "look up the rows that the reference does (pass token types, segments); the first one is taken for all",
+        lambda one: one.edits(torch.zeros_like),
     )
 
 

@@ -16,6 +16,10 @@ from parity.trace import Edit
 HIDDEN = -1e30
 """Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""
 
+_HIDES = -5000.0
+"""Added to a score, at most: no weight is left of the key. BERT's masks add -10,000, which FP16 holds; a bias by
+distance, which is no mask, comes so far at 10,000 keys."""
+
 Bias = Callable[[Tensor], Tensor]
 
 
@@ -55,7 +59,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     """What ports make of a mask.
 
     Args:
-        bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
+        bias: what the reference adds to its scores, ``[..., queries, keys]``; see ``hidden_keys``.
     """
     hidden = hidden_keys(bias)
     band, padded = band_of(hidden)
@@ -77,6 +81,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
         )
     yield from _other_biases(bias)
     if padded:
+        yield from _of_other_keys(bias)
         yield MaskMistake(
             "padding-mask",
             "padding ignored",
@@ -101,6 +106,54 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
             _lengths_of_padding,
         )
+
+
+def _of_other_keys(bias: Tensor) -> Iterator[MaskMistake]:
+    """Padding at the sequences' other end, or one key more or less of it."""
+    right = "hide the keys that the reference hides, and no others"
+    last = bool(_padding(bias)[..., -1].any())
+    end, other = ("last", "first") if last else ("first", "last")
+    yield MaskMistake(
+        "padding-mask",
+        f"padding taken to be {other}",
+        f"{right}: padding is the {end} keys of a sequence; as many of the {other} ones are hidden",
+        lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1)),
+    )
+    yield MaskMistake(
+        "padding-mask",
+        f"padding taken to be {other}, queries too",
+        f"{right}: padding is the {end} keys of a sequence; it is taken to be the {other} ones, as where lengths alone "
+        'are counted (attn_mask_type="padding", cu_seqlens): give TE attn_mask_type="arbitrary" and the mask, or move '
+        f"the padding to the {other} places",
+        lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1), queries_too=True),
+    )
+    lacks, seen = "each sequence lacks a token", "one padded key of each sequence is attended to"
+    for described, by, queries_too in ((seen, 1, False), (lacks, -1, False), (lacks, -1, True)):
+        yield MaskMistake(
+            "padding-mask",
+            f"padding off by {by:+d}{', queries too' if queries_too else ''}",
+            f"{right}; {described}",
+            lambda bias, by=by, queries_too=queries_too: _padded_otherwise(  # type: ignore[misc]
+                bias, lambda padding: _moved(padding, by, last), queries_too
+            ),
+        )
+
+
+def _moved(padding: Tensor, by: int, last: bool) -> Tensor:
+    """Padding that begins, seen from the tokens, a key later for 1 and a key earlier for -1."""
+    ordered = padding if last else padding.flip(-1)
+    edge = torch.full_like(ordered[..., :1], by < 0)
+    moved = torch.cat((edge, ordered[..., :-1]) if by > 0 else (ordered[..., 1:], edge), -1)
+    return moved if last else moved.flip(-1)
+
+
+def _padded_otherwise(bias: Tensor, change: Callable[[Tensor], Tensor], queries_too: bool = False) -> Tensor:
+    padding = _padding(bias)
+    changed = change(padding)
+    hidden = (hidden_keys(bias) & ~padding) | changed
+    if queries_too and bias.shape[-1] == bias.shape[-2]:
+        hidden = hidden | changed.transpose(-2, -1)
+    return without_hiding(bias).masked_fill(hidden, HIDDEN)
 
 
 def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[MaskMistake]:
@@ -285,7 +338,8 @@ def _sparing(band: Band, padded: bool) -> Bias:
 
 
 def hidden_keys(bias: Tensor) -> Tensor:
-    return bias <= HIDDEN / 2
+    """Where a key is hidden by what is added to its scores."""
+    return bias <= _HIDES
 
 
 def _padding(bias: Tensor) -> Tensor:

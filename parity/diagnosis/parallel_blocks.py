@@ -30,13 +30,23 @@ class ParallelBlock:
         stream: what goes around both branches.
         first: what the branch that is computed first returns.
         norm: of the stream, which the second branch reads.
-        readers: the linear layers of the second branch that read the norm, where the first reads it too; else none.
+        readers: the linear layers of the second branch that read the norm, where the first reads it too, or the norm is
+            computed before what the first returns; else none.
+        shared: whether the first reads it too.
     """
 
     stream: Value
     first: Value
     norm: Norm
     readers: tuple[Call, ...]
+    shared: bool
+
+    def without_norm(self) -> tuple[Edit, ...]:
+        """The second branch is to read the stream, where the first one alone has its norm."""
+        if not self.shared:
+            return ()
+        given = (self.stream,)
+        return tuple(_reading(call, self.norm.call.outputs[0], given, lambda stream: stream) for call in self.readers)
 
     def in_sequence(self) -> tuple[Edit, ...]:
         """The second branch is to read the sum of the stream and the first."""
@@ -61,6 +71,15 @@ def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
             module,
             tuple(edits),
         )
+    bare = [one for block in parallel_blocks(trace) for one in block.without_norm()]
+    if bare:
+        yield Hypothesis(
+            "norm-missing",
+            "parallel blocks, of which one reads no norm",
+            "give both blocks the norm that they share; the MLP, or what is computed last, reads the layer's input",
+            module,
+            tuple(bare),
+        )
 
 
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:
@@ -79,7 +98,7 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
     terms = list(_terms(trace, call))
     if len(terms) != 3 or len({trace.tensor(term).shape for term in terms}) > 1:
         return None
-    branches = sorted((term for term in terms if _ends_a_branch(trace, term)), key=lambda term: term.number)
+    branches = sorted((term for term in terms if ends_a_branch(trace, term)), key=lambda term: term.number)
     streams = [term for term in terms if term not in branches]
     if len(streams) != 1:
         return None
@@ -91,8 +110,10 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
     for norm in normed:
         result = norm.call.outputs[0]
         if back(trace, norm.x, _THROUGH) == source and result in of_second:
-            readers = _readers(trace, result, of_second) if result in of_first else ()
-            return ParallelBlock(stream, first, norm, readers) if readers or result not in of_first else None
+            shared = result in of_first
+            is_early = shared or result.number < first.number
+            readers = _readers(trace, result, of_second) if is_early else ()
+            return ParallelBlock(stream, first, norm, readers, shared) if readers or not is_early else None
     return None
 
 
@@ -107,7 +128,8 @@ def _terms(trace: Trace, call: Call) -> Iterator[Value]:
             yield value
 
 
-def _ends_a_branch(trace: Trace, value: Value) -> bool:
+def ends_a_branch(trace: Trace, value: Value) -> bool:
+    """Whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
     call = trace.producer(back(trace, value, _ENDS))
     return call is not None and call.name in LINEAR
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from parity.diagnosis.attention import attentions
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms import Norm, norms
@@ -62,7 +63,7 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
         lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",
         lambda one: f"each layer's {ordinal(one.number)} sum",
     )
-    yield from _order_of_blocks(found, module)
+    yield from _order_of_blocks(found, _blocks_in_a_row(trace, found), module)
     moved = _output_layer_norms(found)
     if moved:
         yield Hypothesis(
@@ -132,13 +133,27 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
     )
 
 
-def _order_of_blocks(found: Sequence[Residual], module: nn.Module) -> Iterator[Hypothesis]:
+def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Residual, Residual]]:
+    """Attention's and the MLP's residual of each layer; every other pair where no attention is seen."""
+    contexts = [attention.call.outputs[0].number for attention in attentions(trace)]
+
+    def attends(one: Residual) -> bool:
+        return any(one.stream.number < context < one.branch.number for context in contexts)
+
+    pairs = list(pairwise(found))
+    return [(one, other) for one, other in pairs if attends(one) and not attends(other)] if contexts else pairs[::2]
+
+
+def _order_of_blocks(
+    found: Sequence[Residual], layers: Sequence[tuple[Residual, Residual]], module: nn.Module
+) -> Iterator[Hypothesis]:
     """Two blocks one after the other, or side by side on the same input."""
     parallel: list[Edit] = []
     bypassed: list[Edit] = []
     for first, second in pairwise(found):
         if second.stream == first.call.outputs[0]:
             bypassed = [edit(second.call, (first.stream,), lambda was, x: was - x)]
+    for first, second in layers:
         if second.norm is not None and second.stream == first.call.outputs[0] and second.norm.x == second.stream:
             parallel += _norm_of(second.norm, first.stream)
     if bypassed:

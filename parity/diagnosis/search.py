@@ -14,11 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
 from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
-from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
-from parity.diagnosis.verify import Explanation, is_loud, verified
+from parity.diagnosis.screen import EXACT, TINY, Budget, Ranked, Screen
+from parity.diagnosis.trial import tensors_under
+from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
 CHECKS_FOR_SEARCH = 10.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
@@ -35,6 +38,8 @@ _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell 
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
+_MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
+_OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
 _TUNED = 6  # mistakes whose constant is looked for
 _TUNED_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
@@ -53,7 +58,9 @@ _PROMISING_STEPS = 10  # after which a constant that explains has brought the er
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
-def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget) -> list[Explanation]:
+def explanations(
+    failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget, partial: list[Ranked] | None = None
+) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
     Known constants are tried before others, mistakes at several places before those at one, mistakes with a meaning
@@ -63,6 +70,7 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
         failure: the outputs of the candidate are finite.
         hypotheses: to try, the likeliest first.
         budget: of the search.
+        partial: gets the mistake that leaves least of the error where none explains it, if that is little.
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
@@ -84,7 +92,31 @@ def explanations(failure: Failure, hypotheses: Iterable[Hypothesis], budget: Bud
             found = _screened(failure, screen, together, pairs, budget)
             if found:
                 return found
+    helping = (entry for entry in ranked if entry[1][0].scope != "call")
+    best = next(helping, None)
+    if partial is not None and best is not None and best[0] < _MOST_OF_IT:
+        partial.append(best)
     return []
+
+
+def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> tuple[str, float, float] | None:
+    """Of the output whose error falls least if the mistakes are assumed: its label, and its error before and after.
+
+    None where less than most of an error is explained.
+    """
+    golden = tensors_under(failure.prepared, combination)
+    if golden is None:
+        return None
+    found = []
+    for result in (result for result in failure.outputs if not result.passed):
+        key = (result.kind, result.name)
+        right, candidate, was = golden[key].double(), failure.candidate[key].double(), failure.golden[key]
+        if right.shape != was.shape or row_by_row(right, candidate) > _OF_MOST_ROWS * row_by_row(was, candidate):
+            return None  # a few large rows are not the whole error
+        after = torch.linalg.vector_norm(candidate - right) / torch.linalg.vector_norm(right).clamp(min=TINY)
+        found.append((result.label, result.errors.relative_l2, after.item()))
+    worst = max(found, key=lambda one: one[2] / max(one[1], TINY), default=None)
+    return worst if worst is not None and worst[2] < _MOST_OF_IT * worst[1] else None
 
 
 def _screened(

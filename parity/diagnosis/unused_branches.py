@@ -7,12 +7,14 @@ from collections.abc import Container, Iterator
 from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.walk import binary
+from parity.diagnosis.norms import Norm, norms
+from parity.diagnosis.walk import ancestors, binary
 from parity.trace import Call, Edit, Trace, Value, edit
 from parity.weight_sides import names
 from parity.weights import WeightMap
 
 _MOST_NAMED = 3  # of the parameters that a message lists
+_FEW = 4  # calls, of which a norm's gain is made: a cast, a sum
 
 
 def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[str]:
@@ -48,6 +50,27 @@ def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[
             module,
             tuple(edits),
         )
+
+
+def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
+    """That the norms are left out whose weights get no gradient in the port; arguments as above."""
+    bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
+    if bare:
+        named = ", ".join(norm.call.module for norm in bare[:_MOST_NAMED])
+        more = f" and {len(bare) - _MOST_NAMED} more" if len(bare) > _MOST_NAMED else ""
+        yield Hypothesis(
+            "norm-missing",
+            f"norms of {named} left out",
+            f"call the norms that the reference has as {named}{more}; what they are given is passed on",
+            module,
+            tuple(edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)) for norm in bare),
+        )
+
+
+def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
+    """The parameters of which a norm's gain is made: itself, or one that is stored less 1."""
+    made_of = () if norm.gain is None else (norm.gain, *ancestors(trace, norm.gain, _FEW))
+    return frozenset(name for value in made_of if (name := trace.parameter(value)) is not None)
 
 
 def _instead(was: Tensor, kept: Tensor) -> Tensor:

@@ -123,15 +123,15 @@ def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]
         key = (result.kind, result.name)
         if not result.passed:
             candidate, right = failure.candidate[key].double(), outputs[result.name]
-            left = _row_by_row(right, candidate)
-            if left > _HELPS_MUCH * _row_by_row(failure.golden[key], candidate):
+            left = row_by_row(right, candidate)
+            if left > _HELPS_MUCH * row_by_row(failure.golden[key], candidate):
                 model = tensors_under(failure.prepared, combination, failure.precision)
-                if model is None or left > FAITHFUL * _row_by_row(right, model[key]):
+                if model is None or left > FAITHFUL * row_by_row(right, model[key]):
                     return False
     return True
 
 
-def _row_by_row(one: Tensor, other: Tensor) -> float:
+def row_by_row(one: Tensor, other: Tensor) -> float:
     """How far the rows of two tensors are apart on average, at most 1 each: a row that meets another expert is one."""
     norms = (
         torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)

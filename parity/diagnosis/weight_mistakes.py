@@ -19,6 +19,7 @@ from parity.weight_sides import describe, names, pack, shape_of, unpack
 from parity.weight_terms import Side
 from parity.weights import WeightMap
 
+_NUMBER = re.compile(r"\d+")
 _WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
 
 
@@ -106,18 +107,20 @@ def _misread(
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
 
-    Of queries, keys and values two are rotated.
+    Of queries, keys and values two are rotated. A layer's norms are told apart by the modules that have them.
     """
     by_parameter: dict[str, list[_Misread]] = defaultdict(list)
+    by_path: dict[str, list[_Misread]] = defaultdict(list)
     by_layer: dict[str, list[_Misread]] = defaultdict(list)
     for entry in same:
         by_parameter[entry.parameter].append(entry)
+        by_path[_NUMBER.sub("#", next(iter(names(entry.right)), ""))].append(entry)
         by_layer[entry.layer].append(entry)
     kinds = list(by_parameter.values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
     some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
     told: list[list[_Misread]] = []
-    for group in (kinds, *some, *([layer] for layer in by_layer.values())):
+    for group in (kinds, *some, *([one] for one in (*by_path.values(), *by_layer.values()))):
         entries = [entry for kind in group for entry in kind]
         if len(entries) > 1 and entries not in told:
             told.append(entries)
