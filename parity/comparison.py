@@ -23,6 +23,7 @@ from parity.execute import CALL, Pass
 from parity.explanation import explain
 from parity.judge import NONE_DRAWN, Drawn, judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
+from parity.norm_roundings import made_by_port_alone
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
@@ -257,6 +258,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
             models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
             first_look = judge_by(models)
     tensors = second_look(first_look, models, judge_by, prepared, precision.rounding, port)
+    if tensors is not first_look and made_by_port_alone(first_look, prepared, known, precision.dtype):
+        tensors = first_look
     notes = tuple(filter(None, [remark(first_look, tensors), port.steps.remark if port.steps else ""]))
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared

@@ -26,7 +26,7 @@ _SAME = 0.9
 # Of golden: what is less, sums in another order change in FP64.
 _FP64 = 1e-12
 # A coefficient this near to 1 says that the mistake is there, and not something that resembles it.
-_PRESENT = 0.5
+PRESENT = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> lis
     by_name = {direction.mistake.name: direction.mistake for direction in known}
     for tensor in tensors:
         for check in tensor.checks:
-            if check.statistic != "mistake" or check.margin <= 1 or abs(check.coefficient - 1.0) > _PRESENT:
+            if check.statistic != "mistake" or check.margin <= 1 or abs(check.coefficient - 1.0) > PRESENT:
                 continue
             mistake = by_name[check.where]
             found[mistake.name] = Finding(
