@@ -28,6 +28,8 @@ _LIKE_USERS = tuple(
     str(_OURS / place) for place in ("reference", "zoo/hosts", "calibration/drawn_models.py", "execute.py")
 )
 _TE = "transformer_engine"
+# TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
+_UNFUSED_ATTENTION = str(Path("pytorch/attention/dot_product_attention/backends.py"))
 
 # Copies and casts round nothing by themselves; attention's softmax has a freedom of its own.
 _LEFT_OUT = frozenset({"_to_copy", "copy_", "clone", "detach", "_softmax", "_safe_softmax"})
@@ -35,7 +37,8 @@ _LEFT_OUT = frozenset({"_to_copy", "copy_", "clone", "detach", "_softmax", "_saf
 
 @contextmanager
 def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
-    """Within the context, names of ATen functions are added that code of neither TE nor parity calls on activations.
+    """Within the context, names of ATen functions are added that code of neither TE nor parity calls on activations;
+    and those that TE's unfused attention calls.
 
     Args:
         dtype: of the activations that count.
@@ -76,10 +79,12 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Whether the nearest code around PyTorch's is neither TE's nor ours."""
+    """Whether the nearest code around PyTorch's is neither TE's nor ours, or is as a user's."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    return file.startswith(_LIKE_USERS) or not (file.startswith(str(_OURS)) or _TE in file)
+    if file.startswith(_LIKE_USERS) or file.endswith(_UNFUSED_ATTENTION):
+        return True
+    return not (file.startswith(str(_OURS)) or _TE in file)

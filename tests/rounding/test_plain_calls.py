@@ -62,6 +62,34 @@ def test_lines_of_our_own_modules_that_stand_for_a_users_are_the_ports():
     assert names_of(layer, x) == {"gelu"}
 
 
+def capped_attention(cap: float, heads: int = 4, groups: int = 2, head_dim: int = 32) -> parity.Pair:
+    te = parity.te.kernels("cpu").te
+
+    class Capped(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query, key, value = (
+                x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (query, key, value)
+            )
+            scores = query @ key.transpose(-1, -2) / head_dim**0.5
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            capped = (cap * torch.tanh(scores / cap)).masked_fill(~visible, float("-inf"))
+            return (capped.softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+    return parity.Pair(
+        Capped(),
+        te.DotProductAttention(
+            *(heads, head_dim, groups), qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0, softcap=cap
+        ),
+        weights={},
+        inputs=lambda rng: tuple(rng.normal(2, 32, count, head_dim) for count in (heads, groups, groups)),
+    )
+
+
+def test_a_tight_softcap_of_unfused_attention_rounds_line_by_line():
+    results = parity.compare(capped_attention(3.0), ["bf16", "fp16"], seeds=range(10), attention="unfused")
+    assert [result.item for result in results if not result.passed] == []
+
+
 FUNCTIONS = {
     "shift": lambda x: x + 0.25,
     "tanh": lambda x: torch.tanh(10 * x),
