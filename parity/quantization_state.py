@@ -8,6 +8,7 @@ context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantizati
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +18,12 @@ from torch import Tensor
 
 _Ran = TypeVar("_Ran")
 
-# Powers of two by which a scale may move: a floating-point format's numbers reach as far then, but for one of its own.
-_SAME_SCALE = 1.0
+# Powers of two by which a scale may be less than a pass asks for: a floating-point format's numbers reach as far down
+# then, but for one of its own.
+_TOO_SMALL = 1.0
+# By which it may be more, or else what saturates is off by more than rounding: E4M3's largest number is 448, and 464 is
+# as near to it as to the next one. E5M2's reaches farther.
+_TOO_LARGE = math.log2(464 / 448)
 
 
 @contextmanager
@@ -59,7 +64,7 @@ def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
             continue
         after = _scales()
         # A pass settles one tensor at the least, unless what it computes is another thing each time.
-        if not warmup_passes or _are_alike(before, after) or passes > warmup_passes + len(after):
+        if not warmup_passes or _fit(before, after) or passes > warmup_passes + len(after):
             break
     return ran
 
@@ -73,10 +78,12 @@ def _scales() -> list[Tensor]:
     return [scale.clone() for scales in buffers.values() for scale in scales]
 
 
-def _are_alike(before: list[Tensor], after: list[Tensor]) -> bool:
-    if len(before) != len(after):
+def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
+    """Whether a pass used scales like those that its own numbers ask for."""
+    if len(used) != len(asked_for):
         return False
-    return all(bool(((x / y).log2().abs() <= _SAME_SCALE).all()) for x, y in zip(before, after, strict=True))
+    moves = [(x / y).log2() for x, y in zip(used, asked_for, strict=True)]
+    return all(bool(((move >= -_TOO_SMALL) & (move <= _TOO_LARGE)).all()) for move in moves)
 
 
 def _manager() -> Any:

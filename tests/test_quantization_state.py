@@ -151,3 +151,26 @@ def test_without_a_warm_up_one_pass_is_enough() -> None:
     passes: list[int] = []
     quantization_state.settled(lambda: passes.append(0), 0)
     assert passes == [0]
+
+
+@pytest.mark.parametrize(
+    ("last", "passes"),
+    [(1.5, 4), (1.02, 3), (0.6, 3)],
+    ids=[
+        "what would saturate has its scale first",
+        "rounding saturates as well",
+        "a smaller number needs no other scale",
+    ],
+)
+def test_a_pass_counts_whose_largest_number_its_scale_holds(last: float, passes: int) -> None:
+    magnitudes: list[float] = []
+    with quantization_state.fresh():
+        linear = KERNELS.te.Linear(32, 32, params_dtype=torch.bfloat16)
+
+        def once() -> None:
+            magnitudes.append(1.0 if len(magnitudes) < DELAYED.warmup_passes else last)
+            with DELAYED.autocast(KERNELS):
+                linear(magnitudes[-1] * torch.ones(32, 32, dtype=torch.bfloat16)).sum().backward()
+
+        quantization_state.settled(once, DELAYED.warmup_passes)
+    assert len(magnitudes) == passes
