@@ -11,7 +11,7 @@ from torch import Tensor
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, tolerance_of
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.scale import SAME_FACTOR, factor_of, readable
+from parity.diagnosis.scale import readable, shared_factor
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.errors import measure
@@ -34,13 +34,9 @@ def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Fi
 
 def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
     """Every failed gradient is the right one times one factor."""
-    factors = [factor_of(failure, result) for result in failed]
-    if any(factor is None for factor in factors):
+    factor = shared_factor(failure, failed)
+    if factor is None:
         return
-    known = [factor for factor in factors if factor is not None]
-    if max(known) - min(known) > SAME_FACTOR * max(map(abs, known)):
-        return
-    factor = sum(known) / len(known)
     gradients = [result for result in failure.results if result.kind != "output"]
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
     yield finding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, few_outputs
@@ -11,8 +11,8 @@ from parity.errors import measure
 from parity.result import Finding, TensorResult
 from parity.tolerance import Tolerance, margin
 
-SAME_FACTOR = 0.02
-"""By how much the factors of tensors that are scaled together may differ."""
+_SAME_FACTOR = 0.02
+"""By how much the factors of tensors that are scaled together may differ, beside what rounding moves each by."""
 
 _MOST = 1e6  # a factor beyond is no scale but another magnitude altogether
 
@@ -40,11 +40,9 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     outputs = [result for result in failed if result.kind == "output"]
     if not few_outputs(failure) or len(outputs) < len(failure.outputs) or len(failed) == len(outputs):
         return
-    factors = [factor_of(failure, result) for result in failed]
-    known = [factor for factor in factors if factor is not None]
-    if len(known) < len(factors) or max(known) - min(known) > SAME_FACTOR * max(map(abs, known)):
+    factor = factor_of(failure, outputs[0])
+    if factor is None or shared_factor(failure, failed) is None:
         return
-    factor = known[failed.index(outputs[0])]
     hidden = [one for one in failure.results if one.passed and abs(factor - 1.0) > one.tolerance_relative_l2]
     if any(bool(failure.golden[one.kind, one.name].any()) for one in hidden):
         return
@@ -69,6 +67,24 @@ def factor_of(failure: Failure, result: TensorResult) -> float | None:
     errors = measure(candidate / factor, right, failure.precision.dtype)
     bound = Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
     return factor if margin(errors, bound) <= 1.0 else None
+
+
+def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | None:
+    """By what all of the tensors are multiplied, as the most exact of them has it; None if one of them is not.
+
+    Rounding moves a tensor's factor by no more than the relative error that is expected of it.
+    """
+    factors = [factor_of(failure, result) for result in failed]
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(failed):
+        return None
+    expected = [result.expected.relative_l2 for result in failed]
+    shared = known[expected.index(min(expected))]
+    are_same = (
+        abs(factor - shared) <= (_SAME_FACTOR + error) * abs(shared)
+        for factor, error in zip(known, expected, strict=True)
+    )
+    return shared if all(are_same) else None
 
 
 def readable(factor: float) -> str:
