@@ -34,6 +34,7 @@ from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.routing import routing_hypotheses
 from parity.diagnosis.sequence_first import sequence_first_hypotheses
+from parity.diagnosis.softcaps import softcap_hypotheses
 from parity.diagnosis.unused_branches import (
     unused_branch_hypotheses,
     unused_norm_hypotheses,
@@ -88,6 +89,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from bias_hypotheses(trace, module)
     yield from lookup_hypotheses(trace, module)
     yield from routing_hypotheses(trace, module)
+    yield from softcap_hypotheses(trace, module)
     yield from factor_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)
