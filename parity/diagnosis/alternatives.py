@@ -20,6 +20,9 @@ from parity.trace import Call, Trace, Value
 
 Compute = Callable[..., Any]
 
+LEFT_OUT = "it is left out"
+"""Of a call that changes a tensor and keeps its shape."""
+
 _MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
 _MOST_PARTS = 8
 _FUNCTIONS = {
@@ -132,7 +135,7 @@ def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
         return
     given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
     if len(given) == 1 and trace.tensor(call.inputs[given[0]]).shape == trace.tensor(call.outputs[0]).shape:
-        yield Alternative("it is left out", lambda was, *inputs: inputs[given[0]])
+        yield Alternative(LEFT_OUT, lambda was, *inputs: inputs[given[0]])
 
 
 def _other_functions(call: Call) -> Iterator[Alternative]:

@@ -17,6 +17,11 @@ from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewh
 from parity.diagnosis.segments import segment_mistakes
 from parity.trace import Edit, Trace
 
+USUAL_CAPS = (30.0, 50.0)
+"""Gemma 2's of logits and of scores."""
+
+_NEAR = (0.9, 1.1)  # times the reference's number; no known mistakes: from one of them the port's own is looked for
+
 
 def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's attention."""
@@ -84,7 +89,7 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
     for layer in range(2, 5):
         described = f"1/(sqrt(head_dim) * {layer}), as query-key layer scaling leaves it"
         yield _scale(1 / (math.sqrt(head_dim) * layer), described)
-    for factor in (0.9, 1.1):  # no known mistakes: from one of them the right constant is looked for
+    for factor in _NEAR:
         yield _scale(factor * attention.scale * attention.earlier_scale)
 
 
@@ -107,7 +112,8 @@ def _scale(scale: float, described: str = "") -> Mistake[Attention]:
 
 
 def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
-    yield from map(_softcap_of(attention.softcap), (math.inf, 30.0, 50.0))
+    near = tuple(factor * attention.softcap for factor in _NEAR) if math.isfinite(attention.softcap) else USUAL_CAPS
+    yield from map(_softcap_of(attention.softcap), (math.inf, *near))
     if attention.sinks is None:
         yield Mistake(
             "softmax-sink",

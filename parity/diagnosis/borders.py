@@ -1,4 +1,4 @@
-"""Finds the borders of the sequences to which a port attends, position by position of its outputs.
+"""Finds the borders of the sequences to which a port attends, or rotates, position by position of its outputs.
 
 Where a token sees what came before it, a position is right up to the port's first border that the reference does not
 have. With that border assumed it is right up to the next.
@@ -6,7 +6,7 @@ have. With that border assumed it is right up to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,6 +17,8 @@ from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.masks import hidden_keys
 from parity.diagnosis.packed import Packed, packed_attentions
+from parity.diagnosis.rope_positions import counted_from, in_rows
+from parity.diagnosis.rotation import Rotation, rotations
 from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.segments import is_of_sequences, lengths_of, sequences_instead
 from parity.diagnosis.trial import outputs_under
@@ -28,8 +30,11 @@ _CLEARLY = 3.0  # tolerances that a wrong position is off by
 _SURELY = 0.5  # of a position's norm, ditto where three tolerances are more
 
 
+Suppose = Callable[[Sequence[int]], Hypothesis]  # from where the port's sequences begin
+
+
 def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """That the port's sequences begin elsewhere, if that explains everything.
+    """That the port's sequences, or its rotary positions, begin elsewhere, if that explains everything.
 
     Args:
         failure: the outputs of the candidate are finite.
@@ -40,10 +45,24 @@ def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[
     seq = _positions(subjects, trace)
     if seq is None or few_outputs(failure) or any(_axis(failure, one.name, seq) is None for one in failure.outputs):
         return []
-    starts, right = [0], _borders(subjects[0], trace)
+    right, module = _borders(subjects[0], trace), failure.prepared.reference
+    kinds: list[Suppose] = [lambda starts: _of(starts, right, subjects, module)]
+    turned = [one for one in rotations(trace) if len(one.angles) == seq and one.phases is not None]
+    if turned:
+        kinds.append(lambda starts: _turned_from(starts, turned, module))
+        rows = _wrong_rows(failure, {trace.tensor(one.x).shape[0] for one in turned})
+        if rows:
+            kinds.append(lambda starts: _turned_from(starts, turned, module, rows))
+    found = (_from_left(failure, suppose, right[-1], budget) for suppose in kinds)
+    return next(filter(None, found), [])
+
+
+def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> list[Explanation]:
+    """One beginning after the other, each where the outputs with those before are wrong first."""
+    starts = [0]
     while len(starts) <= _MOST and not budget.spent():
-        one = _of(starts, right, subjects, failure.prepared.reference)
-        first = _first_wrong(failure, one, right[-1])
+        one = suppose(starts)
+        first = _first_wrong(failure, one, seq)
         if first is None:
             explanation = verified(failure, (one,))
             return [explanation] if explanation is not None and explanation.complete else []
@@ -93,6 +112,37 @@ def _of(
         module,
         tuple(edits),
     )
+
+
+def _turned_from(
+    starts: Sequence[int], turned: Sequence[Rotation], module: nn.Module, rows: Sequence[int] = ()
+) -> Hypothesis:
+    """That positions are counted from each start, in some rows of the batch or, where none are given, in all."""
+    again, edits = list(starts[1:]), counted_from(starts)
+    where = f" in row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the batch" if rows else ""
+    found = [edit for one in turned for edit in edits(one)]
+    return Hypothesis(
+        "rope-position",
+        f"rope positions beginning again at {again}{where}",
+        f"rotate by the reference's positions; they begin again at {again}{where}",
+        module,
+        tuple(in_rows(one, rows) for one in found) if rows else tuple(found),
+    )
+
+
+def _wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
+    """The rows of the batch where an output is wrong; empty where all are, or what a row is cannot be told."""
+    batch = next(iter(batches))
+    if len(batches) > 1 or any(failure.golden["output", one.name].shape[0] != batch for one in failure.outputs):
+        return []
+    wrong = torch.zeros(batch, dtype=torch.bool)
+    for result in failure.outputs:
+        key = result.kind, result.name
+        x, candidate = (y.double().flatten(1) for y in (failure.golden[key], failure.candidate[key]))
+        typical = torch.linalg.vector_norm(x) / batch**0.5
+        off = torch.linalg.vector_norm(x - candidate, dim=1) / typical.clamp(min=TINY)
+        wrong |= (off > result.tolerance_relative_l2).cpu()
+    return wrong.nonzero().flatten().tolist() if not bool(wrong.all()) else []
 
 
 def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:

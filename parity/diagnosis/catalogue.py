@@ -14,6 +14,7 @@ from parity.diagnosis.attention_mistakes import attention_hypotheses
 from parity.diagnosis.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.clipping import clipping_hypotheses
 from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
+from parity.diagnosis.extra_norms import extra_norm_hypotheses
 from parity.diagnosis.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.label_shifts import label_shift_hypotheses
@@ -34,6 +35,7 @@ from parity.diagnosis.residuals import residual_hypotheses
 from parity.diagnosis.rope_mistakes import rope_hypotheses
 from parity.diagnosis.routing import routing_hypotheses
 from parity.diagnosis.sequence_first import sequence_first_hypotheses
+from parity.diagnosis.softcaps import softcap_hypotheses
 from parity.diagnosis.unused_branches import (
     unused_branch_hypotheses,
     unused_norm_hypotheses,
@@ -84,10 +86,12 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from pre_norm_hypotheses(trace, module)
+    yield from extra_norm_hypotheses(trace, module)
     yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
     yield from lookup_hypotheses(trace, module)
     yield from routing_hypotheses(trace, module)
+    yield from softcap_hypotheses(trace, module)
     yield from factor_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)

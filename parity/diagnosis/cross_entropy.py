@@ -35,7 +35,9 @@ class CrossEntropy:
         average: of ``AVERAGES``; None where every token's own loss is returned.
         ignored: the label that does not count.
         smoothing: of labels.
+        has_ignored: whether a label of the traced pass does not count.
         z_loss: times each token's squared logarithm of the sum of exponentials, which is added to its loss.
+        clamped: whether a label that is no class counts as class 0.
     """
 
     call: Call
@@ -45,10 +47,13 @@ class CrossEntropy:
     average: str | None
     ignored: int
     smoothing: float
+    has_ignored: bool = False
     z_loss: float = 0.0
+    clamped: bool = False
 
     def compute(self, was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss, in the place of what the call returned."""
+        labels = labels.clamp(min=0) if self.clamped else labels
         losses = F.cross_entropy(
             logits, labels, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
         )
@@ -90,8 +95,10 @@ def _called(trace: Trace, call: Call) -> CrossEntropy | None:
         return None
     smoothing = given.get("label_smoothing", 0.0)
     average = _REDUCTIONS[given["reduction"]]
+    ignored = given["ignore_index"]
+    has_ignored = bool((trace.tensor(labels) == ignored).any())
     return CrossEntropy(
-        call, given["input"], labels, _sequences(trace, labels), average, given["ignore_index"], smoothing
+        call, given["input"], labels, _sequences(trace, labels), average, ignored, smoothing, has_ignored
     )
 
 
@@ -145,6 +152,13 @@ def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]
             f"label {label} not ignored",
             f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count",
             lambda one: one.edits(ignored=_IGNORES_NONE) if one.ignored >= 0 else (),
+        )
+    for label in sorted({one.ignored for one in found if one.ignored < 0}):
+        yield Mistake(
+            "ignored-label",
+            f"label {label} clamped to 0",
+            f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count as class 0",
+            lambda one: one.edits(clamped=True) if one.ignored < 0 and one.has_ignored else (),
         )
 
 

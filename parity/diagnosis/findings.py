@@ -8,6 +8,7 @@ from parity.diagnosis.borders import border_explanations
 from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
+from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.divergence import first_divergence
 from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure, few_outputs
@@ -62,6 +63,9 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     partial: list[Ranked] = []
     causes = _causes(failure, trace, unreached, partial) if finite and not is_told else []
+    if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
+        budget = Budget(CHECKS_FOR_THE_REST * max(failure.seconds, _SHORTEST_CHECK))
+        causes = list(detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))

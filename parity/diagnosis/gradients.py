@@ -8,16 +8,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from parity.diagnosis.agreement import agrees, explains
 from parity.diagnosis.codes import finding
-from parity.diagnosis.failure import Failure, tolerance_of
+from parity.diagnosis.detached_paths import detached_path_findings
+from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.scale import readable, shared_factor
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
-from parity.errors import measure
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.tolerance import margin
 from parity.trace import Trace, detached
 
 _CLEARLY = 0.5  # of the error, below which another rounding must bring it
@@ -26,7 +26,7 @@ _CLEARLY = 0.5  # of the error, below which another rounding must bring it
 def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
     """What explains the gradients of a comparison whose outputs passed; empty if nothing does."""
     failed = [result for result in failure.results if not result.passed and result.errors.finite]
-    for explain in (_scaled, _one_path_missing, _one_microbatch, _rounded_sums):
+    for explain in (_scaled, _one_path_missing, detached_path_findings, _one_microbatch, _rounded_sums):
         if not budget.spent() and (found := list(explain(failure, failed, trace, budget))):
             return found
     return []
@@ -36,6 +36,9 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
     """Every failed gradient is the right one times one factor."""
     factor = shared_factor(failure, failed)
     if factor is None:
+        return
+    if factor == 0.0 and len(failed) > 1 and (paths := list(detached_path_findings(failure, failed, trace, budget))):
+        yield from paths
         return
     gradients = [result for result in failure.results if result.kind != "output"]
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
@@ -59,7 +62,7 @@ def _one_path_missing(
             value = next(value for value in call.inputs if value.number == number)
             title = "embeddings-not-tied" if any(use.name == "embedding" for use in uses) else "gradient-path-missing"
             hypothesis = Hypothesis(title, title, "", failure.prepared.reference, (detached(call, value),))
-            if _explains(failure, tensors_under(failure.prepared, (hypothesis,))):
+            if explains(failure, tensors_under(failure.prepared, (hypothesis,))):
                 yield finding(
                     title,
                     f"the gradient of {name} lacks what comes through {call.name} in {call.module}; without that it "
@@ -79,7 +82,7 @@ def _one_microbatch(
             if budget.spent():
                 return
             gradients = tensors_under(failure.prepared, (), cotangents=_of_part(failure.prepared, parts, part))
-            if gradients is not None and all(_agrees(failure, result, gradients) for result in failed):
+            if gradients is not None and all(agrees(failure, result, gradients) for result in failed):
                 labels = ", ".join(result.label for result in failed)
                 yield finding(
                     "gradient-accumulation",
@@ -150,14 +153,3 @@ def _share_left(failure: Failure, result: TensorResult, other: Tensor) -> float:
     candidate = failure.candidate[result.kind, result.name].double()
     before = torch.linalg.vector_norm(candidate - failure.golden[result.kind, result.name])
     return (torch.linalg.vector_norm(candidate - other) / before).item()
-
-
-def _explains(failure: Failure, golden: Tensors | None) -> bool:
-    return golden is not None and all(_agrees(failure, result, golden) for result in failure.results)
-
-
-def _agrees(failure: Failure, result: TensorResult, golden: Tensors) -> bool:
-    """Whether the candidate's tensor is another one within tolerance."""
-    key = result.kind, result.name
-    errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
-    return margin(errors, tolerance_of(failure, key)) <= 1.0

@@ -93,6 +93,9 @@ def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     by_position = [one for one in found if _are_positions(one.traced)]
     mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3))]
     yield from everywhere_and_somewhere(mistakes, by_position, module, lambda one: one.call.module)
+    ids = [one for one in found if one not in by_position]
+    others = [*map(_other_ids, (-1, 1)), *_ids_of_other_positions()]
+    yield from everywhere_and_somewhere(others, ids, module, lambda one: one.call.module)
     few = [one for one in found if one.rows < _FEW_ROWS]
     yield from everywhere_and_somewhere([_first_row()], few, module, lambda one: one.call.module)
     for one in found:
@@ -154,6 +157,32 @@ def _shifted(by: int) -> Mistake[Lookup]:
         f"look up the positions that the reference does; they are off by {by:+d}",
         lambda one: one.edits(lambda index: index + by),
     )
+
+
+def _other_ids(by: int) -> Mistake[Lookup]:
+    """As where a vocabulary's special tokens were counted on one side alone."""
+    return Mistake(
+        "embedding-position",
+        f"ids off by {by:+d}",
+        f"look up the rows whose ids the reference is given; they are off by {by:+d}",
+        lambda one: one.edits(lambda index: (index + by).clamp(0, one.rows - 1)),
+    )
+
+
+def _ids_of_other_positions() -> Iterator[Mistake[Lookup]]:
+    """As where inputs were shifted for labels, once too often or not at all."""
+    moves: dict[str, Reindex] = {
+        "the position before": lambda index: index.roll(1, -1),
+        "the position after": lambda index: index.roll(-1, -1),
+        "the position before, 0 for the first": lambda index: F.pad(index, (1, 0))[..., :-1],
+    }
+    for described, move in moves.items():
+        yield Mistake(
+            "embedding-position",
+            f"ids of {described}",
+            f"look up the row of each position's own id, as the reference does; it is that of {described}",
+            lambda one, move=move: one.edits(move) if one.traced.dim() > 0 else (),  # type: ignore[misc]
+        )
 
 
 def _first_row() -> Mistake[Lookup]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from parity.diagnosis.alternatives import Alternative, alternatives
+from parity.diagnosis.alternatives import LEFT_OUT, Alternative, alternatives
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.walk import with_number
 from parity.trace import Call, Trace, edit
 
 _NUMBER = re.compile(r"\d+")
@@ -24,6 +25,26 @@ def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
         for described in by_call[0]:
             if all(described in ones for ones in by_call):
                 yield _otherwise(calls, [ones[described] for ones in by_call], module)
+    for calls in _of_one_number(trace):
+        left_out = [one for call in calls for one in alternatives(trace, call) if one.described == LEFT_OUT]
+        if len(left_out) == len(calls):
+            yield _otherwise(calls, left_out, module)
+
+
+def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
+    """Calls that add one number, or multiply by it, several times in a layer, or in different ones: DiT's 1 + scale."""
+    groups: dict[tuple[str, float], list[list[Call]]] = {}
+    for calls in alike(trace):
+        made = with_number(calls[0])
+        if made is not None and made[0] in ("add", "mul") and all(with_number(call) for call in calls):
+            groups.setdefault((made[0], made[2]), []).append(calls)
+    for same in groups.values():
+        by_layer: dict[str, list[list[Call]]] = {}
+        for calls in same:
+            by_layer.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+        several = [some for some in by_layer.values() if len(some) > 1]
+        for some in [*several, same] if len(by_layer) > 1 else several:
+            yield [call for calls in some for call in calls]
 
 
 def alike(trace: Trace) -> list[list[Call]]:

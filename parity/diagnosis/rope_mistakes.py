@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.rope_positions import Edits, Phases, position_mistakes, restart_mistakes, with_angles
 from parity.diagnosis.rope_scaling import scaling_mistakes
 from parity.diagnosis.rotation import Form, Rotation, frequencies, rotations
 from parity.formats import tf32
@@ -21,21 +22,21 @@ BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
-Edits = Callable[[Rotation], tuple[Edit, ...]]
-Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
-
 
 def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's rotary embeddings."""
     found = rotations(trace)
     if found:
         of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
-        forms, positions = list(_forms(found[0])), list(_positions())
+        forms, positions = list(_forms(found[0])), list(position_mistakes())
         # A single token that is not rotated is one at position 0.
         likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
         mistakes = [*likeliest, *of_frequencies, *_rounded()]
         layers = _by_layer(found)
         yield from everywhere_and_somewhere(map(_in_layer, mistakes), layers, module, lambda one: one.name)
+        # One table of angles serves all layers.
+        restarts = restart_mistakes(len(found[0].angles))
+        yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
 
 
 @dataclass(frozen=True)
@@ -122,45 +123,6 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
     )
 
 
-def _positions() -> Iterator[Mistake[Rotation]]:
-    """Positions counted otherwise; the same for query and key would change nothing."""
-    for role in ("query", "key"):
-        for by in (-1, 1):
-            yield Mistake(
-                "rope-position",
-                f"rope positions of the {role} off by {by:+d}",
-                f"count positions of query and key alike; the {role}'s are off by {by:+d}",
-                _turned_more(role, by),
-            )
-    for by in (-1, 1):
-        yield Mistake(
-            "rope-position",
-            f"rope positions off by {by:+d}",
-            f"rotate by the reference's positions, where a cache has keys that were rotated before (start_positions); "
-            f"they are off by {by:+d}",
-            _with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
-        )
-    yield from map(_divided_by, (2.0, 4.0, 8.0))
-    yield Mistake(
-        "rope-position",
-        "rope positions counted through",
-        "give TE angles of the reference's positions as rotary_pos_emb; they are counted from the first token on, "
-        "where the reference's begin again, or skip or repeat some",
-        _with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
-    )
-
-
-def _divided_by(factor: float) -> Mistake[Rotation]:
-    return Mistake(
-        "rope-position",
-        f"rope positions divided by {factor:.4g}",
-        f"leave out seq_len_interpolation_factor={factor:.4g}; positions are divided by it",
-        _with_angles(lambda positions, frequency: positions[:, None] / factor * frequency),
-        value=factor,
-        tuned=_divided_by,
-    )
-
-
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
@@ -204,7 +166,7 @@ def _rounded() -> Iterator[Mistake[Rotation]]:
             f"rope {described}",
             f"compute rotary frequencies and phases in FP32, not under autocast and before .to(bfloat16); it has "
             f"{described}",
-            _with_angles(phases),
+            with_angles(phases),
             subtle=True,
         )
     yield Mistake(
@@ -222,26 +184,6 @@ def _with(**changes: object) -> Edits:
 
 def _on(role: str, **changes: object) -> Edits:
     return lambda one: one.edits(**changes) if one.role == role else ()
-
-
-def _turned_more(role: str, by: int) -> Edits:
-    def edits(one: Rotation) -> tuple[Edit, ...]:
-        if one.role != role or one.phases is None:
-            return ()
-        return one.edits(angles=one.angles + by * one.phases[1])
-
-    return edits
-
-
-def _with_angles(phases: Phases) -> Edits:
-    def edits(one: Rotation) -> tuple[Edit, ...]:
-        if one.phases is None:
-            return ()
-        positions, frequency = one.phases
-        angles = phases(positions, frequency)
-        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
-
-    return edits
 
 
 def _with_frequencies(base: float, share: float | None = None) -> Edits:

@@ -26,7 +26,7 @@ class Options:
 
     ``roped``: the layers that rotate, None for all. ``scales``: of each layer's softmax, as a factor of the usual one.
     ``branch``: by which attention's and the MLP's results are multiplied. ``from_norm``: attention's sum takes the norm
-    of its input. ``mlp_sum``: the MLP's result is added.
+    of its input. ``mlp_sum``: the MLP's result is added. ``softcap``, ``logits_cap``: infinite for none.
     """
 
     layers: int = 2
@@ -42,6 +42,12 @@ class Options:
     final_norm: bool = True
     skipped: tuple[int, ...] = ()
     shift: int = 0
+    softcap: float = math.inf
+    logits_cap: float = math.inf
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    return x if math.isinf(cap) else cap * torch.tanh(x / cap)
 
 
 def turned(x: Tensor, frequency: Tensor, positions: Tensor) -> Tensor:
@@ -68,6 +74,7 @@ class Layer(nn.Module):
         k, v = k.roll(options.shift, 2), v.roll(options.shift, 2)
         scale = options.scales[self.number] if options.scales else 1.0
         scores = q @ k.transpose(-1, -2) * (scale / math.sqrt(HEAD_DIM))
+        scores = capped(scores, options.softcap)
         scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool).triu(1), -math.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
@@ -97,7 +104,7 @@ class LanguageModel(nn.Module):
         x = x if options.embedding == 1.0 else x * options.embedding
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x) if options.final_norm else x)
+        logits = capped(self.head(self.norm(x) if options.final_norm else x), options.logits_cap)
         if not options.loss:
             return logits
         logits = logits.float() if logits.dtype is not torch.float64 else logits
