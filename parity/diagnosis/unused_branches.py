@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -41,8 +41,7 @@ def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[
                 edits.append(edit(call, (kept,), _instead))
                 branches |= dict.fromkeys(sorted(own))
     if len(branches) > 1:  # of a single one its own finding says enough
-        named = ", ".join(list(branches)[:_MOST_NAMED])
-        more = f" and {len(branches) - _MOST_NAMED} more" if len(branches) > _MOST_NAMED else ""
+        named, more = _listed(list(branches))
         yield Hypothesis(
             "branch-missing",
             f"branch of {named} left out",
@@ -56,8 +55,7 @@ def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[st
     """That the norms are left out whose weights get no gradient in the port; arguments as above."""
     bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
     if bare:
-        named = ", ".join(norm.call.module for norm in bare[:_MOST_NAMED])
-        more = f" and {len(bare) - _MOST_NAMED} more" if len(bare) > _MOST_NAMED else ""
+        named, more = _listed([norm.call.module for norm in bare])
         yield Hypothesis(
             "norm-missing",
             f"norms of {named} left out",
@@ -65,6 +63,12 @@ def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[st
             module,
             tuple(edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)) for norm in bare),
         )
+
+
+def _listed(places: Sequence[str]) -> tuple[str, str]:
+    """The first of them, and how many there are besides; empty for none."""
+    others = len(places) - _MOST_NAMED
+    return ", ".join(places[:_MOST_NAMED]), f" and {others} more" if others > 0 else ""
 
 
 def _weights(trace: Trace, norm: Norm) -> frozenset[str]:

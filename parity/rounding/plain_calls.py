@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from parity.rounding.phase import NO_BACKWARD
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = Path(__file__).parents[1]
+_OURS = str(Path(__file__).parents[1])
 # Of our files, those that hold modules as a user's do, and the one that calls the port: what no line around PyTorch's
 # calls, as of a Sequential, is the port's as well.
 _LIKE_USERS = tuple(
-    str(_OURS / place) for place in ("reference", "zoo/hosts", "calibration/drawn_models.py", "execute.py")
+    str(Path(_OURS, place)) for place in ("reference", "zoo/hosts", "calibration/drawn_models.py", "execute.py")
 )
 _TE = "transformer_engine"
 # TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
@@ -87,4 +87,4 @@ def _is_users(frame: FrameType | None) -> bool:
     file = frame.f_code.co_filename
     if file.startswith(_LIKE_USERS) or file.endswith(_UNFUSED_ATTENTION):
         return True
-    return not (file.startswith(str(_OURS)) or _TE in file)
+    return not (file.startswith(_OURS) or _TE in file)
