@@ -17,13 +17,13 @@ from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te, weights
 from parity.case import Case
+from parity.declaring.validate import CheckedSize
 from parity.execute import positional_names, run
 from parity.inputs import Rng
 from parity.passes import tensors_of
 from parity.precision import Precision
 from parity.prepare import build, cast, draw_inputs, forget
 from parity.te import Kernels
-from parity.validate import CheckedSize
 
 
 def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:

@@ -19,15 +19,15 @@ from suite_cases import as_in_a_run, case_parser, cases, precisions
 from parity import te
 from parity.calibration.table import packaged
 from parity.case import Case
+from parity.declaring.validate import CheckedSize
 from parity.errors import measure
-from parity.judge import judge
 from parity.judgeable import answerable
+from parity.judging.judge import judge
 from parity.passes import golden_truths, model_tensors, run_candidate
 from parity.precision import Precision
 from parity.prepare import forget, prepare
 from parity.rounding.freedom import FUSED, UNFUSED
 from parity.te import Kernels
-from parity.validate import CheckedSize
 
 Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
 

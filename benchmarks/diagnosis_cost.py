@@ -16,9 +16,9 @@ from measuring import Measure, machine, median, parser, processor_seconds, repor
 
 from parity import comparison, te
 from parity.calibration.table import packaged
+from parity.declaring.validate import check_case
 from parity.precision import PRECISIONS
 from parity.prepare import forget
-from parity.validate import check_case
 from parity.zoo.bug import Bug, planted
 from parity.zoo.catalogue import BUGS
 from parity.zoo.hosts.case import SIZES

@@ -22,14 +22,15 @@ import torch
 from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
-from parity import quantization_state, te
+from parity import te
 from parity.case import Case
-from parity.directions import directions
+from parity.declaring.validate import CheckedSize
 from parity.execute import outputs_of, run
+from parity.judging.directions import directions
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, forget, prepare
 from parity.te import Kernels
-from parity.validate import CheckedSize
+from parity.te_state import quantization
 
 NECESSARY = ("golden", "model", "candidate")
 
@@ -75,7 +76,7 @@ def _reference_passes(prepared: Prepared, dtype: torch.dtype) -> tuple[float, fl
     return both, alone, processor_seconds(lambda: forward(probe))
 
 
-@quantization_state.fresh()
+@quantization.fresh()
 def _candidate_passes(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, kernels: Kernels
 ) -> tuple[float, float]:

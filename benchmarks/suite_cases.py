@@ -13,9 +13,9 @@ from parity import registry
 from parity.calibration.table import packaged
 from parity.case import Case
 from parity.comparison import compare_at
+from parity.declaring.validate import CheckedSize, check_case
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.te import Kernels
-from parity.validate import CheckedSize, check_case
 
 CASES = Path(__file__).parents[1] / "cases"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from parity.attention_backend import AttentionBackend
 from parity.inputs import Rng
+from parity.te_state.attention_backend import AttentionBackend
 from parity.user_error import UserError
 from parity.weights import WeightMap
 

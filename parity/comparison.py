@@ -11,34 +11,35 @@ from typing import Any, Literal
 
 from torch import nn
 
-from parity import side_effects, te
-from parity.attention_backend import AttentionBackend, NotOffered, attention_backends
+from parity import te
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
-from parity.determinism import repeat
+from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
 from parity.diagnosis import Failure
-from parity.directions import Direction, directions
 from parity.execute import CALL, Pass
-from parity.explanation import explain
-from parity.judge import NONE_DRAWN, Drawn, judge
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
-from parity.norm_roundings import made_by_port_alone
+from parity.judging.determinism import repeat
+from parity.judging.directions import Direction, directions
+from parity.judging.explanation import explain
+from parity.judging.judge import NONE_DRAWN, Drawn, judge
+from parity.judging.norm_roundings import made_by_port_alone
+from parity.judging.second_look import remark, second_look
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
-from parity.raised import users_line, way_there
-from parity.random_state import RandomState
 from parity.result import Determinism, Result, Status, TensorResult
 from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
-from parity.second_look import remark, second_look
 from parity.te import Backend, Kernels
-from parity.te_calls import WITHOUT_TE, te_calls
+from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.truth import Truth
 from parity.user_error import UserError
-from parity.validate import CheckedSize, attention_of, check_case
+from parity.watching import side_effects
+from parity.watching.raised import users_line, way_there
+from parity.watching.random_state import RandomState
+from parity.watching.te_calls import WITHOUT_TE, te_calls
 
 
 def compare(

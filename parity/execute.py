@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import main_grad
+from parity.te_state import main_grad
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -15,8 +15,8 @@ from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.truth import Truths
 from parity.user_error import UserError
-from parity.weight_sides import names
 from parity.weights import WeightMap
+from parity.weights.sides import names
 
 Tensors = dict[tuple[Kind, str], Tensor]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import heap
 from parity.case import Case, draw_inputs
+from parity.declaring.meta_build import without_memory
+from parity.declaring.validate import CheckedSize
 from parity.execute import as_arguments
 from parity.inputs import Rng
-from parity.meta_build import without_memory
+from parity.machine import heap
 from parity.prepare import cast, forget
-from parity.validate import CheckedSize
 
 # FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of
 # mistakes), for each element that the reference saves for its backward pass, and for each of inputs and outputs. Fitted

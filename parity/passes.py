@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import quantization_state, te_caches, weights
+from parity import weights
 from parity.case import Case, Pair
+from parity.declaring.validate import CheckedSize
 from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
-from parity.quantized_parameters import check, moved
 from parity.result import PROBED, Kind
 from parity.rounding.freedom import Freedom
 from parity.rounding.kinks import Kinks
@@ -25,12 +25,13 @@ from parity.rounding.model import rounded
 from parity.rounding.operands_read import OperandsRead
 from parity.rounding.parts import Rounding
 from parity.rounding.phase import Phase
-from parity.separate_norms import separate_norms
 from parity.te import Kernels
+from parity.te_state import caches, quantization
+from parity.te_state.quantized_parameters import check, moved
 from parity.truth import Truth
 from parity.user_error import UserError
-from parity.validate import CheckedSize
-from parity.weight_sides import names
+from parity.weights.separate_norms import separate_norms
+from parity.weights.sides import names
 
 # TE concatenates the three (``pytorch/module/layernorm_linear.py`` of 2.20.2, ``noop_cat``).
 _SEPARATE_QKV = re.compile(r"(query|key|value)_weight$")
@@ -133,8 +134,8 @@ def _as_activation(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
-@te_caches.fresh()
-@quantization_state.fresh()
+@caches.fresh()
+@quantization.fresh()
 def run_candidate(
     case: Case,
     checked: CheckedSize,
@@ -166,7 +167,7 @@ def run_candidate(
             watch_inputs=seen is not None,
         )
 
-    ran = quantization_state.settled(once, precision.warmup_passes)
+    ran = quantization.settled(once, precision.warmup_passes)
     if seen is not None:
         seen(ran)
     gradients = {
@@ -197,7 +198,7 @@ def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kerne
         with precision.autocast(kernels):
             return outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
 
-    return quantization_state.settled(once, precision.warmup_passes)
+    return quantization.settled(once, precision.warmup_passes)
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,25 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import free_memory, host, weights
-from parity.calls import tracing
+from parity import weights
 from parity.case import Case, Pair, draw_inputs
-from parity.clipped_gradients import clips_recorded
+from parity.declaring.outside_te import parameters_outside_te
+from parity.declaring.validate import CheckedSize
 from parity.execute import Pass, outputs_of, positional_names, run
-from parity.golden_device import golden_device
-from parity.in_fp64 import in_fp64
+from parity.golden.in_fp64 import in_fp64
+from parity.golden.placement import golden_device
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_inputs_fit, check_reproducible, check_weights_fit
-from parity.optimizers_seen import optimizers_recorded
-from parity.outside_te import parameters_outside_te
+from parity.machine import free_memory, host
 from parity.probes import probe
-from parity.products import Products
-from parity.quantized_parameters import moved
-from parity.random_state import RandomState, other_numbers
 from parity.te import Kernels
-from parity.trace import Trace
+from parity.te_state.quantized_parameters import moved
 from parity.user_error import UserError
-from parity.validate import CheckedSize
+from parity.watching.calls import tracing
+from parity.watching.clipped_gradients import clips_recorded
+from parity.watching.optimizers import optimizers_recorded
+from parity.watching.products import Products
+from parity.watching.random_state import RandomState, other_numbers
+from parity.watching.trace import Trace
 from parity.weights import WeightMap
 
 # Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.

@@ -28,7 +28,7 @@ def probe(inputs: Any, rng: Rng) -> Any:
     Args:
         inputs: as a pair's ``inputs`` returns them; floating-point tensors of two or more dimensions whose elements are
             all finite change, anything else stays. So do tensors of which each row holds a single number: of those a
-            norm computes what rounding left, see ``parity.conditioning``.
+            norm computes what rounding left, see ``parity.judging.conditioning``.
         rng: which row becomes what.
     """
     return tree_map_only(Tensor, lambda x: _uneven(x, rng) if _is_activation(x) else x, inputs)

@@ -20,8 +20,14 @@ from weakref import WeakKeyDictionary
 
 from parity import te
 from parity.case import Case, Pair, Size
-from parity.declaration import checked_attention, checked_marks, checked_name, checked_precisions, checked_sizes
-from parity.declared_in import Place, place_of
+from parity.declaring.declaration import (
+    checked_attention,
+    checked_marks,
+    checked_name,
+    checked_precisions,
+    checked_sizes,
+)
+from parity.declaring.declared_in import Place, place_of
 from parity.user_error import UserError
 
 ENTRY_POINT_GROUP = "parity.pairs"

@@ -67,7 +67,7 @@ class Check:
     """One statistic of one tensor, against its limit.
 
     Attributes:
-        statistic: a name of ``parity.statistics``.
+        statistic: a name of ``parity.judging.statistics``.
         value: of the candidate; its sign, if it has one, tells a direction.
         limit: for the value's magnitude: what a faithful port exceeds with a known, small probability.
         where: the worst place, or the mistake that the error resembles; empty where there is none to name.

@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from parity import extension, heap
 from parity.cpu import versions
 from parity.cpu.loading import loader
-from parity.lasting import lasting
+from parity.machine import extension, heap
+from parity.machine.lasting import lasting
 
 Backend = Literal["gpu", "cpu"]
 _lock = threading.RLock()  # importing TE may ask for it again

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import blocked_attention, built_in, comparison, passes, prepare, reference, registry, te, weights
+from parity import comparison, passes, prepare, reference, registry, te, weights
 from parity.case import Case, Pair
+from parity.declaring import built_in
 from parity.execute import Pass
+from parity.golden import blocked_attention
 
 BUILT_IN = ("layernorm_mlp_swiglu", "attention_padding_gqa", "multihead_attention_interleaved_qkv")
 PRECISIONS = ("bf16", "fp8_current")

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from parity import comparison, te, validate
-from parity.attention_backend import AttentionBackend
+from parity import comparison, te
 from parity.calibration.table import Table
 from parity.case import Case
-from parity.devices import Device
+from parity.declaring import validate
+from parity.declaring.validate import CheckedSize
+from parity.machine.devices import Device
 from parity.precision import Precision
 from parity.report.environment import Environment
 from parity.result import Check, Errors, Finding, Kind, Result, TensorResult
 from parity.te import Kernels
+from parity.te_state.attention_backend import AttentionBackend
 from parity.user_error import UserError
-from parity.validate import CheckedSize
 
 ENVIRONMENT = Environment(
     date="2026-01-31T12:00Z",
@@ -189,10 +190,10 @@ GPUS = [
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS) -> None:
     """A machine with these GPUs, and TE's kernels installed, in the eyes of what distributes the work."""
-    monkeypatch.setattr("parity.devices.list_devices", lambda: list(gpus))
-    monkeypatch.setattr("parity.extension.is_installed", lambda: True)
-    monkeypatch.setattr("parity.host.cores", lambda: 64)
-    monkeypatch.setattr("parity.host.free_memory", lambda: 2**40)
+    monkeypatch.setattr("parity.machine.devices.list_devices", lambda: list(gpus))
+    monkeypatch.setattr("parity.machine.extension.is_installed", lambda: True)
+    monkeypatch.setattr("parity.machine.host.cores", lambda: 64)
+    monkeypatch.setattr("parity.machine.host.free_memory", lambda: 2**40)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -15,9 +15,9 @@ from parity import memory, te
 from parity.calibration.table import packaged
 from parity.case import Case, Pair
 from parity.comparison import compare_at
+from parity.declaring.validate import CheckedSize, check_case
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
-from parity.validate import CheckedSize, check_case
 
 TE = ModuleType("transformer_engine.pytorch")
 

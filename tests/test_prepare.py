@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity import directions, free_memory, passes, prepare, te
+from parity import passes, prepare, te
 from parity.calibration.table import packaged
 from parity.case import Case, Pair
 from parity.comparison import compare_at
+from parity.declaring.validate import check_case
+from parity.judging import directions
+from parity.machine import free_memory
 from parity.precision import PRECISIONS
-from parity.validate import check_case
 
 KERNELS = te.kernels("cpu")
 SEEDS = range(3)

@@ -18,11 +18,11 @@ from parity.calibration.measure import Sample, draw, laws
 from parity.calibration.sizes import drawn
 from parity.calibration.table import Table
 from parity.case import Case
+from parity.declaring.validate import check_case
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError
-from parity.validate import check_case
 
 
 @dataclass(frozen=True)

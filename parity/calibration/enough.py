@@ -10,10 +10,10 @@ from types import ModuleType
 from parity.calibration.law import FEWEST_TENSORS, too_few
 from parity.calibration.sizes import drawn
 from parity.case import Case
+from parity.declaring.validate import check_case
 from parity.precision import Precision
 from parity.result import Kind
 from parity.user_error import UserError
-from parity.validate import check_case
 
 
 def check_enough(cases: Sequence[Case], precisions: Iterable[Precision], seeds: Sequence[int], te: ModuleType) -> None:

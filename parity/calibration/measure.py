@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from parity.calibration.law import Law, fit
 from parity.calibration.table import Key
 from parity.case import Case
-from parity.directions import directions
-from parity.judge import observe
+from parity.declaring.validate import CheckedSize
+from parity.judging.directions import directions
+from parity.judging.judge import observe
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import Precision
 from parity.prepare import prepare
 from parity.rounding.freedom import FUSED, UNFUSED, Freedom
 from parity.te import Kernels
-from parity.validate import CheckedSize
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sample:
         port: ``model`` or ``te``.
         seed: of weights and inputs.
         statistic: its name.
-        value: as ``parity.statistics`` defines it.
+        value: as ``parity.judging.statistics`` defines it.
     """
 
     case: str

@@ -18,7 +18,7 @@ from parity.report.numbers import short
 from parity.report.tables import markdown_table
 
 _INTRODUCTION = f"""\
-How far faithful ports stray from the rounding model, by statistic (`parity/statistics.py`), kind of tensor and
+How far faithful ports stray from the rounding model, by statistic (`parity/judging/statistics.py`), kind of tensor and
 precision. A port is the reference itself with the freedom of a kernel drawn at random (what it stores, into how many
 parts it splits a sum), or a TransformerEngine module of the cases. `center` and `spread` are those of the ratio's
 logarithm, or of the signed statistic; the limit is what a faithful port exceeds with probability

@@ -12,7 +12,7 @@ from parity.zoo.hosts.catalogue import HOSTS
 ZOO = "parity.zoo.hosts"
 DRAWN_MODELS = "parity.calibration.drawn_models"
 # Adam's first steps divide gradients by their own magnitude, so that rounding may decide a whole step: what it is
-# expected to lose is known at second look alone (``parity.second_look``), and no limit is fitted to it.
+# expected to lose is known at second look alone (``parity.judging.second_look``), and no limit is fitted to it.
 _UNFIT = "trained_linear"
 _OURS = {ZOO: {name: case for name, case in HOSTS.items() if name != _UNFIT}, DRAWN_MODELS: MODELS}
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from parity import host
+from parity.machine import host
 from parity.user_error import UserError
 
 MISTAKE = 2
@@ -136,9 +136,9 @@ def calibrate(
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
     from parity.calibration import command
     from parity.cli import suite
+    from parity.machine.writable import check_file
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
-    from parity.writable import check_file
 
     check_file(output, "-o")
     if report is not None:
@@ -164,9 +164,9 @@ def false_alarms(
     from parity.calibration.right_ports import DRAWN_MODELS
     from parity.cli import suite
     from parity.false_alarms import measure, report
+    from parity.machine.writable import check_file
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
-    from parity.writable import check_file
 
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
@@ -189,7 +189,7 @@ def kernels(
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
     from parity.kernel_table import command
-    from parity.writable import check_file
+    from parity.machine.writable import check_file
 
     check_file(report, "--report")
     if reference not in ("gpu", "cpu"):
@@ -266,7 +266,7 @@ def zoo(
 ) -> None:
     """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
     from parity.cli import bug_zoo
-    from parity.writable import check_file
+    from parity.machine.writable import check_file
 
     check_file(out, "--out")
     print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), _counts(seeds), workers, out)}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from parity.machine.writable import check_folder
 from parity.plugin import options
 from parity.user_error import UserError
-from parity.writable import check_folder
 
 
 def as_plugins(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from parity import built_in
-from parity.source import imports_parity
+from parity.declaring import built_in
+from parity.declaring.source import imports_parity
 from parity.user_error import UserError
 
 if TYPE_CHECKING:  # which files to compare is known without torch, in the process that only starts workers

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, agree, back, binary, other, users, with_number
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 Pointwise = Callable[[Tensor], Tensor]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from parity.diagnosis.walk import CASTS, RESHAPES, binary, with_number
-from parity.trace import Call, Trace, Value
+from parity.watching.trace import Call, Trace, Value
 
 Compute = Callable[..., Any]
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.blocked_attention import are_too_many_scores
 from parity.diagnosis.masks import HIDDEN, Bias, hidden_keys
 from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
-from parity.long_sequences import SDPA
-from parity.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.golden.blocked_attention import are_too_many_scores
+from parity.golden.long_sequences import SDPA
+from parity.watching.trace import Call, Edit, Trace, Value, edit, once_a_trace
 
 Rearrange = Callable[[Tensor], Tensor]
 

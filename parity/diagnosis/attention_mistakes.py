@@ -15,7 +15,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.masks import band_of, hidden_keys, mask_mistakes
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
-from parity.trace import Edit, Trace
+from parity.watching.trace import Edit, Trace
 
 USUAL_CAPS = (30.0, 50.0)
 """Gemma 2's of logits and of scores."""

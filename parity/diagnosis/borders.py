@@ -23,7 +23,7 @@ from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.segments import is_of_sequences, lengths_of, sequences_instead
 from parity.diagnosis.trial import outputs_under
 from parity.diagnosis.verify import Explanation, verified
-from parity.trace import Edit, Trace
+from parity.watching.trace import Edit, Trace
 
 _MOST = 32  # sequences
 _CLEARLY = 3.0  # tolerances that a wrong position is off by

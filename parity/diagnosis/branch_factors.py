@@ -18,7 +18,7 @@ from parity.diagnosis.operations import alike, ordinal
 from parity.diagnosis.parallel_blocks import ends_a_branch
 from parity.diagnosis.rotation import rotations
 from parity.diagnosis.walk import CASTS, RESHAPES, back, binary, with_number
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _NEAR = (0.9, 1.1)  # from one of them the port's own number is looked for
 

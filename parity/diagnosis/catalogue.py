@@ -45,9 +45,9 @@ from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
 from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
 from parity.diagnosis.weight_readings import Heads
 from parity.execute import outputs_of
-from parity.in_fp64 import in_fp64
+from parity.golden.in_fp64 import in_fp64
 from parity.prepare import Calls, Prepared, cast
-from parity.trace import Trace
+from parity.watching.trace import Trace
 from parity.weights import parameter_shapes
 
 _NEAR = 60  # of a query's ancestors, among which its projection is

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from parity.clipped_gradients import clipping_at
 from parity.diagnosis.hypothesis import Call, Hypothesis
-from parity.trace import Trace
+from parity.watching.clipped_gradients import clipping_at
+from parity.watching.trace import Trace
 
 _NEAR = (1.1, 0.9, 10.0, 0.1)  # times the reference's own largest norm
 

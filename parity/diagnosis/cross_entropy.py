@@ -13,7 +13,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.losses import AVERAGES, OF_COUNTED, SUM
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import RESHAPES
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
 _REDUCTIONS = {"mean": OF_COUNTED, "sum": SUM, "none": None}

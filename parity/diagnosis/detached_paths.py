@@ -21,7 +21,7 @@ from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import verified
 from parity.result import Finding, TensorResult
-from parity.trace import Edit, Trace, detached, edit
+from parity.watching.trace import Edit, Trace, detached, edit
 
 _NEARLY_NOTHING = 0.1  # of a gradient's error, which a path may leave
 _MOST_TRIED = 24  # the nearest to what fails first

@@ -21,7 +21,7 @@ from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.noise import Place, places, values_under
 from parity.result import Finding
-from parity.trace import Trace
+from parity.watching.trace import Trace
 
 _NOISE = 5.0  # times what the precision costs a value, within which two values are the same
 _MOST_NOISE = 0.3  # of a value, beyond which it is not told from another one

@@ -15,7 +15,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.operations import ordinal
 from parity.diagnosis.walk import CASTS, back
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _EPS = 1e-5  # TE's default
 _NUMBER = re.compile(r"\d+")

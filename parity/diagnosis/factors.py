@@ -14,7 +14,7 @@ from torch import nn
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, users, with_number
-from parity.trace import Call, Edit, Site, Trace, edit
+from parity.watching.trace import Call, Edit, Site, Trace, edit
 
 _POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
 _FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are told by its name

@@ -32,7 +32,7 @@ from parity.diagnosis.unused_branches import unused_parameters
 from parity.diagnosis.values import non_finite, unreached_parameters
 from parity.diagnosis.verify import Explanation
 from parity.result import Finding
-from parity.trace import Trace
+from parity.watching.trace import Trace
 
 _SHORTEST_CHECK = 1.0
 """Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance."""

@@ -18,7 +18,7 @@ from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
-from parity.trace import Trace, detached
+from parity.watching.trace import Trace, detached
 
 _CLEARLY = 0.5  # of the error, below which another rounding must bring it
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from parity.calls import edited
-from parity.trace import Edit
+from parity.watching.calls import edited
+from parity.watching.trace import Edit
 
 Call = Callable[..., Any]
 ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]

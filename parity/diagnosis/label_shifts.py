@@ -12,7 +12,7 @@ from parity.diagnosis.cross_entropy import CrossEntropy, cross_entropies
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import RESHAPES
-from parity.trace import Edit, Trace, Value, edit
+from parity.watching.trace import Edit, Trace, Value, edit
 
 _SLICES = RESHAPES | {"getitem", "narrow"}
 _WHOSE = {

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis, ReadWeights
 from parity.diagnosis.weight_readings import Shapes
-from parity.weight_sides import names, pack, shape_of, unpack
-from parity.weight_terms import Side
 from parity.weights import WeightMap
+from parity.weights.sides import names, pack, shape_of, unpack
+from parity.weights.terms import Side
 
 _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # the first one is the layer's, others are of what it is made of
 _EXPERT = re.compile(r"(?<=weight)\d+$|(?<=bias)\d+$")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import binary
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 
 @dataclass(frozen=True, eq=False)

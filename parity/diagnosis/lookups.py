@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import RESHAPES, back, binary
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 Reindex = Callable[[Tensor], Tensor]
 

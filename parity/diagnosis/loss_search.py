@@ -16,7 +16,7 @@ from parity.diagnosis.losses import loss_hypotheses
 from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.diagnosis.verify import Explanation, verified
-from parity.trace import Trace
+from parity.watching.trace import Trace
 
 _HELPS = 0.5  # of the error before, which a mistake must bring down to that, in the worst tensor
 _VERIFIED = 3  # mistakes that are computed under the rounding model, the best first

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import CASTS, back, binary
-from parity.trace import Call, Trace, Value, edit
+from parity.watching.trace import Call, Trace, Value, edit
 
 OF_COUNTED = "the mean over the tokens that count"
 SUM = "the sum over all tokens"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.band import Band, distance_of
 from parity.diagnosis.mistake import Mistake, Operation
-from parity.trace import Edit
+from parity.golden.band import Band, distance_of
+from parity.watching.trace import Edit
 
 HIDDEN = -1e30
 """Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""

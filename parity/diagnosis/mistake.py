@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from parity.diagnosis.hypothesis import Hypothesis, Scope
-from parity.trace import Edit
+from parity.watching.trace import Edit
 
 Operation = TypeVar("Operation")
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity.calls import tracing
 from parity.execute import outputs_of
 from parity.passes import under_model
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
 from parity.rounding.freedom import UNFUSED
-from parity.trace import Site, Trace
+from parity.watching.calls import tracing
+from parity.watching.trace import Site, Trace
 
 Place = tuple[Site, int, bool]
 

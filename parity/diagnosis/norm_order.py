@@ -12,7 +12,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.rotation import Rotation, rotations
 from parity.diagnosis.walk import RESHAPES, back
-from parity.trace import Edit, Trace, Value, edit
+from parity.watching.trace import Edit, Trace, Value, edit
 
 
 def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:

@@ -14,7 +14,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import agree, back, binary, other, users, with_number
-from parity.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.watching.trace import Call, Edit, Trace, Value, edit, once_a_trace
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
 """What TE's modules and the configurations of well-known models have for eps."""

@@ -13,7 +13,7 @@ from torch import nn
 from parity.diagnosis.alternatives import LEFT_OUT, Alternative, alternatives
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import with_number
-from parity.trace import Call, Trace, edit
+from parity.watching.trace import Call, Trace, edit
 
 _NUMBER = re.compile(r"\d+")
 

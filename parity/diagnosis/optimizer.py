@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import back, binary
-from parity.trace import Trace, edit
+from parity.watching.trace import Trace, edit
 
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of an FP32 number that is cut off to the dtype

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parity.diagnosis.hypothesis import Call, Hypothesis
-from parity.optimizers_seen import Stepped, settings_of
-from parity.trace import Trace
+from parity.watching.optimizers import Stepped, settings_of
+from parity.watching.trace import Trace
 
 Group = dict[str, Any]
 Change = Callable[[Optimizer, Group], None]

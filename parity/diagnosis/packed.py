@@ -21,7 +21,7 @@ from parity.diagnosis.masks import HIDDEN, Bias
 from parity.diagnosis.mistake import everywhere_and_somewhere
 from parity.diagnosis.segments import segment_mistakes
 from parity.diagnosis.walk import RESHAPES
-from parity.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.watching.trace import Call, Edit, Trace, Value, edit, once_a_trace
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
 

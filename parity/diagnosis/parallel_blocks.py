@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _THROUGH = CASTS | {"dropout"}
 _ENDS = RESHAPES | {"dropout", "add", "mul"}  # what may follow a branch's last linear layer: a bias, a scale

@@ -11,7 +11,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.residuals import Residual, residuals
 from parity.diagnosis.walk import LINEAR, back, users
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 
 def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:

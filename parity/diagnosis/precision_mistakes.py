@@ -28,8 +28,8 @@ from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.rounding.freedom import FUSED
 from parity.rounding.parts import Rounding
-from parity.weight_sides import pack, unpack
 from parity.weights import parameter_shapes
+from parity.weights.sides import pack, unpack
 
 _NEARER = 0.7
 """Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""

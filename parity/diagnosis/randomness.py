@@ -10,8 +10,8 @@ from torch import Tensor
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.errors import difference, relative_l2
-from parity.random_state import other_numbers
 from parity.result import Finding
+from parity.watching.random_state import other_numbers
 
 _OF_THE_ERROR = 0.3  # that two passes are apart, from where on random numbers are its cause
 _OF_THE_EXPECTED = 1.5  # ditto: two passes that round stochastically are sqrt(2) times as far apart, at most

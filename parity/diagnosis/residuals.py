@@ -15,7 +15,7 @@ from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.operations import ordinal
 from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, binary
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _THROUGH = CASTS | {"dropout"}
 _MOST_ANCESTORS = 400  # of a branch: a norm, attention or an MLP, written out

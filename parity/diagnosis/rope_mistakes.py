@@ -15,7 +15,7 @@ from parity.diagnosis.rope_positions import Edits, Phases, position_mistakes, re
 from parity.diagnosis.rope_scaling import scaling_mistakes
 from parity.diagnosis.rotation import Form, Rotation, frequencies, rotations
 from parity.formats import tf32
-from parity.trace import Edit, Site, Trace
+from parity.watching.trace import Edit, Site, Trace
 
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 """Of Llama, Llama 3, Qwen, and others between them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.diagnosis.mistake import Mistake
 from parity.diagnosis.rotation import Rotation
-from parity.trace import Edit
+from parity.watching.trace import Edit
 
 Edits = Callable[[Rotation], tuple[Edit, ...]]
 Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles

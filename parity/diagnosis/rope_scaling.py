@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parity.diagnosis.mistake import Mistake
 from parity.diagnosis.rotation import Rotation, frequencies
-from parity.trace import Edit
+from parity.watching.trace import Edit
 
 _SAME = 1e-3  # relative, between ratios of frequencies that were read off angles
 _FEWEST = 4  # frequencies that show how they are scaled

@@ -18,7 +18,7 @@ from torch import Tensor
 from parity.diagnosis.attention import seeming_attentions
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
-from parity.trace import Call, Edit, Site, Trace, Value, edit, once_a_trace
+from parity.watching.trace import Call, Edit, Site, Trace, Value, edit, once_a_trace
 
 Form = Literal["halves", "interleaved"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parity.diagnosis.walk import CASTS, RESHAPES, back, binary, users
-from parity.trace import Call, Trace, Value, once_a_trace
+from parity.watching.trace import Call, Trace, Value, once_a_trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.router import Router, routers
-from parity.trace import Edit, Trace, Value, edit
+from parity.watching.trace import Edit, Trace, Value, edit
 
 _Edits = tuple[Edit, ...]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

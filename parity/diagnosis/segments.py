@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from parity.band import Band, distance_of
 from parity.diagnosis.masks import HIDDEN, Bias, MaskMistake, band_of, hidden_keys, without_hiding
+from parity.golden.band import Band, distance_of
 
 _FEW_BORDERS = 8  # of which each is tried elsewhere
 

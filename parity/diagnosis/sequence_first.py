@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.attention import attentions
 from parity.diagnosis.hypothesis import Call, Hypothesis
-from parity.trace import Trace
+from parity.watching.trace import Trace
 
 
 def sequence_first_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:

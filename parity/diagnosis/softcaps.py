@@ -17,7 +17,7 @@ from parity.diagnosis.attention_mistakes import USUAL_CAPS
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, LINEAR, users, with_number
-from parity.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity.calls import Misfit, edited
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.execute import outputs_of, run
-from parity.in_fp64 import in_fp64
-from parity.long_sequences import attention_in_blocks
+from parity.golden.in_fp64 import in_fp64
+from parity.golden.long_sequences import attention_in_blocks
 from parity.passes import Tensors, tensors_of, under_model
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
 from parity.rounding.freedom import UNFUSED, Freedom
+from parity.watching.calls import Misfit, edited
 
 
 def outputs_under(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.walk import ancestors, binary
-from parity.trace import Call, Edit, Trace, Value, edit
-from parity.weight_sides import names
+from parity.watching.trace import Call, Edit, Trace, Value, edit
 from parity.weights import WeightMap
+from parity.weights.sides import names
 
 _MOST_NAMED = 3  # of the parameters that a message lists
 _FEW = 4  # calls, of which a norm's gain is made: a cast, a sum

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.trace import Call, Trace, Value
+from parity.watching.trace import Call, Trace, Value
 
 CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})
 """What changes at most a tensor's dtype or memory."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.weight_readings import Heads, Reading, Shapes, readings
-from parity.weight_sides import describe, names, pack, shape_of, unpack
-from parity.weight_terms import Side
 from parity.weights import WeightMap
+from parity.weights.sides import describe, names, pack, shape_of, unpack
+from parity.weights.terms import Side
 
 _NUMBER = re.compile(r"\d+")
 _WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")

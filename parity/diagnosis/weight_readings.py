@@ -14,8 +14,8 @@ from itertools import chain, combinations, islice, permutations
 import torch
 from torch import Tensor
 
-from parity.weight_sides import describe, names, pack, shape_of, unpack
-from parity.weight_terms import (
+from parity.weights.sides import describe, names, pack, shape_of, unpack
+from parity.weights.terms import (
     Experts,
     InterleavedQKV,
     MisfitError,

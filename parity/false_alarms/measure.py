@@ -19,11 +19,11 @@ from parity.calibration.sizes import drawn
 from parity.calibration.table import packaged
 from parity.case import Case, Size
 from parity.comparison import compare_at
+from parity.declaring.validate import check_case
 from parity.precision import PRECISIONS, why_unavailable
 from parity.result import Result
 from parity.studies import record
 from parity.te import Backend
-from parity.validate import check_case
 
 DRAWN = "drawn"
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parity import built_in, host
+from parity.declaring import built_in
 from parity.gpu_report import limits, verdicts
 from parity.gpu_report.step import Step
+from parity.machine import host
 
 NO_GPU = "no GPU here: emulated kernels, and a small part, to try the step"
 _SMALL = "a small part"

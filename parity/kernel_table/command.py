@@ -14,9 +14,9 @@ import torch
 
 from parity import te
 from parity.cpu import cuda
-from parity.devices import CUDA_VISIBLE_DEVICES
 from parity.kernel_table import catalogue, measure, processes, record
 from parity.kernel_table.table import Comparison, compare, draw
+from parity.machine.devices import CUDA_VISIBLE_DEVICES
 from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from parity.attention_backend import AttentionBackend, attention_backends
 from parity.kernel_table.bench import DTYPES, Bench
 from parity.kernel_table.call import KernelCall
+from parity.te_state.attention_backend import AttentionBackend, attention_backends
 
 _BATCH, _SEQUENCE, _HEADS, _FEATURES = 2, 128, 8, 64
 _BACKENDS: dict[AttentionBackend, tuple[str, ...]] = {"unfused": ("FP32", "BF16", "FP16"), "fused": ("BF16", "FP16")}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity import host
-from parity.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
-from parity.lasting import lasting
+from parity.declaring.source import imports_parity
+from parity.machine import host
+from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
+from parity.machine.lasting import lasting
 from parity.plugin import ending, lines, options, staffing
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
@@ -23,7 +24,6 @@ from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.plugin.unknown import unknown_pairs
 from parity.plugin.workers import Workers
-from parity.source import imports_parity
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _told(error: UserError, details: bool) -> str:
     """The message; with details also how Python came to the mistake, if it was the user's code that raised."""
     if not details or error.__cause__ is None:
         return str(error)
-    from parity.raised import way_there
+    from parity.watching.raised import way_there
 
     return f"{error}\n{way_there(error.__cause__)}"
 
@@ -178,9 +178,9 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     Raises:
         UserError: if the case does not fit together at one of its sizes.
     """
+    from parity.declaring.validate import attention_of, check_case
     from parity.precision import PRECISIONS
     from parity.result import item_name
-    from parity.validate import attention_of, check_case
 
     options = module.config.stash[_OPTIONS]
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]

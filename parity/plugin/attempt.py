@@ -32,7 +32,8 @@ def attempt(
     Returns:
         The result; a skip with the reason if memory runs out even so.
     """
-    from parity import free_memory, memory
+    from parity import memory
+    from parity.machine import free_memory
 
     def run(alone: bool) -> Result:
         with _device(workplace, alone), time_limit():

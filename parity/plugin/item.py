@@ -20,13 +20,13 @@ from parity.plugin.watchdog import time_limit
 from parity.plugin.workplace import Workplace
 
 if TYPE_CHECKING:
-    from parity.attention_backend import AttentionBackend
     from parity.calibration.table import Table
     from parity.case import Case
+    from parity.declaring.validate import CheckedSize
     from parity.precision import Precision
     from parity.result import DeviceError, Result
     from parity.te import Kernels
-    from parity.validate import CheckedSize
+    from parity.te_state.attention_backend import AttentionBackend
 
 
 DETAILS = 2  # how many -v ask for tracebacks

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from parity.devices import CUDA_VISIBLE_DEVICES
+from parity.machine.devices import CUDA_VISIBLE_DEVICES
 
 _LONGEST = 120.0  # seconds; a file of pairs may do anything when it is imported
 
@@ -32,7 +32,7 @@ def largest_need(files: Iterable[Path]) -> int | None:
 def _needs(files: Sequence[str]) -> Iterator[int]:
     """Of each case at each size; what cannot be imported or does not fit together is told when it is collected."""
     from parity import memory, registry, te
-    from parity.validate import check_case
+    from parity.declaring.validate import check_case
 
     kernels = te.kernels("cpu")
     for file in files:

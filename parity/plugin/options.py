@@ -9,9 +9,9 @@ from typing import Literal, cast
 
 import pytest
 
+from parity.machine.writable import check_file
 from parity.precision_names import PRECISION_NAMES
 from parity.user_error import UserError
-from parity.writable import check_file
 
 BACKENDS = ("auto", "gpu", "cpu")
 
@@ -148,13 +148,13 @@ def parse_backend(text: str, option: str = "--backend") -> Literal["auto", "gpu"
 
 
 def parse_attention(text: str) -> str:
-    """One of ``parity.attention_backend.CHOICES``.
+    """One of ``parity.te_state.attention_backend.CHOICES``.
 
     Raises:
         UserError: if it is none.
     """
     if text != "auto":
-        from parity.attention_backend import checked_choice
+        from parity.te_state.attention_backend import checked_choice
 
         checked_choice(text)
     return text

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from parity import devices, extension, host
-from parity.devices import Device
+from parity.declaring.source import that_import_parity
+from parity.machine import devices, extension, host
+from parity.machine.devices import Device
 from parity.plugin.options import Options
-from parity.source import that_import_parity
 
 # What a worker should find at least. On the GPU: its CUDA context, cuBLAS's workspaces and a case of some GiB. On the
 # host: Python with PyTorch and TE, which is 0.45 GiB without CUDA, and a case.

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from parity import devices, host
-from parity.devices import CUDA_VISIBLE_DEVICES, Device
+from parity.machine import devices, host
+from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
 from parity.plugin import ending
 from parity.plugin.diary import Diary
 from parity.plugin.workplace import KEY

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from parity import blocked_attention
-from parity.band import Band
+from parity.golden import blocked_attention
+from parity.golden.band import Band
 from parity.reference.rope import RotaryEmbedding
 
 

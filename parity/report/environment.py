@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from parity import nvidia_smi
+from parity.machine import nvidia_smi
 
 KERNELS = {
     "gpu": "real: TransformerEngine's compiled CUDA kernels",
@@ -85,7 +85,7 @@ def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
     """The environment of this process."""
     import torch
 
-    from parity.golden_device import golden_device
+    from parity.golden.placement import golden_device
 
     gpu = backend == "gpu"
     return Environment(

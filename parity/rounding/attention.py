@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.blocked_attention import Arithmetic, as_it_is
+from parity.golden.blocked_attention import Arithmetic, as_it_is
 from parity.rounding.addresses import address, addresses
 from parity.rounding.aten_calls import SAME_PLACE, SOFTMAX, SOFTMAX_BACKWARD
 from parity.rounding.phase import Phase

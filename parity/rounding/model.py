@@ -31,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from parity.blocked_attention import Arithmetic
-from parity.grouped_products import experts_one_by_one
-from parity.long_sequences import attention_in_blocks
+from parity.golden.blocked_attention import Arithmetic
+from parity.golden.grouped_products import experts_one_by_one
+from parity.golden.long_sequences import attention_in_blocks
 from parity.rounding.addresses import address
 from parity.rounding.aten_calls import (
     ARITHMETIC,

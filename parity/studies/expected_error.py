@@ -23,6 +23,7 @@ import torch
 from parity import te
 from parity.cases.mlp import issue_407
 from parity.cpu.products import accumulation
+from parity.declaring.validate import CheckedSize
 from parity.inputs import Rng
 from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS, Precision
@@ -36,7 +37,6 @@ from parity.studies.pooled import pooled_relative_l2
 from parity.studies.te_modules import AS_TE, MODULES, Shape, placed
 from parity.te import Kernels
 from parity.user_error import UserError
-from parity.validate import CheckedSize
 
 RECORD = "expected_error.jsonl"
 KINDS = ("output", "input gradient", "weight gradient")

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity import weights, weights_check
+from parity import weights
 from parity.inputs import Rng
 from parity.precision import Precision
 from parity.reference import GPTLayer, LlamaLayer, NormLinear
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.weights import WeightMap, stack
+from parity.weights.check import check_map
 
 # Of weight matrices and embeddings, as in GPT-2; norms start at 1, biases at 0.
 INITIAL_STD = 0.02
@@ -144,7 +145,7 @@ def load_candidate(model: LanguageModel, architecture: Architecture, size: Size,
     """
     weight_map = architecture.weight_map(size)
     shapes = weights.parameter_shapes(model)
-    weights_check.check(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
+    check_map(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
     load(model, weights.to_candidate(weight_map, initial, shapes))
 
 

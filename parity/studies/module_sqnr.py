@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from parity.case import Case, Pair
+from parity.declaring.validate import CheckedSize
 from parity.errors import sqnr_db
 from parity.passes import model_tensors, run_candidate, tensors_of
 from parity.precision import PRECISIONS
@@ -18,7 +19,6 @@ from parity.studies.gpu import gpu_with
 from parity.studies.pooled import pooled_relative_l2
 from parity.studies.te_modules import AS_TE, Shape, placed
 from parity.te import Kernels
-from parity.validate import CheckedSize
 
 
 @dataclass(frozen=True)

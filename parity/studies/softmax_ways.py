@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parity.te import Kernels
-from parity.te_variables import te_variables
+from parity.te_state.variables import te_variables
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from parity.te import Kernels
-from parity.te_variables import te_variables
+from parity.te_state.variables import te_variables
 from parity.user_error import UserError
 
 Backend = Literal["unfused", "fused", "flash"]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from parity.case import Case, Pair
 from parity.cases import attention, layer, linear, mlp, norm
+from parity.declaring.validate import CheckedSize
 from parity.rounding.freedom import Freedom
-from parity.validate import CheckedSize
-from parity.weight_sides import renamed
+from parity.weights.sides import renamed
 
 HEAD_DIM = 64
 # What TE's modules do where a kernel may choose: attention is fused, a layer's residual sums are stored.

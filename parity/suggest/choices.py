@@ -12,7 +12,7 @@ from parity.suggest.layouts import Entries, Layout, Shapes, constant_layouts, co
 from parity.suggest.matching import Group, Matching
 from parity.suggest.names import EMBEDDING, HEAD, is_norm, parts_by_unit
 from parity.suggest.units import Unit
-from parity.weight_sides import describe, names
+from parity.weights.sides import describe, names
 
 # Up to this many units that only their order matched, every order is tried; of more, each pair exchanged.
 _ALL_ORDERS_UP_TO = 4

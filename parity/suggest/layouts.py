@@ -13,8 +13,6 @@ from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
 from parity.suggest.readings import Reading, readings
 from parity.suggest.units import BIAS, WEIGHT, Unit, is_stack
-from parity.weight_sides import describe, names, shape_of
-from parity.weight_terms import Constant, MisfitError, Shape, Side, Term
 from parity.weights import (
     constant,
     copies,
@@ -28,6 +26,8 @@ from parity.weights import (
     stack,
     transpose,
 )
+from parity.weights.sides import describe, names, shape_of
+from parity.weights.terms import Constant, MisfitError, Shape, Side, Term
 
 Entries = tuple[tuple[Side, Side], ...]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from parity.suggest.names import GATE, QKV, UP, Parts
 from parity.suggest.readings import flat
 from parity.suggest.units import WEIGHT, Unit, is_stack
-from parity.weight_terms import Shape
+from parity.weights.terms import Shape
 
 # A part, an expert, and the how-manieth of its kind in the model: the third layer's query, say.
 Key = tuple[str, int | None, int]

@@ -11,6 +11,7 @@ import torch
 
 from parity import te, weights
 from parity.case import Case, Pair, Size, as_case
+from parity.declaring.validate import build, located
 from parity.suggest.choices import Choice, choices
 from parity.suggest.geometry import geometry_of
 from parity.suggest.layouts import Entries, Shapes
@@ -22,10 +23,9 @@ from parity.suggest.trial import Trial, prepare_trial
 from parity.suggest.units import Unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
-from parity.validate import build, located
-from parity.weight_sides import names
 from parity.weights import WeightMap, parameter_shapes
-from parity.weights_check import check_entries
+from parity.weights.check import check_entries
+from parity.weights.sides import names
 
 MAX_RUNS = 300
 

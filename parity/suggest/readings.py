@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from parity.suggest.units import WEIGHT, Unit
-from parity.weight_sides import renamed, shape_of
-from parity.weight_terms import Shape, Side
 from parity.weights import rearrange
+from parity.weights.sides import renamed, shape_of
+from parity.weights.terms import Shape, Side
 
 # Axes of a convolution's weight: channels out and in, then time, rows and columns of a patch.
 _KERNEL_AXES = {3: "o c p", 4: "o c p q", 5: "o c t p q"}

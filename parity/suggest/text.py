@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
-from parity.weight_sides import describe
-from parity.weight_terms import Reorder, Side
 from parity.weights import WeightMap
+from parity.weights.sides import describe
+from parity.weights.terms import Reorder, Side
 
 _SHOWN_ENTRIES = 3
 _SHOWN_ALTERNATIVES = 6

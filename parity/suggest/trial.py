@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import te_caches, weights
+from parity import weights
 from parity.case import Pair, Size, draw_inputs
 from parity.errors import measure
 from parity.execute import outputs_of
-from parity.in_fp64 import in_fp64
+from parity.golden.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
 from parity.prepare import cast, vary_constants
-from parity.quantized_parameters import dequantized, moved
 from parity.rounding.model import rounded
 from parity.te import Kernels
+from parity.te_state import caches
+from parity.te_state.quantized_parameters import dequantized, moved
 from parity.user_error import UserError
 from parity.weights import WeightMap
 
@@ -60,7 +61,7 @@ class Trial:
         """
         shapes = weights.parameter_shapes(self.candidate)
         weights.fill(self.candidate, weights.to_candidate(weight_map, self.reference_weights, shapes))
-        with te_caches.fresh():
+        with caches.fresh():
             return _worst_error(self._run(), self.golden)
 
     def _run(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from parity.weight_terms import Shape
+from parity.weights.terms import Shape
 
 WEIGHT, BIAS = "weight", "bias"
 

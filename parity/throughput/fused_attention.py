@@ -12,7 +12,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.band import Band
+from parity.golden.band import Band
 from parity.reference import CoreAttention
 
 

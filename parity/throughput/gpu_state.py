@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parity import nvidia_smi
+from parity.machine import nvidia_smi
 
 # Bits of NVML's "clocks event reasons" (nvml.h, nvmlClocksEventReason...) that slow a GPU that has work to do.
 _THROTTLES = {

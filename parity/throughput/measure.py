@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parity import flops, memory, module_flops
 from parity.case import Case
+from parity.declaring.validate import CheckedSize, check_case
 from parity.one_line import one_line
 from parity.precision import PRECISIONS, why_unavailable
 from parity.te import Kernels
@@ -27,7 +28,6 @@ from parity.throughput.implementation import COMPILED, TE, Implementation, compi
 from parity.throughput.row import Row, Times
 from parity.throughput.subject import Subject, candidate, passes, subject
 from parity.throughput.workload import Workload
-from parity.validate import CheckedSize, check_case
 
 _LOADED_SECONDS = 0.5  # of work behind which the driver is asked for the clocks
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from parity import registry
-from parity.built_in import folder as built_in_folder
 from parity.case import Case
+from parity.declaring.built_in import folder as built_in_folder
 from parity.user_error import UserError
 
 # The built-in cases that are timed by default, the most telling first, at the sizes of an 8-billion-parameter Llama

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from parity import passes
 from parity.case import Case
+from parity.declaring.validate import CheckedSize
 from parity.execute import outputs_of, run
 from parity.precision import Precision
 from parity.prepare import Prepared, cast
 from parity.result import PROBED, Kind
 from parity.te import Kernels
-from parity.validate import CheckedSize
 
 # By ``output``, ``probed output`` or ``d up_proj.weight``.
 Tensors = dict[str, Tensor]

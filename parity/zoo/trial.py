@@ -14,10 +14,10 @@ from parity.calibration.table import Table, packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.cpu.products import tf32
+from parity.declaring.validate import CheckedSize, check_case
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, cast, forget, prepare
 from parity.te import Kernels
-from parity.validate import CheckedSize, check_case
 from parity.zoo import passes, rivals, signal
 from parity.zoo.bug import Bug, planted
 from parity.zoo.catalogue import BUGS

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from parity import te, weights_check
+from parity import te
 from parity.calibration.table import packaged
 from parity.comparison import compare_at
 from parity.cpu import cuda
@@ -14,6 +14,7 @@ from parity.precision import PRECISIONS, why_unavailable
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.te_modules import MODULES, Shape, placed
 from parity.te import Kernels
+from parity.weights.check import check_map
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_modules_in_a_row_have_weights_of_their_own(kernels: Kernels) -> None:
         {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         for module in (pair.reference, pair.candidate)
     ]
-    weights_check.check(pair.weights, *shapes)
+    check_map(pair.weights, *shapes)
     assert "1.norm.weight" in shapes[0]
     assert shapes[1]["1.fc1_weight"] == (2 * 3 * 128, 128)
 

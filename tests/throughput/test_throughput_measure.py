@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from parity import te
+from parity.declaring.validate import check_case
 from parity.precision import PRECISIONS
 from parity.throughput import measure, workload
 from parity.throughput.implementation import COMPILED, EAGER, TE, Implementation, implementations
 from parity.throughput.measure import Plan
 from parity.throughput.row import Row
 from parity.throughput.workload import Workload
-from parity.validate import check_case
 
 TINY = Path(__file__).with_name("tiny_pairs.py")
 SIZE = dict(batch=16, hidden=16)

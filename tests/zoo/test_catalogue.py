@@ -8,10 +8,10 @@ import torch
 from parity import te
 from parity.case import Case
 from parity.cpu.products import tf32
+from parity.declaring.validate import check_case
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
 from parity.user_error import UserError
-from parity.validate import check_case
 from parity.zoo import passes
 from parity.zoo.bug import Bug, planted
 from parity.zoo.catalogue import BUGS, chosen, subject

@@ -7,8 +7,8 @@ import dataclasses
 from torch import Tensor, nn
 
 from parity.case import Pair
-from parity.weight_terms import InterleavedQKV, RopeHalves, Shift, Stack
 from parity.weights import Side, interleaved_qkv, reorder, stack, transpose
+from parity.weights.terms import InterleavedQKV, RopeHalves, Shift, Stack
 from parity.zoo.bug import Bug
 from parity.zoo.hosts.attention import QKV
 from parity.zoo.maps import Change, exchanged, heads_of, left_sides, left_sides_of, parameter

@@ -1,0 +1,64 @@
+"""Why a comparison failed: the findings of its inputs, of the probing ones, or of the matched filters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from parity.diagnosis import UNEXPLAINED, Failure, findings
+from parity.execute import Pass
+from parity.judging.conditioning import ill_conditioned
+from parity.judging.directions import Direction
+from parity.judging.directions import findings as mistakes
+from parity.passes import Tensors
+from parity.result import PROBED, Finding, TensorResult
+
+
+def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
+    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
+    shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
+    if shaky is not None:
+        return (shaky,)
+    drawn = [tensor for tensor in failure.results if not tensor.probed]
+    probed = [tensor for tensor in failure.results if tensor.probed]
+    on_probe = None if all(tensor.passed for tensor in probed) else _on_probe(failure)
+    if on_probe is not None and all(tensor.passed for tensor in drawn):
+        return findings(on_probe)
+    found = findings(dataclasses.replace(failure, results=drawn, on_probe=on_probe), unreached)
+    if not _is_known(found):
+        known_by_filter = tuple(mistakes(drawn, known))
+        probing = findings(on_probe) if on_probe is not None and not known_by_filter else ()
+        return known_by_filter or (probing if _is_known(probing) else found)
+    return found
+
+
+def _is_known(found: Sequence[Finding]) -> bool:
+    """Whether they are causes, which leave nothing unexplained."""
+    return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)
+
+
+def _on_probe(failure: Failure) -> Failure:
+    """The same failure as the probing inputs show it: their outputs in the place of the others."""
+    prepared, rerun = failure.prepared, failure.rerun
+    probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
+    return dataclasses.replace(
+        failure,
+        results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
+        candidate=_of_probe(failure.candidate),
+        prepared=probed,
+        judge=lambda truth, models: _as_outputs(failure.judge(_as_probed(truth), [_as_probed(m) for m in models])),
+        rerun=None if rerun is None else lambda change: _of_probe(rerun(change)),
+    )
+
+
+def _of_probe(tensors: Tensors) -> Tensors:
+    """The outputs on the probing inputs as outputs."""
+    return {("output", name): tensor for (kind, name), tensor in tensors.items() if kind == PROBED}
+
+
+def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
+    return [dataclasses.replace(tensor, kind="output") for tensor in probed]
+
+
+def _as_probed(tensors: Tensors) -> Tensors:
+    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}

@@ -1,0 +1,202 @@
+"""Golden, model and candidate tensors in, verdicts out: every statistic of every tensor against its limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.calibration.table import Table
+from parity.errors import Measures
+from parity.judgeable import overflows_within
+from parity.judging.directions import Direction, resemblance
+from parity.judging.statistics import Statistic, least_error, statistics
+from parity.passes import Tensors
+from parity.precision import Precision
+from parity.result import Check, Kind, TensorResult
+from parity.summed import Summed
+from parity.truth import Deviations, Truths
+
+_VANISHING = 1e-12
+"""Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Models that round independently.
+
+    Attributes:
+        count: how many of the models, the last ones.
+        of_outputs: whether outputs are judged by them as well. Gradients are in any case: few numbers of a loss scale
+            them all.
+    """
+
+    count: int = 0
+    of_outputs: bool = False
+
+
+NONE_DRAWN = Drawn()
+
+
+def judge(
+    golden: Truths,
+    models: Sequence[Tensors],
+    candidate: Tensors,
+    precision: Precision,
+    table: Table,
+    known: Sequence[Direction],
+    drawn: Drawn = NONE_DRAWN,
+) -> tuple[TensorResult, ...]:
+    """Judge every tensor.
+
+    Args:
+        golden: by kind and name of the tensor.
+        models: the rounding model's tensors, one for each way in which faithful kernels compute.
+        candidate: the candidate's tensors, in the reference's layout.
+        precision: at which they were computed.
+        table: what faithful ports show.
+        known: directions of subtle mistakes.
+        drawn: which of the models round independently.
+    """
+    floors = _floors(golden, models)
+    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors, drawn) for key in golden)
+
+
+def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
+    """By gradient that is 0 but for rounding: the root mean square error that the precision costs the worst of others.
+
+    What is left of terms that cancel, as in the gradient of a bias in front of a softmax, or of queries that see one
+    key, is the rounding of these terms, which may cancel in the model or in the candidate and not in the other.
+    """
+    sizes = {key: truth.root_mean_square for key, truth in golden.items() if key[0].endswith("gradient")}
+    largest = max(sizes.values(), default=0.0)
+    vanishing = [key for key, size in sizes.items() if size < _VANISHING * largest]
+    if not vanishing:
+        return {}
+    errors = (
+        error.root_mean_square
+        for key in sizes
+        if key not in vanishing
+        for error in golden[key].deviations([model[key] for model in models]).errors
+    )
+    return dict.fromkeys(vanishing, max((error for error in errors if math.isfinite(error)), default=0.0))
+
+
+def observe(
+    key: tuple[Kind, str],
+    golden: Truths,
+    models: Sequence[Tensors],
+    candidate: Tensors,
+    dtype: torch.dtype,
+    known: Sequence[Direction],
+) -> list[Statistic]:
+    """The statistics of one tensor; none where the candidate, golden or every model has a NaN or an infinity.
+
+    Args:
+        key: kind and name of the tensor.
+        golden, models, candidate, known: as for ``judge``.
+        dtype: in which the candidate returns it.
+    """
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, _floors(golden, models))
+    least = least_error(dtype, summed_terms(key[0], truth.values, golden))
+    return _observed(key, error, model_errors, truth, least, known)
+
+
+def _deviations(
+    key: tuple[Kind, str],
+    golden: Truths,
+    candidate: Tensors,
+    models: Sequence[Tensors],
+    floors: Mapping[tuple[Kind, str], float],
+    drawn: Drawn = NONE_DRAWN,
+) -> Deviations:
+    """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
+    judging = models if drawn.of_outputs or key[0].endswith("gradient") else models[: len(models) - drawn.count]
+    found = golden[key].deviations([tensors[key] for tensors in (candidate, *judging)])
+    for error in found.errors[1 + len(models) - drawn.count :]:
+        error.is_drawn, error.leans = True, key[0].endswith("gradient")
+    if key in floors:
+        found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
+    return found
+
+
+def _observed(
+    key: tuple[Kind, str],
+    error: Summed,
+    model_errors: Sequence[Summed],
+    truth: Summed,
+    least: float,
+    known: Sequence[Direction],
+) -> list[Statistic]:
+    finite = [model_error for model_error in model_errors if model_error.is_finite]
+    if not finite or not error.is_finite:
+        return []
+    kind, name = key
+    found = list(statistics(error, finite, truth, least, of_parameter=kind == "weight gradient"))
+    if kind == "output":
+        expected = max(*(model_error.norm for model_error in finite), least * truth.norm)
+        mistake = resemblance(name, error, finite, truth, expected, known)
+        found += [mistake] if mistake else []
+    return found
+
+
+def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
+    """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
+    if kind != "weight gradient":
+        return tensor.shape[-1] if tensor.dim() else 1
+    outputs = [output.exact for (k, _), output in golden.items() if k == "output"]
+    return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)
+
+
+def _judged(
+    key: tuple[Kind, str],
+    golden: Truths,
+    models: Sequence[Tensors],
+    candidate: Tensors,
+    precision: Precision,
+    table: Table,
+    known: Sequence[Direction],
+    floors: Mapping[tuple[Kind, str], float],
+    drawn: Drawn,
+) -> TensorResult:
+    kind, name = key
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
+    measures = Measures(truth, precision.dtype)
+    least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
+    errors = measures.of(candidate[key], error)
+    most = _most(error, model_errors)
+    loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
+    expected = measures.of(loses_most, model_errors[most])
+    found = _observed(key, error, model_errors, truth, least, known)
+    checks = tuple(
+        Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
+    )
+    limits = {check.statistic: check.limit for check in checks}
+    nothing_to_judge = 0.0 if errors.finite and not truth.values.numel() else math.inf
+    return TensorResult(
+        name=name,
+        kind=kind,
+        shape=tuple(truth.values.shape),
+        errors=errors,
+        expected=expected,
+        tolerance_relative_l2=limits.get("norm", 0.0) * max(expected.relative_l2, least),
+        tolerance_max_abs=limits.get("largest", 0.0) * max(expected.max_abs, least * expected.golden_rms),
+        checks=checks,
+        margin=max((check.margin for check in checks), default=nothing_to_judge),
+    )
+
+
+def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
+    """Which model's error is expected: the largest that is finite, since a faithful port may compute as any does.
+
+    Where the candidate overflows, that of a model which overflows there, too, if there is one.
+    """
+    finite = [model_error.is_finite for model_error in model_errors]
+    if not error.is_finite:
+        for m, model_error in enumerate(model_errors):
+            if not finite[m] and overflows_within(error.values, model_error.values):
+                return m
+    return max(range(len(model_errors)), key=lambda m: model_errors[m].norm if finite[m] else -1.0)

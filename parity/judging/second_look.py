@@ -1,0 +1,137 @@
+"""Looks again at a tensor beyond its limits: would a faithful port whose roundings fell otherwise be there, too?
+
+A port's own lines between TE's modules are no fused kernel. Where it calls PyTorch's functions by itself, the model
+runs once more with what they round (``parity.rounding.plain_calls``).
+
+Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by rounding
+alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So before a port
+fails, the model runs with every such value above its kink that may be, with every one below
+(``parity.rounding.kinks``), and a few times with jitter (``parity.rounding.freedom.Freedom``), and what any of these
+runs loses is expected as well. A mistake is none that these make: its error stays where it is.
+
+Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
+average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
+leans otherwise. Nor do the roundings of a few tokens average out, and a port that scales tokens before a layer, where
+the reference does after it, rounds other numbers. So last the model runs with roundings that are drawn independently,
+which says how large such errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own
+magnitude: where rounding decides a gradient's sign, it decides a whole step. So where the reference makes steps of an
+optimizer, what these runs lose is expected as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from parity.judging.judge import NONE_DRAWN, Drawn
+from parity.passes import Tensors, golden_tensors, run_model
+from parity.prepare import Prepared
+from parity.result import TensorResult
+from parity.rounding.freedom import FUSED, Freedom, Port
+from parity.rounding.kinks import Kinks
+from parity.rounding.parts import Rounding
+from parity.watching.optimizers import optimizers_recorded
+
+LOOKS = 8
+# Enough to tell a deviation by; half of them as each kind of kernel.
+DRAWS = 8
+# Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.
+HOPELESS_MARGIN = 10.0
+
+
+def second_look(
+    tensors: tuple[TensorResult, ...],
+    models: Sequence[Tensors],
+    judge: Callable[[Sequence[Tensors], Drawn], tuple[TensorResult, ...]],
+    prepared: Prepared,
+    rounding: Rounding,
+    port: Port,
+) -> tuple[TensorResult, ...]:
+    """The verdicts with more models, if every tensor passes then; else, and if all passed before, the first ones.
+
+    Where the port overflows, the verdicts beside what its own lines overflow in.
+
+    Args:
+        tensors: the verdicts at first look.
+        models: the rounding model's tensors at first look.
+        judge: from models, and which of them round independently, to verdicts.
+        prepared: what is compared.
+        rounding: the precision's.
+        port: what the port rounds by itself.
+    """
+    if all(tensor.passed for tensor in tensors):
+        return tensors
+    looked, judged, both = list(models), tensors, port.freedoms
+    if port.plain:
+        looked.append(run_model(prepared, rounding, both[1]))
+        judged = judge(looked, NONE_DRAWN)
+    if not _are_finite(judged) or all(tensor.passed for tensor in judged):
+        return judged
+    if not _are_finite(tensors):
+        tensors = judged
+    for kinks, freedom in _looks(prepared, both):
+        if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
+            break
+        looked.append(run_model(prepared, rounding, freedom, kinks))
+        judged = judge(looked, NONE_DRAWN)
+        if all(tensor.passed for tensor in judged):
+            return judged
+    if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
+        return tensors
+    with optimizers_recorded() as optimizers:
+        drawn = [_drawn(prepared, rounding, freedom) for freedom in _noisy(both, range(LOOKS, LOOKS + DRAWS), True)]
+    of_outputs = bool(optimizers) and rounding.storage is not torch.float32
+    judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
+    return judged if all(tensor.passed for tensor in judged) else tensors
+
+
+def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+    """A run whose roundings are independent of others', with errors as large as rounding to the nearest has.
+
+    Dithering doubles the variance of an error; what is no rounding of activations, as that of weights, is not doubled,
+    and is expected by other runs already.
+    """
+    golden = golden_tensors(prepared)
+    drawn = run_model(prepared, rounding, freedom)
+    return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
+
+
+def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
+    """The two in turn, with noise."""
+    return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
+
+
+def _are_finite(tensors: Sequence[TensorResult]) -> bool:
+    return all(math.isfinite(tensor.margin) for tensor in tensors)
+
+
+def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
+    exact = Kinks()
+    run_model(prepared, Rounding(torch.float32), FUSED, exact)
+    if exact.values:
+        yield from ((Kinks(side, exact.values), both[1]) for side in (1.0, -1.0))
+    exact.values.clear()
+    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
+
+
+def remark(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> str:
+    """What a port owes to the second look; empty if nothing.
+
+    Args:
+        first: the verdicts at first look.
+        second: those that stand.
+    """
+    passed = {tensor.label for tensor in second if tensor.passed}
+    owed = [tensor for tensor in first if not tensor.passed and tensor.label in passed]
+    if not owed:
+        return ""
+    labels = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in owed)
+    return f"beyond a limit at first look, yet no farther than chance moves a faithful computation: {labels}"
+
+
+def _where(tensor: TensorResult) -> str:
+    check = tensor.worst_check
+    return f"{check.statistic} {check.where}".strip() if check else "not finite"

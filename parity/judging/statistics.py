@@ -1,0 +1,272 @@
+"""How a tensor's error compares with the error that the rounding model has there: the numbers that tolerances judge.
+
+Each statistic looks at the error from another side, because a mistake that touches one head, one row or one column
+hides in the norm of the whole:
+
+===========  =======================================================================================================
+statistic    what it compares, candidate over model
+===========  =======================================================================================================
+``norm``     the Euclidean norm of the error
+``largest``  the largest error of an element
+``row``      the norm in the worst row (along the last dimension, at least 32 elements; of activations)
+``slice``    the norm in the worst slice across any one dimension: a sequence of the batch, a position, a head, a column
+``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
+``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
+             deviations that independent errors would give it
+``mistake``  ditto along the change that a known mistake would make, see ``parity.judging.directions``
+===========  =======================================================================================================
+
+All but the last two are ratios, near 1 for a faithful port; those of norms leave out what the norm of few elements may
+exceed another's by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity.summed import Summed, over_rows
+
+# A slice of fewer elements says too little about its own error.
+SMALLEST_SLICE = 32
+# How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
+# slice in which the model happened to be lucky from failing.
+_PRIOR_ELEMENTS = 8
+# The unit roundoff of FP32, in which kernels compute.
+_UNIT = torch.finfo(torch.float32).eps / 2
+# What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
+_FP32_STEPS = 2.0
+# What the result's own rounding costs, of the unit roundoff, on average over mantissas.
+_MEAN_ROUNDING = 0.5
+# Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
+_LEANING = 0.02
+# The sums of fewer clusters do not tell how they scatter.
+_FEWEST_CLUSTERS = 8
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One comparison of a candidate's error with the model's.
+
+    Attributes:
+        name: as in the table above.
+        value: as in the table; infinite if the model expects no error where there is one.
+        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles most; empty where
+            the whole tensor is meant.
+        coefficient: how much of that mistake's change the error contains.
+    """
+
+    name: str
+    value: float
+    where: str = ""
+    coefficient: float = 0.0
+
+
+def least_error(dtype: torch.dtype, summed_terms: int) -> float:
+    """The relative error that no model may fall below: the rounding of the result, and FP32 steps and sums before it.
+
+    Adding n terms of random sign one after the other loses about ``u sqrt(n / 6)`` relative to the sum, with u the unit
+    roundoff: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
+    and they add up as a random walk (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019).
+
+    Args:
+        dtype: in which the candidate returns the tensor.
+        summed_terms: how many terms a kernel accumulates for one element.
+    """
+    return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * _UNIT, _UNIT * math.sqrt(summed_terms / 6))
+
+
+def statistics(
+    error: Summed, model_errors: Sequence[Summed], golden: Summed, least: float, of_parameter: bool = False
+) -> Iterator[Statistic]:
+    """Every statistic that a tensor of this shape has.
+
+    Args:
+        error: candidate minus golden, FP64 or FP32, finite.
+        model_errors: rounding model minus golden for each way in which faithful kernels compute, same dtype and shape,
+            finite; what any of them loses is expected.
+        golden: same dtype and shape, finite.
+        least: see ``least_error``.
+        of_parameter: whether the tensor is a parameter's gradient.
+    """
+    shape, count = golden.values.shape, golden.values.numel()
+    if not count:
+        return
+    total = max(*(model.total for model in model_errors), least**2 * golden.total)
+    yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance(count))
+    yield _largest(error, model_errors, least * math.sqrt(golden.total / count))
+    if has_component(golden):
+        yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
+    relative = total / golden.total if golden.total > 0 else 0.0
+    worst: dict[str, Statistic] = {}
+    for name, label, dims in _slices(shape, of_parameter):
+        there = math.prod(shape[dim] for dim in dims)
+        own = torch.stack([model.squares_over(dims) for model in model_errors]).amax(0)
+        prior = _PRIOR_ELEMENTS * relative * golden.squares_over(dims)
+        expected = (there * own + prior) / (there + _PRIOR_ELEMENTS)
+        # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
+        # gradient is zero but for rounding, of which no model knows the size.
+        expected = expected.clamp(min=total * there / count)
+        found = _worst(name, label, error.squares_over(dims), expected * _chance(there) ** 2)
+        if name not in worst or worst[name].value < found.value:
+            worst[name] = found
+    yield from worst.values()
+    if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE <= count // shape[-1]:
+        yield Statistic("shift", _shift(error, model_errors, total))
+
+
+def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The statistic, what its slices are called, and the dimensions that are summed over.
+
+    A parameter of more than two dimensions is a stack of matrices, one for each expert: its rows are the slices that
+    each matrix would have alone.
+    """
+    every = tuple(range(len(shape)))
+    for dim in every:
+        others = tuple(other for other in every if other != dim)
+        if shape[dim] > 1 and others and math.prod(shape[other] for other in others) >= SMALLEST_SLICE:
+            yield "slice", f"dim {dim}", others
+    if len(shape) > 2 and shape[-1] >= SMALLEST_SLICE:
+        yield "slice" if of_parameter else "row", "row", (every[-1],)
+
+
+def _worst(name: str, label: str, errors: Tensor, expected: Tensor) -> Statistic:
+    ratios = torch.where(errors > 0, errors / expected, 0.0).sqrt()
+    place = _place(int(ratios.argmax()), ratios.shape)
+    return Statistic(name, ratios.max().item(), f"{label} at {place}")
+
+
+def _place(flat: int, shape: torch.Size) -> str:
+    return ", ".join(str(index) for index in np.unravel_index(flat, shape))
+
+
+def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Statistic:
+    shape = error.values.shape
+    value = _ratio(error.max_abs, max(*(model.max_abs for model in model_errors), least))
+    row = int(error.largest_in_rows.argmax())
+    index = int(error.values.reshape(-1, shape[-1])[row].abs().argmax()) if shape else 0
+    place = _place(row * (shape[-1] if shape else 1) + index, shape)
+    return Statistic("largest", value / _chance(error.values.numel()), f"element {place}")
+
+
+def has_component(direction: Summed) -> bool:
+    """Whether errors can be regressed on it: the scatter of few elements says nothing."""
+    return direction.values.numel() >= SMALLEST_SLICE and direction.norm != 0.0
+
+
+class Component:
+    """The error's component along a direction, next to those of the models.
+
+    Args:
+        error, model_errors: as in ``statistics``.
+        direction: a tensor of that shape, FP64 or FP32, that ``has_component``.
+        golden: as in ``statistics``.
+        expected_norm: of the error.
+    """
+
+    def __init__(
+        self, error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
+    ) -> None:
+        product = error.dot(direction)
+        self._drawn = [model for model in model_errors if model.is_drawn and model.leans]
+        model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
+        modelled = [model.dot(direction) for model in model_errors]
+        nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
+        is_between = min(modelled) <= product <= max(modelled)
+        self._outside = 0.0 if is_between else product - modelled[nearest]
+        self._error, self._nearest, self._direction = error, model_errors[nearest], direction
+        # What a direction as a whole is granted: the leaning that rounding errors have, and a unit roundoff of golden,
+        # since a constant that a kernel rounds to FP32 may scale all of it.
+        self._granted = math.hypot(_LEANING * expected_norm * direction.norm, _UNIT * abs(golden.dot(direction)))
+
+    @property
+    def at_most(self) -> float:
+        """A bound of the magnitude of ``value`` that costs nothing."""
+        return abs(self._in_deviations(self._granted))
+
+    @cached_property
+    def value(self) -> float:
+        """How far it lies outside of what the models have: the signed distance from the nearest in standard deviations.
+
+        What error and model share cancels in their difference. Its standard deviation is that of its scatter about its
+        regression on the direction, robust to errors of a row that share a cause, what every direction is granted, and
+        how such differences lean where roundings are drawn. Infinite where no error is expected.
+        """
+        if self.at_most == 0.0:
+            return 0.0
+        residual = self._error.values - self._nearest.values
+        direction = self._direction.values.to(residual.dtype)
+        residual.sub_(direction, alpha=self._outside / self._direction.total)
+        leaning = self._drawn_leaning(_norm(residual)) if self._drawn else 0.0
+        size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
+        scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
+        return self._in_deviations(math.hypot(max(scatter, leaning), self._granted))
+
+    def _drawn_leaning(self, difference: float) -> float:
+        """The standard deviation of a difference's component, from how errors lean whose roundings are independent.
+
+        Elements do not show it where few numbers scale them all, as a loss's few scores scale gradients. Two errors
+        without a rounding in common differ by the root of 2 times what one varies by; if they have some, by less, and
+        their components with them.
+
+        Args:
+            difference: the norm of what candidate and model differ by, but for their components.
+        """
+        values = torch.stack([model.values for model in self._drawn])
+        varies = _norm(values - values.mean(0)) / math.sqrt(len(self._drawn) - 1)
+        leans = float(np.std([model.dot(self._direction) for model in self._drawn], ddof=1))
+        beside = varies**2 - (leans / self._direction.norm) ** 2
+        return leans * min(difference / math.sqrt(beside), math.sqrt(2.0)) if beside > 0 else 0.0
+
+    def _in_deviations(self, deviation: float) -> float:
+        if self._outside == 0.0:
+            return 0.0
+        return self._outside / deviation if deviation > 0 else math.copysign(math.inf, self._outside)
+
+
+def _scatter(products: Tensor) -> float:
+    """The standard deviation of the sum of products whose signs are random: singly, by rows, by first or last index.
+
+    A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so that errors
+    are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
+    clusters: Liang and Zeger, Biometrika 73(1), 1986). Few clusters do not tell how their sums scatter.
+    """
+    scatter = _norm(products)
+    if products.dim() > 1:
+        rows = products.sum(-1)
+        first = rows.flatten(1).sum(1) if rows.dim() > 1 else rows
+        for sums in (rows, first, over_rows(products)):
+            if sums.numel() >= _FEWEST_CLUSTERS:
+                scatter = max(scatter, _norm(sums))
+    return scatter
+
+
+def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
+    """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
+    shifted, *modelled = [_norm(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
+    return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
+
+
+def _chance(count: int) -> float:
+    """What the norm of few elements may exceed another's by, three standard deviations of their ratio, and not count.
+
+    The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
+    """
+    return 1.0 + 3.0 / math.sqrt(count)
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+def _ratio(error: float, expected: float) -> float:
+    """Of two that are not negative."""
+    if error == 0:
+        return 0.0
+    return error / expected if expected > 0 else math.inf

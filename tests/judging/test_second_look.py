@@ -1,0 +1,267 @@
+"""Failures that jitter explains, and those that it does not."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from parity.declaring.validate import check_case
+from parity.formats import e4m3
+from parity.judging.second_look import LOOKS, second_look
+from parity.passes import golden_tensors, model_tensors, run_model
+from parity.precision import PRECISIONS
+from parity.prepare import prepare
+from parity.rounding.freedom import FUSED, UNFUSED, Port
+from parity.rounding.model import rounded
+from parity.rounding.parts import Rounding
+
+
+class NearKink(nn.Module):
+    """ReLUs of numbers that a few roundoffs of FP16 take across 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+def case(scale=1.0):
+    def factory(te, **_):
+        return parity.Pair(
+            NearKink(),
+            NearKink(),
+            weights={"linear.weight": "linear.weight"},
+            inputs=lambda rng, batch: rng.normal(batch, 64),
+            call_candidate=lambda module, x: scale * module(x),
+        )
+
+    return parity.Case("near_kink", factory, sizes=(dict(batch=32),))
+
+
+def test_jitter_rounds_single_values_otherwise_and_leaves_the_size_of_the_error():
+    x, weight = torch.randn(64, 256), torch.randn(64, 256)
+    results = []
+    for jitter in (None, 0, 1):
+        with rounded(Rounding(torch.float16), [weight], dataclasses.replace(FUSED, jitter=jitter)):
+            results.append(nn.functional.linear(x, weight))
+    exact = nn.functional.linear(x.double(), weight.double())
+    differ = [(result != results[0]).float().mean().item() for result in results[1:]]
+    norms = [(result - exact).norm().item() for result in results]
+    assert all(0.0 < share < 0.5 for share in differ)
+    assert max(norms) / min(norms) < 1.1
+    assert not torch.equal(results[1], results[2])
+
+
+def test_jitter_leaves_the_scale_of_a_weight_which_every_port_holds_exactly():
+    weight, rounding = torch.randn(64, 64).bfloat16().float(), Rounding(torch.bfloat16, weights=e4m3)
+    results = []
+    for jitter in (None, *range(8)):
+        with rounded(rounding, [weight], dataclasses.replace(FUSED, jitter=jitter)):
+            results.append(nn.functional.linear(torch.eye(64), weight))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dithered_runs_round_independently_with_twice_the_variance(dtype):
+    x, weight = torch.randn(1024, 256).to(dtype).float(), torch.randn(256, 256).to(dtype).float()
+    exact = nn.functional.linear(x.double(), weight.double())
+
+    def error(freedom):
+        with rounded(Rounding(dtype), [weight], freedom):
+            return nn.functional.linear(x, weight).double() - exact
+
+    nearest, *dithered = map(error, [FUSED, *(dataclasses.replace(FUSED, jitter=s, dithers=True) for s in range(2))])
+    assert [(x.norm() / nearest.norm()).item() ** 2 for x in dithered] == pytest.approx([2.0, 2.0], rel=0.05)
+    # They share nothing: given the value, what a draw's error is expected to be is 0.
+    assert abs((dithered[0] * dithered[1]).sum().item()) < 0.05 * dithered[0].norm().item() ** 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dither_leaves_numbers_that_the_dtype_has(dtype):
+    x = torch.cat([torch.randn(512), 2.0 ** torch.arange(-24.0, 15.0), torch.zeros(8)]).to(dtype).float()[None]
+    identity = torch.eye(x.numel())
+    with rounded(Rounding(dtype), [identity], dataclasses.replace(FUSED, jitter=0, dithers=True)):
+        assert torch.equal(nn.functional.linear(x, identity), x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8_current", "fp8_block"])
+def test_operands_of_dithered_runs_round_independently_with_twice_the_variance(precision):
+    rounding = dataclasses.replace(PRECISIONS[precision].rounding, weights=None)
+    x, identity = torch.randn(256, 256).to(rounding.storage).float(), torch.eye(256)
+
+    def error(freedom):
+        with rounded(dataclasses.replace(rounding, storage=torch.float32), [identity], freedom):
+            return nn.functional.linear(x, identity).double() - x
+
+    nearest, *dithered = map(error, [FUSED, *(dataclasses.replace(FUSED, jitter=s, dithers=True) for s in range(2))])
+    assert [(x.norm() / nearest.norm()).item() ** 2 for x in dithered] == pytest.approx([2.0, 2.0], rel=0.1)
+    assert abs((dithered[0] * dithered[1]).sum().item()) < 0.05 * dithered[0].norm().item() ** 2
+    assert abs((dithered[0] * nearest).sum().item()) < 0.05 * dithered[0].norm().item() * nearest.norm().item()
+
+
+class Expert(nn.Module):
+    """An expert's layers, weighted by a router of few tokens; a port may scale what the last layer reads."""
+
+    def __init__(self, linear, scales_first=False) -> None:
+        super().__init__()
+        self.up, self.down, self.router = linear(64, 128), linear(128, 64), nn.Linear(64, 4)
+        self.scales_first = scales_first
+
+    def forward(self, x):
+        weight = self.router(x).softmax(-1)[:, :1]
+        hidden = nn.functional.silu(self.up(x))
+        return self.down(hidden * weight) if self.scales_first else self.down(hidden) * weight
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8_block"])
+def test_right_ports_that_scale_before_a_layer_and_not_after_pass_on_every_seed(precision):
+    def factory(te, **_):
+        def linear(width_in, width_out):
+            return te.Linear(width_in, width_out, bias=False)
+
+        reference = Expert(functools.partial(nn.Linear, bias=False))
+        return parity.Pair(
+            reference,
+            Expert(linear, scales_first=True),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, tokens: rng.normal(tokens, 64),
+        )
+
+    results = parity.compare(parity.Case("expert", factory, sizes=(dict(tokens=16),)), [precision], seeds=range(16))
+    assert [result.status for result in results] == ["passed"] * 16
+
+
+class Contrastive(nn.Module):
+    """Eight scores, far apart, scale every gradient."""
+
+    def __init__(self, linear) -> None:
+        super().__init__()
+        self.first, self.second = linear(64, 128), linear(128, 64)
+
+    def forward(self, x):
+        embeddings = nn.functional.normalize(self.second(torch.tanh(self.first(x))).mean(1), dim=-1)
+        left, right = embeddings.chunk(2)
+        scores = left @ right.T / 0.05
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def contrastive(scale=1.0):
+    def factory(te, **_):
+        reference = Contrastive(nn.Linear)
+        return parity.Pair(
+            reference,
+            Contrastive(te.Linear),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch: rng.normal(batch, 16, 64),
+            call_candidate=lambda module, x: module(scale * x),
+        )
+
+    return parity.Case("contrastive", factory, sizes=(dict(batch=16),))
+
+
+def test_right_ports_whose_gradients_hang_on_few_scores_pass():
+    results = parity.compare(contrastive(), ["bf16", "fp16"], seeds=range(12))
+    assert {result.status for result in results} == {"passed"}
+
+
+def test_a_wrong_factor_before_few_scores_is_told():
+    results = parity.compare(contrastive(scale=1.0625), ["bf16", "fp16"])
+    assert {result.status for result in results} == {"failed"}
+
+
+def test_models_are_jittered_until_one_reaches_the_port():
+    precision = PRECISIONS["fp16"]
+    kernels = parity.te.kernels("cpu")
+    (checked,) = check_case(case(), kernels.te)
+    prepared = prepare(case(), checked, precision.dtype, 0, kernels)
+    models = [run_model(prepared, precision.rounding, FUSED)]
+    looks = []
+
+    def judge(modelled, drawn):
+        looks.append(len(modelled))
+        return verdicts(margin=3.0 if len(modelled) < 4 else 0.5)
+
+    judged = second_look(verdicts(margin=3.0), models, judge, prepared, precision.rounding, Port())
+    assert looks == [2, 3, 4]
+    assert judged[0].margin == 0.5
+    assert all(key in models[0] for key in golden_tensors(prepared))
+
+
+def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
+    failing, kernels, precision = verdicts(margin=3.0), parity.te.kernels("cpu"), PRECISIONS["fp16"]
+    (checked,) = check_case(case(), kernels.te)
+    prepared = prepare(case(), checked, precision.dtype, 0, kernels)
+    models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+    second_look(failing, models, lambda *_: failing, prepared, precision.rounding, Port())
+    assert models[0] is model_tensors(prepared, precision.rounding, FUSED)
+    assert models[1] is model_tensors(prepared, precision.rounding, UNFUSED)
+
+
+def looks_at(margin):
+    """How many models were judged by, at verdicts that stay as they are."""
+    precision, kernels = PRECISIONS["fp16"], parity.te.kernels("cpu")
+    (checked,) = check_case(case(), kernels.te)
+    prepared = prepare(case(), checked, precision.dtype, 0, kernels)
+    first, looks = verdicts(margin), []
+
+    def judge(modelled, drawn):
+        looks.append(len(modelled))
+        return first
+
+    assert second_look(first, [], judge, prepared, precision.rounding, Port()) is first
+    return looks
+
+
+def test_nothing_is_tried_where_all_passed_or_a_value_is_not_finite():
+    assert looks_at(0.9) == looks_at(float("inf")) == []
+
+
+def test_no_jitter_is_tried_where_it_could_not_help():
+    of_kinks = 2
+    of_all_draws = 1
+    assert len(looks_at(1e3)) == of_kinks
+    assert len(looks_at(3.0)) == of_kinks + LOOKS + of_all_draws
+
+
+class Kinked(nn.Module):
+    """Many ReLUs, each with gradients of its own."""
+
+    def __init__(self, linear) -> None:
+        super().__init__()
+        self.first, self.second = linear(64, 256), linear(256, 64)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_right_ports_with_relus_pass_on_every_seed(precision):
+    def factory(te, **_):
+        reference = nn.Sequential(Kinked(nn.Linear), Kinked(nn.Linear))
+        return parity.Pair(
+            reference,
+            nn.Sequential(Kinked(te.Linear), Kinked(te.Linear)),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch: rng.normal(batch, 48, 64),
+        )
+
+    results = parity.compare(parity.Case("kinked", factory, sizes=(dict(batch=2),)), [precision], seeds=range(8))
+    assert {result.status for result in results} == {"passed"}
+
+
+def test_a_small_mistake_fails_at_second_look_too():
+    right, wrong = (parity.compare(case(scale), precisions=["fp16"])[0] for scale in (1.0, 1.0003))
+    assert right.passed
+    assert wrong.status == "failed"
+    assert 1 < wrong.margin < 10
+
+
+def verdicts(margin):
+    (result,) = parity.compare(case(), precisions=["fp16"])
+    return tuple(dataclasses.replace(tensor, margin=margin) for tensor in result.tensors)

@@ -1,0 +1,158 @@
+"""Which items the plugin collects, and what it says of pairs of which it can make none."""
+
+from __future__ import annotations
+
+import pytest
+from plugin_runs import (
+    AVAILABLE,
+    ITEMS_OF_FAILS,
+    PAIRS,
+    UNAVAILABLE,
+    names,
+    run,
+    run_with_workers,
+    write,
+)
+
+from parity.precision import PRECISIONS
+
+pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_a_case_becomes_an_item_for_each_size_and_precision(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    mlp = [f"mlp[{precision}-{size}]" for size in ("2x64", "4x128") for precision in PRECISIONS]
+    assert names(pytester, "my_pairs.py") == [*mlp, *ITEMS_OF_FAILS]
+
+
+def test_an_id_selects_its_item(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    assert names(pytester, "my_pairs.py::mlp[bf16-2x64]") == ["mlp[bf16-2x64]"]
+
+
+@pytest.mark.parametrize(
+    ("item", "advice"),
+    [
+        ("mpl", "*there is no pair 'mpl' in my_pairs.py; did you mean my_pairs.py::mlp?*"),
+        ("attention", "*there is no pair 'attention' in my_pairs.py; it declares mlp, fails*"),
+        ("mlp[bf16-3x3]", "*the pair 'mlp' of my_pairs.py has no item 'mlp?bf16-3x3?'; *--collect-only*"),
+    ],
+)
+def test_an_id_that_is_not_there_comes_with_those_that_are(pytester: pytest.Pytester, item: str, advice: str) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, f"my_pairs.py::{item}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([advice])
+
+
+def test_keywords_and_marks_select_items(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    assert names(pytester, "my_pairs.py", "-k", "mlp and bf16 and 4x128") == ["mlp[bf16-4x128]"]
+    assert names(pytester, "my_pairs.py", "-m", "fp32 and not slow_one") == ["fails[fp32-2x64]"]
+
+
+def test_only_a_case_with_attention_has_an_item_for_each_backend(pytester: pytest.Pytester) -> None:
+    attention = (
+        "\n    @parity.pair('attention', sizes=[dict(n=2)], attention=['unfused', 'fused'])\n    def a(te, n): ...\n"
+    )
+    write(pytester, PAIRS + attention)
+    options = ("--parity-precisions=bf16", "-k", "attention or fails")
+    own, fused, everything = (
+        names(pytester, "my_pairs.py", *options, *more)
+        for more in ([], ["--parity-attention=fused"], ["--parity-attention=all"])
+    )
+    assert own == ["fails[bf16-2x64]", "attention[bf16-2-fused]", "attention[bf16-2-unfused]"]
+    assert fused == ["fails[bf16-2x64]", "attention[bf16-2-fused]"]
+    assert everything == ["fails[bf16-2x64]", *(f"attention[bf16-2-{name}]" for name in ("flash", "fused", "unfused"))]
+
+
+def test_marks_are_registered(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py", "--strict-markers", "-W", "error", "-k", "mlp")
+    result.assert_outcomes(passed=2 * len(AVAILABLE), skipped=2 * len(UNAVAILABLE), deselected=2)
+
+
+def test_a_case_is_collected_only_where_it_is_declared_and_once(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    write(
+        pytester,
+        "from my_pairs import fails\nimport parity\nalias = fails\nmine = parity.pair('mine')(lambda te: 0)\n"
+        "again = mine",
+        "others",
+    )
+    assert names(pytester, "others.py", "--parity-precisions=fp32") == ["mine[fp32-]"]
+
+
+def test_cases_that_are_declared_in_a_loop_are_all_collected(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        import parity
+
+        for activation in ("gelu", "relu"):
+            @parity.pair(f"mlp_{activation}", sizes=[dict(n=2)])
+            def test_case(te, n): ...
+        """,
+    )
+    found = names(pytester, "my_pairs.py", "--parity-precisions=fp32", "-W", "error")
+    assert found == ["mlp_gelu[fp32-2]", "mlp_relu[fp32-2]"]
+
+
+HELPER = """
+    import parity
+
+    def declare(name):
+        def factory(te): ...
+        return parity.pair(name, precisions=["fp32"])(factory)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--import-mode=importlib", "-p", "no:cacheprovider")])
+def test_pairs_that_a_helper_in_another_file_declares_are_collected(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    write(pytester, HELPER + "\n    declare('shared')", "helper")
+    write(pytester, "from helper import declare\ndeclare('one')\n", "uses_one")
+    write(pytester, "from helper import declare\ndeclare('two')\n", "uses_two")
+    pytester.syspathinsert()
+    found = names(pytester, "uses_one.py", "uses_two.py", "helper.py", *options)
+    assert found == ["one[fp32-]", "two[fp32-]", "shared[fp32-]"]
+
+
+def test_pairs_that_a_helper_declares_run_in_workers(pytester: pytest.Pytester) -> None:
+    write(pytester, HELPER, "helper")
+    write(pytester, "from helper import declare\nfor n in 'abc':\n    declare(n)\n")
+    run_with_workers(pytester, 2, "my_pairs.py").assert_outcomes(passed=3)
+
+
+def test_what_parity_did_not_expect_is_a_collection_error_too(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parity.declaring.validate.check_case", lambda case, te: 1 / 0)
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["E *ZeroDivisionError: division by zero"])
+
+
+def test_a_pair_that_does_not_fit_is_reported_at_collection_without_a_traceback(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS + "\n    @parity.pair('misfits')\n    def misfits(te): ...\n")
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(
+        ["*ERROR collecting my_pairs.py*", "pair 'misfits': fc1.weight is 128x64, but *", "ERROR my_pairs.py::misfits*"]
+    )
+    assert "parity/" not in result.stdout.str().split("short test summary")[0].split("ERRORS")[1]
+
+
+def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS + "\n    @parity.pair('mlp')\n    def mlp_again(te): ...\n")
+    result = run(pytester, "my_pairs.py")
+    result.stdout.fnmatch_lines(["*ERROR collecting my_pairs.py*", "*'mlp' is declared already*"])
+    assert "raise UserError" not in result.stdout.str()
+
+
+def test_an_unknown_precision_of_a_pair_is_reported_at_collection(pytester: pytest.Pytester) -> None:
+    write(pytester, "import parity\n@parity.pair('mlp', precisions=['fp33'])\ndef mlp(te): ...")
+    run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*fp33*"])
