@@ -5,7 +5,7 @@ from pathlib import Path
 
 from parity.diagnosis.codes import CODES
 
-PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "findings.md"
 
 
 def test_every_code_and_title_has_its_section_and_every_section_its_code():

@@ -19,7 +19,7 @@ from parity.suggest import Suggestion
 from parity.suggest.text import explain, python
 
 te = parity.te.kernels("cpu").te
-CASES = Path(__file__).parents[1] / "cases"
+CASES = Path(__file__).parents[2] / "cases"
 HIDDEN, FFN, HEADS, GROUPS = 64, 96, 4, 2
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd")
 LLAMA = dict(num_gqa_groups=GROUPS, normalization="RMSNorm", activation="swiglu", bias=False)
