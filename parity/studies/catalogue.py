@@ -38,7 +38,7 @@ def load(name: str) -> ModuleType:
     for library in ("matplotlib", "scipy"):
         if importlib.util.find_spec(library) is None:
             raise UserError(f"studies need {library}: pip install 'te-parity[studies]'")
-    return importlib.import_module(f"parity.studies.{name}")
+    return importlib.import_module(f"parity.studies.{name}.study")
 
 
 def with_options(settings: Any, options: Sequence[str]) -> Any:

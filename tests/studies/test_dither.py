@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parity.precision import PRECISIONS
 from parity.rounding.parts import Rounding
-from parity.studies.dither import dithered, unit_roundoff
+from parity.studies.training_curves.dither import dithered, unit_roundoff
 
 RECIPES = [name for name, precision in PRECISIONS.items() if precision.rounding.inputs and precision.recipe]
 

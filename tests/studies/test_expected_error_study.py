@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import expected_error
-from parity.studies.expected_error import (
+from parity.studies.expected_error import study
+from parity.studies.expected_error.plots import PARTS_OF_OUTPUTS, explained, shares_of
+from parity.studies.expected_error.study import (
     ISSUE_407,
     MODEL,
     SHORT_SUMS,
@@ -28,7 +29,6 @@ from parity.studies.expected_error import (
     measure,
     runs,
 )
-from parity.studies.expected_error_plots import PARTS_OF_OUTPUTS, explained, shares_of
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -125,7 +125,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     tiny = dataclasses.replace(
         SMALL, modules=("linear",), precisions=("bf16", "fp8_current"), hiddens=(128,), seqs=(32, 64), depths=(1,)
     )
-    monkeypatch.setattr(expected_error, "ISSUE_407_SHAPE", expected_error.Shape(8, 8))
+    monkeypatch.setattr(study, "ISSUE_407_SHAPE", study.Shape(8, 8))
     made: list[Run] = []
     limit = 3
 
@@ -135,25 +135,25 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(entry)
         return Measured({"output": 0.1, "input gradient": 0.1, "weight gradient": 0.1}, 0.1, 0.1, "a GPU")
 
-    monkeypatch.setattr(expected_error, "measure", counted)
+    monkeypatch.setattr(study, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
-        expected_error.measure_missing(tiny, tmp_path, te.kernels("cpu"))
+        study.measure_missing(tiny, tmp_path, te.kernels("cpu"))
     limit = 1000
-    expected_error.measure_missing(tiny, tmp_path, te.kernels("cpu"))
+    study.measure_missing(tiny, tmp_path, te.kernels("cpu"))
     assert sorted(map(str, made)) == sorted(map(str, runs(tiny, te.kernels("cpu"))))
 
 
 def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = dataclasses.replace(SMALL, modules=("linear",), precisions=("fp32", "fp8_current"), depths=(1,))
-    faithful = expected_error.measure
+    faithful = study.measure
 
     def quick(entry: Run, kernels: Kernels) -> Measured:
         if entry.module == ISSUE_407:
             return Measured({"output": 5e-4, "input gradient": 5e-4, "weight gradient": 5e-4}, 1e-3, -0.2, "a GPU")
         return faithful(entry, kernels)
 
-    monkeypatch.setattr(expected_error, "measure", quick)
-    report = expected_error.run(tiny, tmp_path).read_text()
+    monkeypatch.setattr(study, "measure", quick)
+    report = study.run(tiny, tmp_path).read_text()
     assert re.search(r"Linear \|\s+0\.0003 \|", report)
     assert "emulated: TransformerEngine's own Python" in report
     for picture in ("expected_error_growth.png", "expected_error_parts.png"):
@@ -173,4 +173,4 @@ def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeyp
 )
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        expected_error.run(settings, tmp_path)
+        study.run(settings, tmp_path)

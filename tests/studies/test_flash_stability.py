@@ -13,9 +13,11 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import flash_stability, flash_stability_claims, record
-from parity.studies.attention_deviation import Deviation, Result, Results, over_seeds, result_of
-from parity.studies.attention_sweeps import (
+from parity.studies import record
+from parity.studies.flash_stability import claims, study
+from parity.studies.flash_stability.claims import flash_over_baseline, growth, of_length
+from parity.studies.flash_stability.deviation import Deviation, Result, Results, over_seeds, result_of
+from parity.studies.flash_stability.sweeps import (
     ALONE,
     AS_KERNELS,
     EVERYWHERE,
@@ -29,7 +31,6 @@ from parity.studies.attention_sweeps import (
     untiled,
     whole_runs,
 )
-from parity.studies.flash_stability_claims import flash_over_baseline, growth, of_length
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -164,7 +165,7 @@ def test_a_verdict_is_found_from_the_figures(kernels: Kernels) -> None:
     figures = {entry: result_of(entry, TINY, kernels) for entry in runs(TINY)}
 
     def agrees(results: Results) -> str:
-        claim = next(c for c in flash_stability_claims.claims(results, TINY) if c.claimed.startswith("in BF16"))
+        claim = next(c for c in claims.claims(results, TINY) if c.claimed.startswith("in BF16"))
         return claim.agrees
 
     def with_maximum(entry: Run, result: Result) -> Result:
@@ -179,11 +180,11 @@ def test_a_verdict_is_found_from_the_figures(kernels: Kernels) -> None:
 def test_a_study_computes_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = flash_stability.run(TINY, tmp_path)
+    report = study.run(TINY, tmp_path)
     assert (tmp_path / "flash_stability.png").stat().st_size > 0
     text = report.read_text()
     assert "emulated" in text
-    path = tmp_path / flash_stability.RECORD
+    path = tmp_path / study.RECORD
     code, *lines = path.read_text().splitlines(keepends=True)
     path.write_text(code + "".join(lines[:-2]) + lines[-2][:20])
     computed: list[Run] = []
@@ -192,8 +193,8 @@ def test_a_study_computes_only_what_its_record_lacks(
         computed.append(entry)
         return result_of(entry, settings, kernels)
 
-    monkeypatch.setattr(flash_stability, "result_of", noted)
-    flash_stability.compute_missing(TINY, tmp_path, kernels)
+    monkeypatch.setattr(study, "result_of", noted)
+    study.compute_missing(TINY, tmp_path, kernels)
     assert len(computed) == 2
     assert len(record.read(path)) == len(lines) == len(runs(TINY))
 
@@ -227,4 +228,4 @@ def resident_bytes() -> int:
 )
 def test_settings_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        flash_stability.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]
+        study.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]

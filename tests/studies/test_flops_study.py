@@ -10,9 +10,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import flops, te
 from parity.case import Case, Size
-from parity.studies import flops as study
-from parity.studies import flops_claims
-from parity.studies.flops import Settings
+from parity.studies.flops import claims
+from parity.studies.flops import study as study
+from parity.studies.flops.study import Settings
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -32,26 +32,26 @@ def test_the_formulas_count_exactly_what_pytorch_counts(case: Case, size: Size, 
 
 
 def test_a_step_with_full_recomputation_is_equation_3_of_narayanan() -> None:
-    assert flops_claims.GPT3.products("full") == flops_claims.narayanan_step(flops_claims.GPT3)
+    assert claims.GPT3.products("full") == claims.narayanan_step(claims.GPT3)
 
 
 def test_palm_s_parameters_and_utilisation_follow_from_its_components() -> None:
-    palm = flops_claims.PALM
+    palm = claims.PALM
     sizes = palm.layer
-    parameters = flops_claims.palm_parameters(palm)
+    parameters = claims.palm_parameters(palm)
     assert round(parameters / 1e9, 2) == 540.35
     attention = 12 * palm.layers * sizes.heads * sizes.head_dim * sizes.seq
     assert palm.products("none") == sizes.tokens * (6 * parameters + attention)
 
 
 def test_32_in_front_of_the_brackets_counts_attention_and_logits_a_third_too_high() -> None:
-    model = flops_claims.WIDE_LLAMA
+    model = claims.WIDE_LLAMA
     sizes = model.layer
     pairs = flops.visible_pairs(sizes.seq, sizes.seq)
     core = flops.core_attention(sizes.batch, sizes.heads, pairs, sizes.head_dim)
     attention = model.layers * 4 * sum(each.forward for each in core.values())
     logits = flops.total([flops.logits(sizes.tokens, sizes.hidden, model.vocabulary)])
-    excess = flops_claims.megatron_deepspeed_step(model, "full") - model.products("full")
+    excess = claims.megatron_deepspeed_step(model, "full") - model.products("full")
     assert excess == pytest.approx((attention + logits) / 3)
 
 

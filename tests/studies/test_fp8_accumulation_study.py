@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
-from parity.studies import fp8_accumulation
-from parity.studies.accumulation_report import FAST, SPLIT, growth
-from parity.studies.fp8_accumulation import Costs, Run, Settings, costs_of, mean, runs
+from parity.studies.fp8_accumulation import study
+from parity.studies.fp8_accumulation.report import FAST, SPLIT, growth
+from parity.studies.fp8_accumulation.study import Costs, Run, Settings, costs_of, mean, runs
 from parity.user_error import UserError
 
 SMALL = Settings(lengths=(256, 1024, 4096), interval_length=4096, intervals=(32, 128, 1024), rows=16, seeds=2)
@@ -64,13 +64,13 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(entry)
         return costs_of(entry, settings)
 
-    monkeypatch.setattr(fp8_accumulation, "costs_of", counted)
+    monkeypatch.setattr(study, "costs_of", counted)
     with pytest.raises(KeyboardInterrupt):
-        fp8_accumulation.run(tiny, tmp_path)
-    with (tmp_path / fp8_accumulation.RECORD).open("a") as file:
+        study.run(tiny, tmp_path)
+    with (tmp_path / study.RECORD).open("a") as file:
         file.write('{"run": {"cut')
     limit = 100
-    report = fp8_accumulation.run(tiny, tmp_path)
+    report = study.run(tiny, tmp_path)
     assert sorted(map(str, made)) == sorted(map(str, runs(tiny)))
     assert "What it means" in report.read_text()
     assert (tmp_path / "fp8_accumulation.png").stat().st_size > 0
@@ -78,4 +78,4 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_interval_that_no_tensor_core_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="100 is no multiple of the 32"):
-        fp8_accumulation.run(Settings(intervals=(100,)), tmp_path)
+        study.run(Settings(intervals=(100,)), tmp_path)

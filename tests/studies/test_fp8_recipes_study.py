@@ -11,12 +11,12 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.rounding.parts import OperandPart
-from parity.studies import fp8_attention, fp8_recipes, module_sqnr, stale_scales, tensor_sqnr
-from parity.studies.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
-from parity.studies.fp8_recipes import RECIPES, Result, Run, Settings, runs
-from parity.studies.module_sqnr import ModuleRun
-from parity.studies.stale_scales import Change, Side, Steps, StepsRun
-from parity.studies.tensor_sqnr import TensorLoss, TensorRun
+from parity.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
+from parity.studies.fp8_recipes.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
+from parity.studies.fp8_recipes.module_sqnr import ModuleRun
+from parity.studies.fp8_recipes.stale_scales import Change, Side, Steps, StepsRun
+from parity.studies.fp8_recipes.study import RECIPES, Result, Run, Settings, runs
+from parity.studies.fp8_recipes.tensor_sqnr import TensorLoss, TensorRun
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -149,7 +149,7 @@ TINY = Settings(
 
 
 def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faithful, made, limit = fp8_recipes.measure, [], 5
+    faithful, made, limit = study.measure, [], 5
 
     def counted(entry: Run, kernels: Kernels) -> Result:
         if len(made) == limit:
@@ -157,11 +157,11 @@ def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatc
         made.append(entry)
         return faithful(entry, kernels)
 
-    monkeypatch.setattr(fp8_recipes, "measure", counted)
+    monkeypatch.setattr(study, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
-        fp8_recipes.run(TINY, tmp_path)
+        study.run(TINY, tmp_path)
     limit = 1000
-    report = fp8_recipes.run(TINY, tmp_path).read_text()
+    report = study.run(TINY, tmp_path).read_text()
     assert sorted(map(str, made)) == sorted(map(str, runs(TINY)))
     assert "On an emulated Hopper: `fp8_delayed`. On an emulated Blackwell: `mxfp8`." in report
     for picture in ("fp8_recipes_sqnr.png", "fp8_recipes_steps.png"):
@@ -181,4 +181,4 @@ def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatc
 )
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        fp8_recipes.run(settings, tmp_path)
+        study.run(settings, tmp_path)

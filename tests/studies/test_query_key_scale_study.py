@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.inputs import Rng
-from parity.studies import query_key_scale, query_key_scale_claims, te_attention
-from parity.studies.query_key_scale import (
+from parity.studies import te_attention
+from parity.studies.query_key_scale import claims, study
+from parity.studies.query_key_scale.score_arithmetic import KEPT, PLACEMENTS, attend, overflows, scores
+from parity.studies.query_key_scale.study import (
     TE_WAYS,
     WAYS,
     Outcome,
@@ -30,7 +32,6 @@ from parity.studies.query_key_scale import (
     to_json,
     ways,
 )
-from parity.studies.score_arithmetic import KEPT, PLACEMENTS, attend, overflows, scores
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -167,17 +168,17 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(each)
         return outcome_of(each, settings, kernels)
 
-    monkeypatch.setattr(query_key_scale, "outcome_of", counted)
+    monkeypatch.setattr(study, "outcome_of", counted)
     with pytest.raises(KeyboardInterrupt):
-        query_key_scale.run(tiny, tmp_path)
-    report = query_key_scale.run(tiny, tmp_path).read_text()
+        study.run(tiny, tmp_path)
+    report = study.run(tiny, tmp_path).read_text()
     assert made == list(runs(tiny))
     assert "emulated" in report
     assert (tmp_path / "query_key_scale.png").stat().st_size > 0
 
 
 def test_claims_are_answered_from_the_figures(found: Outcomes) -> None:
-    answers = {claim.claimed: claim.agrees for claim in query_key_scale_claims.claims(found, SMALL, 128)}
+    answers = {claim.claimed: claim.agrees for claim in claims.claims(found, SMALL, 128)}
     assert list(answers.values()) == ["only if the product is kept in FP16", "consistent", "yes", "on paper", "yes"]
 
 
@@ -196,4 +197,4 @@ def test_ways_that_a_dtype_lacks_are_left_out() -> None:
 )
 def test_settings_that_cannot_run_are_told(tmp_path: Path, settings: Settings, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        query_key_scale.run(settings, tmp_path)
+        study.run(settings, tmp_path)

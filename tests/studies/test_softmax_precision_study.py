@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.inputs import Rng
-from parity.studies import kernel_traffic, softmax_precision, softmax_precision_claims, softmax_precision_report
-from parity.studies.softmax_precision import (
+from parity.studies.softmax_precision import claims, kernel_traffic, report, study
+from parity.studies.softmax_precision.study import (
     DTYPES,
     Outcome,
     Run,
@@ -28,7 +28,7 @@ from parity.studies.softmax_precision import (
     te_agrees,
     traffic,
 )
-from parity.studies.softmax_ways import WAYS, Precision, ways
+from parity.studies.softmax_precision.ways import WAYS, Precision, ways
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -122,8 +122,8 @@ def test_other_rows_do_not_matter_to_ways_that_look_at_one(found: Outcomes, way:
 
 
 def test_autocast_makes_softmax_fp32_on_a_gpu_and_its_product_casts_back() -> None:
-    assert softmax_precision.autocast_dtypes("cuda", torch.float16) == (torch.float32, torch.float16)
-    assert softmax_precision.autocast_dtypes("cpu", torch.bfloat16) == (torch.bfloat16, torch.bfloat16)
+    assert study.autocast_dtypes("cuda", torch.float16) == (torch.float32, torch.float16)
+    assert study.autocast_dtypes("cpu", torch.bfloat16) == (torch.bfloat16, torch.bfloat16)
     assert not torch.is_autocast_enabled("cuda")
     assert not torch.is_autocast_enabled("cpu")
 
@@ -164,8 +164,8 @@ def test_every_way_is_softmax_up_to_its_roundings(way: str, seed: int) -> None:
 
 def test_claims_are_answered_from_the_figures(found: Outcomes, kernels: Kernels) -> None:
     costs = {"fp16": traffic("fp16", SMALL, kernels)}
-    measured = softmax_precision_report.measured(costs, SMALL, kernels)
-    answers = [claim.agrees for claim in softmax_precision_claims.claims(found, SMALL, measured)]
+    measured = report.measured(costs, SMALL, kernels)
+    answers = [claim.agrees for claim in claims.claims(found, SMALL, measured)]
     assert answers == [
         "only if no maximum is subtracted",
         "with each row's own maximum",
@@ -187,10 +187,10 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(each)
         return outcome_of(each, settings, kernels)
 
-    monkeypatch.setattr(softmax_precision, "outcome_of", counted)
+    monkeypatch.setattr(study, "outcome_of", counted)
     with pytest.raises(KeyboardInterrupt):
-        softmax_precision.run(tiny, tmp_path)
-    report = softmax_precision.run(tiny, tmp_path).read_text()
+        study.run(tiny, tmp_path)
+    report = study.run(tiny, tmp_path).read_text()
     assert made == list(runs(tiny))
     assert "emulated" in report
     assert (tmp_path / "softmax_precision.png").stat().st_size > 0
@@ -208,4 +208,4 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_settings_that_cannot_run_are_told(tmp_path: Path, settings: Settings, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        softmax_precision.run(settings, tmp_path)
+        study.run(settings, tmp_path)

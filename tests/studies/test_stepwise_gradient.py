@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from parity.precision import PRECISIONS
 from parity.reference.attention import Attention, CoreAttention
 from parity.rounding.model import rounded
-from parity.studies.stepwise_attention import ALGORITHMS, Algorithm
-from parity.studies.stepwise_core import Arithmetic, StepwiseCore
+from parity.studies.stepwise.attention import ALGORITHMS, Algorithm
+from parity.studies.stepwise.core import Arithmetic, StepwiseCore
 
 CASES = list(itertools.product(ALGORITHMS, (False, True)))
 

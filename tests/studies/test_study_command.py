@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity.cli import app
 from parity.studies import catalogue
-from parity.studies.fp8_accumulation import Settings
+from parity.studies.fp8_accumulation.study import Settings
 from parity.user_error import UserError
 
 

@@ -14,11 +14,12 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import record, training_curves
-from parity.studies.language_model import ARCHITECTURES, Size
-from parity.studies.text import batches
-from parity.studies.training import Schedule, plain_pass, train
-from parity.studies.training_curves import Outcome, Run, Settings, outcomes
+from parity.studies import record
+from parity.studies.training.language_model import ARCHITECTURES, Size
+from parity.studies.training.text import batches
+from parity.studies.training.train import Schedule, plain_pass, train
+from parity.studies.training_curves import study
+from parity.studies.training_curves.study import Outcome, Run, Settings, outcomes
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.weights import WeightMap, stack
@@ -37,11 +38,11 @@ def kernels() -> Kernels:
 
 @pytest.fixture(scope="module")
 def found(kernels: Kernels) -> Losses:
-    return {run: _result(run, kernels) for run in training_curves._runs(SMALL)}
+    return {run: _result(run, kernels) for run in study._runs(SMALL)}
 
 
 def _result(run: Run, kernels: Kernels) -> dict[str, Any]:
-    return {"losses": training_curves.losses_of(run, SMALL, kernels), "gpu": "emulated"}
+    return {"losses": study.losses_of(run, SMALL, kernels), "gpu": "emulated"}
 
 
 def by_precision(found: Losses) -> dict[str, Outcome]:
@@ -140,44 +141,44 @@ def test_a_study_trains_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=3, draws=2, final=1)
-    report = training_curves.run(tiny, tmp_path).read_text()
+    report = study.run(tiny, tmp_path).read_text()
     assert "1 of 1 runs follow" in report or "0 of 1 runs follow" in report
     assert (tmp_path / "training_curves_llama.png").stat().st_size > 0
     trained: list[Run] = []
-    faithful = training_curves.losses_of
+    faithful = study.losses_of
 
     def noted(run: Run, settings: Settings, kernels: Kernels) -> list[float]:
         trained.append(run)
         return faithful(run, settings, kernels)
 
-    monkeypatch.setattr(training_curves, "losses_of", noted)
-    training_curves.train_missing(dataclasses.replace(tiny, draws=3), tmp_path, kernels)
+    monkeypatch.setattr(study, "losses_of", noted)
+    study.train_missing(dataclasses.replace(tiny, draws=3), tmp_path, kernels)
     assert trained == [Run("llama", "rounded", "bf16", 3)]
-    assert training_curves.run(tiny, tmp_path).read_text() == report
+    assert study.run(tiny, tmp_path).read_text() == report
 
 
 def test_a_run_on_other_data_is_not_taken_for_a_recorded_one(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=2, draws=2, final=1)
-    training_curves.train_missing(tiny, tmp_path, kernels)
-    runs = len(record.read(tmp_path / training_curves.RECORD))
-    monkeypatch.setattr(training_curves, "batches", lambda seed, *sizes: batches(seed + 100, *sizes))
-    training_curves._fingerprint.cache_clear()
-    training_curves.train_missing(tiny, tmp_path, kernels)
-    training_curves._fingerprint.cache_clear()
-    assert len(record.read(tmp_path / training_curves.RECORD)) == 2 * runs
+    study.train_missing(tiny, tmp_path, kernels)
+    runs = len(record.read(tmp_path / study.RECORD))
+    monkeypatch.setattr(study, "batches", lambda seed, *sizes: batches(seed + 100, *sizes))
+    study._fingerprint.cache_clear()
+    study.train_missing(tiny, tmp_path, kernels)
+    study._fingerprint.cache_clear()
+    assert len(record.read(tmp_path / study.RECORD)) == 2 * runs
 
 
 def test_recipes_that_differ_in_when_they_scale_share_their_expectation() -> None:
-    runs = list(training_curves._runs(SMALL))
+    runs = list(study._runs(SMALL))
     assert {run.precision for run in runs if run.kind == "te"} == set(SMALL.precisions)
     assert {run.precision for run in runs if run.kind == "rounded"} == {"bf16", "fp8_delayed"}
 
 
 def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tmp_path: Path) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16", "mxfp8"), steps=2, draws=2, final=1)
-    report = training_curves.run(tiny, tmp_path).read_text()
+    report = study.run(tiny, tmp_path).read_text()
     assert "`mxfp8` did not run: Device compute capability 10.0 or higher" in report
 
 
@@ -190,12 +191,12 @@ def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tm
 )
 def test_names_that_there_are_not_are_told(tmp_path: Path, settings: Settings, field: str) -> None:
     with pytest.raises(UserError, match=f"{field}: there is no 'bert'"):
-        training_curves.run(settings, tmp_path)
+        study.run(settings, tmp_path)
 
 
 def test_one_draw_is_too_few_for_a_spread(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 2, not 1"):
-        training_curves.run(dataclasses.replace(SMALL, draws=1), tmp_path)
+        study.run(dataclasses.replace(SMALL, draws=1), tmp_path)
 
 
 def test_a_plain_pass_leaves_the_gradients_of_the_mean_cross_entropy() -> None:

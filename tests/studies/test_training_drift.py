@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import record, training_drift
-from parity.studies.drift_trajectory import Kind, Run, Settings, Trajectory, trajectory
-from parity.studies.training_drift import Drift, Drifts, Pair, drift_of, pairs
-from parity.studies.training_drift_claims import of_algorithm, of_format, of_other_start, of_rounding, of_te
+from parity.studies import record
+from parity.studies.training_drift import study
+from parity.studies.training_drift.claims import of_algorithm, of_format, of_other_start, of_rounding, of_te
+from parity.studies.training_drift.study import Drift, Drifts, Pair, drift_of, pairs
+from parity.studies.training_drift.trajectory import Kind, Run, Settings, Trajectory, trajectory
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -104,11 +105,11 @@ def test_on_a_gpu_it_trains_for_longer(tmp_path: Path, monkeypatch: pytest.Monke
         steps.append(settings.steps)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training_drift, "train_missing", noted)
+    monkeypatch.setattr(study, "train_missing", noted)
     for kernels in (te.kernels("cpu"), GPU):
-        monkeypatch.setattr(training_drift, "kernels_on", lambda device, kernels=kernels: kernels)
+        monkeypatch.setattr(study, "kernels_on", lambda device, kernels=kernels: kernels)
         with pytest.raises(KeyboardInterrupt):
-            training_drift.run(training_drift.FULL, tmp_path)
+            study.run(study.FULL, tmp_path)
     assert steps == [300, 2000]
 
 
@@ -121,11 +122,11 @@ def test_stochastic_rounding_is_the_same_twice(kernels: Kernels, kind: Kind) -> 
 def test_a_study_trains_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = training_drift.run(TINY, tmp_path)
+    report = study.run(TINY, tmp_path)
     assert all((tmp_path / f"training_drift{part}.png").is_file() for part in ("", "_te", "_tensors"))
     text = report.read_text()
     assert "On an emulated Hopper: `bf16`. On an emulated Blackwell: `mxfp8`." in text
-    path = tmp_path / training_drift.RECORD
+    path = tmp_path / study.RECORD
     code, *lines = path.read_text().splitlines(keepends=True)
     path.write_text(code + "".join(lines[:-1]))
     trained: list[Run] = []
@@ -135,12 +136,12 @@ def test_a_study_trains_only_what_its_record_lacks(
         return trajectory(entry, settings, kernels)
 
     noted.cache_clear = trajectory.cache_clear  # type: ignore[attr-defined]
-    monkeypatch.setattr(training_drift, "trajectory", noted)
-    training_drift.train_missing(TINY, tmp_path, kernels)
+    monkeypatch.setattr(study, "trajectory", noted)
+    study.train_missing(TINY, tmp_path, kernels)
     last = list(pairs(TINY, kernels))[-1]
     assert trained == [last.run, last.against]
     assert len(record.read(path)) == len(lines)
-    assert training_drift.run(TINY, tmp_path).read_text() == text
+    assert study.run(TINY, tmp_path).read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -160,4 +161,4 @@ def test_settings_that_do_not_fit_are_told(
 ) -> None:
     monkeypatch.setattr(te, "why_no_gpu", lambda: "no GPU")
     with pytest.raises(UserError, match=message):
-        training_drift.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]
+        study.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]

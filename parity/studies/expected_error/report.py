@@ -1,0 +1,318 @@
+"""Draws the report of the study ``expected_error``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from parity.report.numbers import short
+from parity.studies import tables
+from parity.studies.expected_error import claims, plots
+from parity.studies.expected_error.study import (
+    ISSUE_407,
+    ISSUE_407_SHAPE,
+    KINDS,
+    MODEL,
+    NOTHING_LEFT,
+    PER_TENSOR,
+    SHORT_SUMS,
+    TE,
+    Results,
+    Run,
+    Settings,
+    base,
+    held_out,
+    law,
+    mean,
+    seeds_of,
+    sizes_of,
+    sweep,
+)
+from parity.studies.growth import Law
+from parity.studies.te_modules import MODULES
+from parity.te import Kernels
+
+GROWTH_PICTURE, PARTS_PICTURE = "expected_error_growth.png", "expected_error_parts.png"
+
+_INTRODUCTION = """\
+You replaced a PyTorch module by TransformerEngine's (TE) and the numbers differ. This is by how much they differ if
+nothing is wrong. The error is relative: the Euclidean norm of the difference from the same module in FP64, on the same
+weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is 1 %.
+
+{made_on} Inputs and output gradients are N(0, 1), weights are PyTorch's initial ones, the batch is 1; MLPs are 4
+(gated: 3) times as wide inside, heads have 64 channels. At the size of the tables, the root mean square over seeds 0 to
+{last_seed}; seed 0 elsewhere. {gpus}"""
+
+_HOW_TO = """\
+Find your module and your precision: that is the error at hidden size {hidden}, {seq} tokens, one module. At another
+size multiply it by (hidden / {hidden})^a (tokens / {seq})^b (modules in a row)^c with the exponents from the table
+below. {example} Seeds differ by {spread}, so several times the figure is a bug, or inputs unlike these: see "What it
+does not say"; `parity run` finds out which."""
+
+_EXPONENTS = """\
+Exponents `a, b, c` of hidden size, tokens and modules in a row (– for modules that are not stacked). In the place of
+`c`, `g^(n - 1)` says that the error grows by the factor g with each of n modules. All of it holds up to an error of
+{nothing:g}; above, little of the value is left."""
+
+_MODEL = """\
+The prediction: the same table from the rounding model (`parity/rounding/`), which is plain PyTorch with roundings
+put in and has never seen TE. {agreement}"""
+
+_PARTS = """\
+Each rounding was made alone in the rounding model, one module at hidden size {hidden} and {seq} tokens: that of the
+weights to the GEMM's format, that of what enters a GEMM as its input, that of results as they are stored between
+kernels, those of attention's operands and scores, and none, which leaves FP32 sums. The bars are shares of the output's
+squared error. Weights cost nothing in BF16 and FP16, because the FP64 module holds the same rounded weights: what
+rounding a checkpoint to BF16 costs is no error of a port. Errors of parts add as squares (independent errors do): the
+last column is the root of their sum over the error of all roundings together. It is above 1 where one part stores a
+value that another rounds to the same format when it reads it: together they round once, and apart each does."""
+
+_SHORT_SUMS = """\
+The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 14 bits (study `fp8_accumulation`).
+With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose the following; what short sums
+add grows with the length of the sums, here up to {longest}."""
+
+_LIMITS = """\
+- **Other inputs.** A relative error hardly depends on the inputs' scale, but it may on their shape: outliers cost NVFP4
+  more (study `fp8_recipes`), sums of one sign cost short sums more (`fp8_accumulation`), and an output in which large
+  terms cancel has a larger relative error from the same absolute one. `parity run` computes the expected error on your
+  module, weights and inputs.
+- **Layers hide errors.** In a TransformerLayer the residual stream passes most of the output unrounded but for
+  storage: its output's error is small because the stream is large. Its weight gradients show the error of the branches.
+- **FP8 attention is off.** TE computes attention in BF16 under every recipe unless `fp8_dpa` is set.
+- **Real kernels.** {real}"""
+
+_REAL = {
+    "cpu": "These are TE's own modules on parity's CPU kernels, which sum in another order than a GPU's. The same "
+    "command on a GPU measures the real ones.",
+    "gpu": "These are TE's compiled kernels on the GPU named above.",
+}
+
+
+def write(
+    found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels, folder: Path
+) -> Path:
+    """Write ``expected_error.md`` and its plots into the folder; returns the report's path.
+
+    Args:
+        found: every run of the settings.
+        missing: precisions that no GPU here runs, each with the reason.
+        settings: of the study, without those precisions.
+        kernels: that TE ran on.
+        folder: exists.
+    """
+    plots.growth(found, settings).savefig(folder / GROWTH_PICTURE, dpi=80)
+    if settings.parts:
+        plots.parts(found, settings).savefig(folder / PARTS_PICTURE, dpi=90)
+    path = folder / "expected_error.md"
+    sections = _sections(found, missing, settings, kernels)
+    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return path
+
+
+def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
+    yield "# Which error is normal?"
+    yield _INTRODUCTION.format(
+        made_on=tables.made_on(kernels),
+        last_seed=settings.seeds - 1,
+        gpus=_gpus(found, settings),
+    )
+    yield from (f"- `{name}` was not measured: {reason}" for name, reason in missing.items())
+    yield "## My module, my precision: expect this"
+    yield _HOW_TO.format(
+        hidden=settings.hidden, seq=settings.seq, example=_example(found, settings), spread=_spread(found, settings)
+    )
+    yield "Error of the **output**, measured:"
+    yield _lookup(found, settings, TE, "output")
+    yield _EXPONENTS.format(nothing=NOTHING_LEFT)
+    yield _by_module(settings, lambda name, precision: _exponents(found, settings, name, precision))
+    for kind in KINDS[1:]:
+        yield f"Error of the **{kind}{'s' if kind.startswith('weight') else ''}**, measured:"
+        yield _lookup(found, settings, TE, kind)
+    yield _MODEL.format(agreement=_agreement(found, settings))
+    yield _lookup(found, settings, MODEL, "output")
+    yield "## How it grows"
+    yield _growth_text(found, settings)
+    yield f"![Error over sizes]({GROWTH_PICTURE})"
+    if settings.parts:
+        yield "## Where it comes from"
+        yield _PARTS.format(hidden=settings.hidden, seq=settings.seq)
+        yield f"![Shares of the parts]({PARTS_PICTURE})"
+        yield _parts_table(found, settings)
+        if kernels.backend == "cpu" and set(PER_TENSOR) & set(settings.precisions):
+            yield _SHORT_SUMS.format(longest=4 * settings.hidden)
+            yield _short_sums(found, settings)
+    yield "## The module of TransformerEngine issue 407"
+    yield _issue(found, settings)
+    yield "## Claims"
+    yield tables.claims(claims.claims(found, settings))
+    yield "## What it does not say"
+    yield _LIMITS.format(real=_REAL[kernels.backend])
+    yield "Made by `parity study expected_error`."
+
+
+def _gpus(found: Results, settings: Settings) -> str:
+    by_gpu: dict[str, list[str]] = {}
+    for precision in settings.precisions:
+        gpu = next(measured.gpu for run, measured in found.items() if (run.precision, run.way) == (precision, TE))
+        by_gpu.setdefault(gpu, []).append(f"`{precision}`")
+    return " ".join(f"On an {gpu}: {', '.join(names)}." for gpu, names in by_gpu.items())
+
+
+def _spread(found: Results, settings: Settings) -> str:
+    """The largest factor between two seeds' output errors at the base size, less 1."""
+    factors = []
+    for name in settings.modules:
+        for precision in settings.precisions:
+            errors = [
+                measured.relative_l2["output"] for measured in seeds_of(found, name, base(settings), precision, TE)
+            ]
+            factors.append(max(errors) / min(errors))
+    return f"{100 * (max(factors) - 1):.0f} %"
+
+
+def _example(found: Results, settings: Settings) -> str:
+    """The law at the shape that it was not fitted to, beside what was measured there."""
+    name, precision = settings.modules[-1], settings.precisions[min(4, len(settings.precisions) - 1)]
+    fitted, shape = law(found, settings, name, precision), held_out(name, settings)
+    if fitted is None:
+        return ""
+    measured = mean(found, name, shape, precision, TE)
+    return (
+        f"For example, {shape.depth} x {MODULES[name].title} of hidden size {shape.hidden} on {shape.seq} tokens in "
+        f"`{precision}`: the law gives {short(fitted.at(sizes_of(shape)))}; measured: {short(measured)}."
+    )
+
+
+def _by_module(settings: Settings, cell: Callable[[str, str], str]) -> str:
+    rows = [[MODULES[name].title, *(cell(name, each) for each in settings.precisions)] for name in settings.modules]
+    return tables.numbers(rows, ["module", *settings.precisions])
+
+
+def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
+    middle = base(settings)
+    return _by_module(settings, lambda name, precision: short(mean(found, name, middle, precision, way, kind)))
+
+
+def _exponents(found: Results, settings: Settings, name: str, precision: str) -> str:
+    fitted = law(found, settings, name, precision)
+    if fitted is None:
+        return "–"
+    return ", ".join(
+        f"{fitted.rates[size]:.2f}^(n - 1)"
+        if size in fitted.rates
+        else f"{round(fitted.exponents[size], 2) + 0.0:.2f}"
+        if size in fitted.exponents
+        else "–"
+        for size in _SIZE_TITLES
+    )
+
+
+def _agreement(found: Results, settings: Settings) -> str:
+    ratios = {
+        (name, shape, precision): mean(found, name, shape, precision, TE) / mean(found, name, shape, precision, MODEL)
+        for name in settings.modules
+        for shape in (*sweep(name, settings), held_out(name, settings))
+        for precision in settings.precisions
+    }
+    furthest = max(ratios, key=lambda key: abs(math.log(ratios[key])))
+    name, shape, precision = furthest
+    return (
+        f"Over all {len(ratios)} modules, sizes and precisions of this report, measured over predicted is "
+        f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, median {statistics.median(ratios.values()):.2f}; "
+        f"furthest off: {MODULES[name].title} in `{precision}`, hidden {shape.hidden}, {shape.seq} tokens, "
+        f"{shape.depth} in a row."
+    )
+
+
+def _growth_text(found: Results, settings: Settings) -> str:
+    fits = {
+        (name, precision): fitted
+        for name in settings.modules
+        for precision in settings.precisions
+        if (fitted := law(found, settings, name, precision)) is not None
+    }
+    worst_name, worst_precision = max(fits, key=lambda key: fits[key].worst_factor)
+    misses = [fitted.worst_factor for fitted in fits.values()]
+    held = [
+        mean(found, name, held_out(name, settings), precision, TE) / fitted.at(sizes_of(held_out(name, settings)))
+        for (name, precision), fitted in fits.items()
+    ]
+    lines = [
+        f"The law is error = e (hidden / {settings.hidden})^a (tokens / {settings.seq})^b (modules)^c, fitted by least "
+        "squares of logarithms.",
+        "",
+        *(_exponents_in_words(title, size, list(fits.values())) for size, title in _SIZE_TITLES.items()),
+        *_amplified(fits),
+        f"- The law misses the points that it was fitted to by at most a factor of {max(misses):.2f} "
+        f"({MODULES[worst_name].title}, `{worst_precision}`), in the median by {statistics.median(misses):.2f}.",
+        f"- At sizes that it was not fitted to (hidden {settings.held_out_hidden}, {settings.held_out_seq} tokens, "
+        f"{settings.held_out_depth} in a row where stacked), measured over law is {min(held):.2f} to {max(held):.2f}.",
+    ]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _amplified(fits: Mapping[tuple[str, str], Law]) -> Iterator[str]:
+    """Modules whose error grows by a factor with each further one."""
+    for module in dict.fromkeys(name for (name, _), fitted in fits.items() if fitted.rates):
+        rates = [fitted.rates["depth"] for (name, _), fitted in fits.items() if name == module and fitted.rates]
+        yield (
+            f"- {MODULES[module].title}, each on the result of the one before without a residual stream: the error "
+            f"grows by a factor of {min(rates):.2f} to {max(rates):.2f} with each, whatever the precision. Such a "
+            "chain amplifies differences; a residual stream (TransformerLayer) does not."
+        )
+
+
+_SIZE_TITLES = {"hidden": "hidden size", "seq": "tokens", "depth": "modules in a row"}
+
+
+def _exponents_in_words(title: str, size: str, fits: Sequence[Law]) -> str | None:
+    values = [fitted.exponents[size] for fitted in fits if size in fitted.exponents]
+    if not values:
+        return None
+    return f"- {title}: exponents {min(values):.2f} to {max(values):.2f}, median {statistics.median(values):.2f}."
+
+
+def _parts_table(found: Results, settings: Settings) -> str:
+    titles = [plots.PART_TITLES[part] for part in plots.PARTS_OF_OUTPUTS]
+    rows = []
+    for name in settings.modules:
+        for precision in settings.precisions:
+            errors = [mean(found, name, base(settings), precision, way) for way in (MODEL, *plots.PARTS_OF_OUTPUTS)]
+            whole = plots.explained(found, settings, name, precision)
+            rows.append([MODULES[name].title, precision, *map(short, errors), f"{whole:.2f}"])
+    headers = ["module", "precision", "all", *(f"{title} alone" for title in titles), "parts / all"]
+    return "<details><summary>Each rounding alone: error of the output</summary>\n\n" + (
+        tables.numbers(rows, headers) + "\n\n</details>"
+    )
+
+
+def _short_sums(found: Results, settings: Settings) -> str:
+    precision = next(name for name in reversed(PER_TENSOR) if name in settings.precisions)
+    middle = base(settings)
+    rows = []
+    for name in settings.modules:
+        cells = []
+        for kind in KINDS:
+            plain, summed = (mean(found, name, middle, precision, way, kind) for way in (TE, SHORT_SUMS))
+            cells.append("–" if math.isnan(plain) else f"{short(summed)} ({100 * (summed / plain - 1):+.1f} %)")
+        rows.append([MODULES[name].title, *cells])
+    return tables.numbers(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
+
+
+def _issue(found: Results, settings: Settings) -> str:
+    rows = []
+    for precision in settings.precisions:
+        runs = [Run(ISSUE_407, ISSUE_407_SHAPE, precision, TE, seed) for seed in range(settings.seeds)]
+        errors = [mean(found, ISSUE_407, ISSUE_407_SHAPE, precision, TE, kind) for kind in KINDS]
+        predicted = mean(found, ISSUE_407, ISSUE_407_SHAPE, precision, MODEL)
+        sums = ", ".join(f"{found[run].sum_error:+.2f}" for run in runs)
+        rows.append([precision, *map(short, errors), short(predicted), sums])
+    headers = ["precision", *KINDS, "output, predicted", "error of the outputs' sum, by seed"]
+    return (
+        "RMSNorm and a SwiGLU MLP, hidden size 512, ffn 1536, input `rand(2, 1024, 512)`, weights N(0, 0.023). The "
+        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n"
+        + tables.numbers(rows, headers)
+    )

@@ -1,0 +1,1 @@
+"""Baseline and flash attention with a number format for each intermediate result."""
