@@ -82,7 +82,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
     yield from packed_hypotheses(trace, module)
-    yield from rope_hypotheses(trace, module)
+    yield from rope_hypotheses(trace, module, stored_dtype(prepared))
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from pre_norm_hypotheses(trace, module)
@@ -114,7 +114,7 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
     candidates = (
         *norm_hypotheses(trace, module, stored_dtype(prepared)),
         *activation_hypotheses(trace, module),
-        *rope_hypotheses(trace, module),
+        *rope_hypotheses(trace, module, stored_dtype(prepared)),
         *optimizer_step_hypotheses(trace, module),
     )
     return tuple(one for one in candidates if one.subtle and one.scope == "all")

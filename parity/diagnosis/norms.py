@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.low_dtypes import low_dtypes, short
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import agree, back, binary, other, users, with_number
@@ -111,14 +112,14 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
 
     yield from map(with_eps, EPSILONS)
     # BF16 in an FP16 port is no subtle mistake.
-    for low in (dtype, torch.bfloat16) if dtype is torch.float16 else (torch.bfloat16,):
+    for low in low_dtypes(dtype):
         yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
     if dtype is not torch.float32:
         yield Mistake(
             "norm-rounding",
-            f"norm rounded to {_short(dtype)} before its weight",
+            f"norm rounded to {short(dtype)} before its weight",
             f"scale by the norm's weight in FP32 and round after that, as TE does; the normalised value is rounded to "
-            f"{_short(dtype)} first",
+            f"{short(dtype)} first",
             lambda norm: norm.edits(before_gain=dtype) if norm.gain else (),
             subtle=True,
         )
@@ -151,8 +152,8 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
     for what, changes in rounded.items():
         yield Mistake(
             "norm-statistics",
-            f"norm {what} in {_short(low)}",
-            f"take the norm's mean and root in FP32; {what} rounded to {_short(low)}",
+            f"norm {what} in {short(low)}",
+            f"take the norm's mean and root in FP32; {what} rounded to {short(low)}",
             _with(**changes),
             subtle=subtle,
         )
@@ -160,10 +161,6 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
 
 def _with(**changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
     return lambda norm: norm.edits(**changes)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def _called(call: Call) -> Norm | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.low_dtypes import low_dtypes, short
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.rope_positions import Edits, Phases, position_mistakes, restart_mistakes, with_angles
 from parity.diagnosis.rope_scaling import scaling_mistakes
@@ -23,15 +24,21 @@ BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
-def rope_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's rotary embeddings."""
+def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's rotary embeddings.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        dtype: of the port's weights.
+    """
     found = rotations(trace)
     if found:
         of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
         forms, positions = list(_forms(found[0])), list(position_mistakes())
         # A single token that is not rotated is one at position 0.
         likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
-        mistakes = [*likeliest, *of_frequencies, *_rounded()]
+        mistakes = [*likeliest, *of_frequencies, *_rounded(dtype)]
         layers = _by_layer(found)
         yield from everywhere_and_somewhere(map(_in_layer, mistakes), layers, module, lambda one: one.name)
         # One table of angles serves all layers.
@@ -151,31 +158,49 @@ def _base_instead(right: float) -> Callable[[float], Mistake[Rotation]]:
     return with_base
 
 
-def _rounded() -> Iterator[Mistake[Rotation]]:
-    """Frequencies or phases of too few bits."""
-    variants: dict[str, Phases] = {
-        "frequencies in bf16": lambda positions, frequency: positions[:, None] * _bf16(frequency),
-        "phases in bf16": lambda positions, frequency: _bf16(positions[:, None] * frequency),
-        "positions in bf16": lambda positions, frequency: _bf16(positions)[:, None] * frequency,
-        "frequencies and phases in bf16": lambda p, frequency: _bf16(_bf16(p)[:, None] * _bf16(frequency)),
-        "phases from a TF32 product": lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency),
-    }
-    for described, phases in variants.items():
+def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
+    """Frequencies, phases or the table of too few bits."""
+    for low in low_dtypes(dtype):
+        # BF16 in an FP16 port is no subtle mistake.
+        subtle = dtype in (low, torch.float32)
+        for described, phases in _rounded_phases(low).items():
+            yield Mistake(
+                "rope-precision",
+                f"rope {described}",
+                f"compute rotary frequencies and phases in FP32, not under autocast and before "
+                f".to({str(low).removeprefix('torch.')}); it has {described}",
+                with_angles(phases),
+                subtle,
+            )
         yield Mistake(
             "rope-precision",
-            f"rope {described}",
-            f"compute rotary frequencies and phases in FP32, not under autocast and before .to(bfloat16); it has "
-            f"{described}",
-            with_angles(phases),
-            subtle=True,
+            f"rope cosines and sines in {short(low)}",
+            f"keep rotary cosines and sines in FP32; they are rounded to {short(low)}",
+            _with(table=low),
+            subtle,
         )
     yield Mistake(
         "rope-precision",
-        "rope cosines and sines in bf16",
-        "keep rotary cosines and sines in FP32; they are rounded to bf16",
-        _with(table=torch.bfloat16),
+        "rope phases from a TF32 product",
+        "multiply rotary positions and frequencies in FP32, elementwise or with allow_tf32 off; it has phases from a "
+        "TF32 product",
+        with_angles(lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency)),
         subtle=True,
     )
+
+
+def _rounded_phases(low: torch.dtype) -> dict[str, Phases]:
+    def rounded(x: Tensor) -> Tensor:
+        return x.float().to(low).double()
+
+    return {
+        f"frequencies in {short(low)}": lambda positions, frequency: positions[:, None] * rounded(frequency),
+        f"phases in {short(low)}": lambda positions, frequency: rounded(positions[:, None] * frequency),
+        f"positions in {short(low)}": lambda positions, frequency: rounded(positions)[:, None] * frequency,
+        f"frequencies and phases in {short(low)}": lambda positions, frequency: rounded(
+            rounded(positions)[:, None] * rounded(frequency)
+        ),
+    }
 
 
 def _with(**changes: object) -> Edits:
@@ -198,10 +223,6 @@ def _with_frequencies(base: float, share: float | None = None) -> Edits:
         return one.edits(angles=one.phases[0][:, None] * frequencies(base, rotary).to(one.angles.device))
 
     return edits
-
-
-def _bf16(x: Tensor) -> Tensor:
-    return x.float().bfloat16().double()
 
 
 def _tf32(x: Tensor) -> Tensor:

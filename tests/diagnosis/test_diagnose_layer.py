@@ -72,8 +72,11 @@ def weights(exchanged=()):
     return {left(side, layer): f"{layer}.{WEIGHTS[other.get(side, side)]}" for layer in (0, 1) for side in WEIGHTS}
 
 
-def found(*, layer=None, exchanged=(), rope=None, call=None, **te_arguments):
-    """Titles of the findings on TE's layers with these arguments, against the reference with those."""
+def found(*, layer=None, exchanged=(), rope=None, call=None, cast=False, precision="fp32", seq=SEQ, **te_arguments):
+    """Titles of the findings on TE's layers with these arguments, against the reference with those.
+
+    ``cast`` makes the rotary embedding a submodule of the port, so that a cast of the port rounds its frequencies.
+    """
 
     def factory(te, **_):
         arguments = dict(
@@ -90,6 +93,8 @@ def found(*, layer=None, exchanged=(), rope=None, call=None, **te_arguments):
         )
         embedding = te.RotaryPositionEmbedding(HEAD_DIM, **(rope or {}))
         layers = nn.ModuleList(te.TransformerLayer(HIDDEN, FFN, HEADS, **(arguments | te_arguments)) for _ in range(2))
+        if cast:
+            layers[0].rope = embedding
 
         def called(layers, x):
             for one in layers:
@@ -104,7 +109,7 @@ def found(*, layer=None, exchanged=(), rope=None, call=None, **te_arguments):
             call_candidate=called,
         )
 
-    (result,) = parity.compare(parity.Case("layers", factory, sizes=(dict(batch=2, seq=SEQ),)), ["fp32"])
+    (result,) = parity.compare(parity.Case("layers", factory, sizes=(dict(batch=2, seq=seq),)), [precision])
     return [finding.title for finding in result.findings] if result.status == "failed" else [result.status]
 
 
@@ -154,3 +159,9 @@ def test_an_interleaving_that_layer_or_embedding_does_not_share_is_found(interle
     rope = dict(interleaved=interleaved ^ (wrong in ("embedding", "both")))
     arguments = dict(layer=dict(interleaved=interleaved), rotary_pos_interleaved=rotary_pos_interleaved, rope=rope)
     assert found(**arguments) == ["rope-layout"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_rotary_frequencies_that_are_cast_with_the_model_are_found(precision):
+    assert found(precision=precision, seq=160) == ["passed"]
+    assert found(precision=precision, seq=160, cast=True) == ["rope-precision"]
