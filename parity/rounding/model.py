@@ -10,7 +10,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
 * the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
   attention in it under every recipe, and has no kernel for the others;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
-* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``);
+* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``), and what casts of a port
+  that makes some round (``parity.rounding.casts``);
 * what steps of an optimizer write in place, as the port's optimizers do (``parity.rounding.steps``).
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
@@ -22,7 +23,7 @@ alone. With none, what is left is FP32 arithmetic: its sums, and what lies betwe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from parity.rounding.aten_calls import (
     TABLES,
 )
 from parity.rounding.attention import Attention
+from parity.rounding.casts import CAST, Casts
 from parity.rounding.freedom import FUSED_POINTWISE, Freedom
 from parity.rounding.kinks import Kinks
 from parity.rounding.lineage import Lineage
@@ -100,6 +102,7 @@ def rounded(
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
         mode,
+        mode.casts if CAST in freedom.plain else nullcontext(),
         attention_in_blocks(mode.attention),
         experts_one_by_one(),
         step_by_step(),
@@ -137,6 +140,11 @@ class _RoundingMode(TorchDispatchMode):
     def attention(self) -> Arithmetic:
         """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
         return self._attention.arithmetic(alone=self._while_suspended)
+
+    @property
+    def casts(self) -> Casts:
+        """What the port's own casts round."""
+        return Casts(self._storing.store, alone=self._while_suspended)
 
     @contextmanager
     def _while_suspended(self) -> Iterator[None]:
@@ -259,7 +267,7 @@ class _RoundingMode(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if self.phase.differentiates and name in ARITHMETIC:
             return True
-        return name.removesuffix("_backward") in self._freedom.plain
+        return name != CAST and name.removesuffix("_backward") in self._freedom.plain
 
     def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
         """Whether it is a step of a norm that a port computes in FP32, as most do: it has no root of the dtype's."""

@@ -31,8 +31,8 @@ _TE = "transformer_engine"
 # TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
 _UNFUSED_ATTENTION = str(Path("pytorch/attention/dot_product_attention/backends.py"))
 
-# Copies and casts round nothing by themselves; attention's softmax has a freedom of its own.
-_LEFT_OUT = frozenset({"_to_copy", "copy_", "clone", "detach", "_softmax", "_safe_softmax"})
+# Copies round nothing by themselves; attention's softmax has a freedom of its own.
+_LEFT_OUT = frozenset({"copy_", "clone", "detach", "_softmax", "_safe_softmax"})
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.cpu.products import tf32
+from parity.rounding.casts import CAST
 from parity.rounding.freedom import UNFUSED
 from parity.rounding.model import rounded
 from parity.rounding.parts import Rounding
@@ -42,9 +43,9 @@ def test_functions_of_activations_are_known_by_name():
     assert names_of(Between(nn.Identity(), lambda x: torch.tanh(x + 0.25).view(-1)), x) == {"add", "tanh"}
 
 
-def test_functions_in_another_dtype_and_of_no_activation_are_left_out():
+def test_functions_in_another_dtype_and_of_no_activation_are_left_out_but_casts_to_it_are_not():
     x = torch.randn(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    assert names_of(Between(nn.Identity(), lambda x: x.float().tanh() * torch.ones(1).exp()), x) == set()
+    assert names_of(Between(nn.Identity(), lambda x: x.float().tanh() * torch.ones(1).exp()), x) == {CAST}
 
 
 def test_what_te_calls_is_none_of_the_ports():
@@ -156,3 +157,32 @@ def test_a_norm_that_a_port_computes_in_fp32_rounds_what_it_casts_alone():
     with rounded(Rounding(torch.bfloat16), [norm.weight], freedom):
         modelled = norm(x)
     assert torch.equal(modelled, norm.bfloat16()(x.bfloat16()).float())
+
+
+def rms_norm_and_loss(x: Tensor, labels: Tensor) -> Tensor:
+    """A norm in FP32 that stores its result, as Hugging Face's, and a loss in FP32 behind it."""
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(x)
+    return F.cross_entropy(normed.float(), labels).view(1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_port_whose_casts_round_gradients_that_are_all_alike_passes(precision):
+    """Nine in ten of a label's gradient is the same number in each row, so that its rounding is all rows' alike."""
+
+    class Model(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return rms_norm_and_loss(self.layer(x), labels)
+
+    pair = parity.Pair(
+        reference=Model(nn.Linear(128, 512, bias=False)),
+        candidate=Model(parity.te.kernels("cpu").te.Linear(128, 512, bias=False)),
+        weights={"layer.weight": "layer.weight"},
+        inputs=lambda rng: (rng.normal(428, 128), rng.integers(428, high=512)),
+    )
+    for result in parity.compare(pair, [precision], seeds=range(3)):
+        assert result.passed, (result.seed, result.margin, result.findings)
