@@ -10,8 +10,8 @@ that it judges (``parity.cpu``). What it rounds, and why:
 * the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
   attention in it under every recipe, and has no kernel for the others;
 * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
-* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``), and what the casts round
-  of a port that makes some (``parity.rounding.casts``);
+* what kernels of PyTorch's own return that TE has none for (``parity.rounding.plain_kernels``), and what a port's own
+  casts round (``parity.rounding.casts``);
 * what steps of an optimizer write in place, as the port's optimizers do (``parity.rounding.steps``).
 
 Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
