@@ -199,8 +199,11 @@ class _RoundingMode(TorchDispatchMode):
         if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
             if is_in_place(func):
                 return self._stored_in_place(func, args, kwargs)
-            dtype = torch.float32 if self._is_step_in_fp32(args) else self._storing.rounding.storage
-            result = as_in(dtype, func, args, kwargs)
+            in_fp32 = self._is_step_in_fp32(args)
+            result = as_in(torch.float32 if in_fp32 else self._storing.rounding.storage, func, args, kwargs)
+            if in_fp32 and self.phase.differentiates:  # the cube of a root may be beyond FP16
+                self._norms.see_gradient(args, result)
+                return result
             self._norms.see(func, args, result)
             return tree_map_only(Tensor, self._storing.store, result)
         return self._in_between(func, args, kwargs)

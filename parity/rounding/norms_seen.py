@@ -29,6 +29,12 @@ class NormsSeen:
             if operands & self._roots.keys() or (by_parameter and operands & self._normalized.keys()):
                 self._normalized[address(result)] = result
 
+    def see_gradient(self, args: tuple[Any, ...], result: Any) -> None:
+        """Of a step in the backward pass: what has a number for each root is a root's gradient, and steps read it."""
+        numbers = {self._roots[place].numel() for place in addresses(args) & self._roots.keys()}
+        if isinstance(result, Tensor) and result.numel() in numbers:
+            self._roots[address(result)] = result
+
     def is_result(self, x: Tensor) -> bool:
         """Whether a norm returned the tensor."""
         return address(x) in self._normalized

@@ -159,6 +159,18 @@ def test_a_norm_that_a_port_computes_in_fp32_rounds_what_it_casts_alone():
     assert torch.equal(modelled, norm.bfloat16()(x.bfloat16()).float())
 
 
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_of_small_values_is_no_port_s_to_compute_in_fp16_because_its_lines_are(norm):
+    """The cube of a root of 100 is beyond FP16; TE's norms, and most that are written by hand, compute it in FP32."""
+    layer, x = norm(WIDTH, eps=1e-6), (0.01 * torch.randn(4, WIDTH)).requires_grad_()
+    (exact,) = torch.autograd.grad(layer(x).relu().square().sum(), x)
+    with rounded(Rounding(torch.float16), layer.parameters(), dataclasses.replace(UNFUSED, plain=("relu",))) as phase:
+        output = layer(x).relu().square().sum()
+        phase.begin_backward()
+        (gradient,) = torch.autograd.grad(output, x)
+    assert ((gradient - exact).norm() / exact.norm()).item() < 0.05
+
+
 def rms_norm_and_loss(x: Tensor, labels: Tensor) -> Tensor:
     """A norm in FP32 that stores its result, as Hugging Face's, and a loss in FP32 behind it."""
     wide = x.float()
