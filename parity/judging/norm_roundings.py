@@ -18,7 +18,7 @@ from parity.errors import difference
 from parity.execute import outputs_of
 from parity.judging.directions import PRESENT, Direction, coefficient
 from parity.prepare import Prepared, cast
-from parity.result import TensorResult
+from parity.result import Check, TensorResult
 from parity.summed import Summed
 
 _TITLES = frozenset({"norm-statistics", "norm-rounding"})
@@ -44,13 +44,22 @@ def made_by_port_alone(
 
 
 def _found(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> Iterator[tuple[str, Direction]]:
-    """Outputs by name, with the rounding that their error contains."""
+    """Outputs by name, with the rounding that their error contains, and no other output's error lacks."""
     by_name = {direction.mistake.name: direction for direction in known if direction.mistake.title in _TITLES}
-    for tensor in tensors:
-        for check in tensor.checks:
-            is_present = check.margin > 1 and abs(check.coefficient - 1.0) <= PRESENT
-            if check.statistic == "mistake" and is_present and check.where in by_name:
-                yield tensor.name, by_name[check.where]
+    checks = [(tensor.name, check) for tensor in tensors for check in tensor.checks if check.statistic == "mistake"]
+    lacked = {check.where for _, check in checks if _is_lacking(check)}
+    for name, check in checks:
+        is_present = check.margin > 1 and abs(check.coefficient - 1.0) <= PRESENT
+        if is_present and check.where in by_name and check.where not in lacked:
+            yield name, by_name[check.where]
+
+
+def _is_lacking(check: Check) -> bool:
+    """Whether an output's error contains so little of a mistake that it cannot have been made.
+
+    The statistic is the coefficient in its standard deviations, so that it says how far the coefficient is from 1.
+    """
+    return abs(check.value) * (1.0 - check.coefficient) > check.limit * abs(check.coefficient)
 
 
 def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:

@@ -38,6 +38,8 @@ SMALLEST_SLICE = 32
 # How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
 # slice in which the model happened to be lucky from failing.
 _PRIOR_ELEMENTS = 8
+# Above what right ports' worst slices have; from there on it is worth to count how many elements make up an error.
+_USUAL = 1.5
 # The unit roundoff of FP32, in which kernels compute.
 _UNIT = torch.finfo(torch.float32).eps / 2
 # What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
@@ -114,6 +116,9 @@ def statistics(
         # gradient is zero but for rounding, of which no model knows the size.
         expected = expected.clamp(min=total * there / count)
         found = _worst(name, label, error.squares_over(dims), expected * _chance(there) ** 2)
+        if found.value > _USUAL:
+            allowed = 1.0 + 3.0 / _independent(model_errors, dims, there).sqrt()
+            found = _worst(name, label, error.squares_over(dims), expected * allowed**2)
         if name not in worst or worst[name].value < found.value:
             worst[name] = found
     yield from worst.values()
@@ -259,6 +264,23 @@ def _chance(count: int) -> float:
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
     """
     return 1.0 + 3.0 / math.sqrt(count)
+
+
+def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
+    """Of how many independent errors of one size the norm of each slice scatters like, by the models' errors.
+
+    A few elements make up the error where their values do, as of a softmax. The variance of a sum of squares is
+    ``2 sum(sigma**4)`` for errors of deviations sigma, and that of n alike ones ``2 n sigma**4``; a normal error's
+    fourth power is 3 sigma**4 on average.
+
+    Args:
+        dims: over which a slice extends.
+        count: of the elements of a slice.
+    """
+    squares = [model.values.double().square() for model in model_errors]
+    second = torch.stack([x.sum(dims) for x in squares]).amax(0)
+    fourth = torch.stack([x.square().sum(dims) for x in squares]).amax(0)
+    return torch.where(fourth > 0, 3.0 * second.square() / fourth, count).clamp(1.0, count)
 
 
 def _norm(x: Tensor) -> float:

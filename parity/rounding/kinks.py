@@ -3,7 +3,7 @@
 A ReLU's gradient is 0 or 1, an absolute value's -1 or 1, a maximum's is one operand's or the other's. A value that is
 nearer to the jump than its own error may fall on either side of it in a faithful port. Which values these are depends
 on the error that values have there: it is measured, call by call, as the distance between what the rounding model
-computes and what FP32 without the precision's roundings does.
+computes and what FP32 without the precision's roundings does; larger numbers than most have larger errors than most.
 
 PyTorch decides in two ways. Its kernels of gradients read the argument of the function; and where a gradient is made
 of several calls, one of them compares numbers or takes their signs. Both read a moved argument here. Where the largest
@@ -63,13 +63,13 @@ class Kinks:
             value = args[place]
             if func is RELU_BACKWARD:
                 value = self._arguments.get(address(value), value)
-            return *args[:place], self._beside(value, func is HARDSWISH_BACKWARD), *args[place + 1 :]
+            return *args[:place], self._beside(value, only_across=func is HARDSWISH_BACKWARD), *args[place + 1 :]
         if _takes_largest(func, args) and not self._side:
             self._beside(args[0])
         if func in SIGN:
             return self._beside(args[0]), *args[1:]
         if func in COMPARISONS and args[0].is_floating_point():
-            difference = self._beside(args[0] - args[1])
+            difference = self._beside(args[0] - args[1], of=args[0])
             return difference, torch.zeros_like(difference) if isinstance(args[1], Tensor) else 0.0
         return args
 
@@ -82,7 +82,7 @@ class Kinks:
             return None
         x, dim, keep = args[0], _dimensions(args)[0], len(args) > 2 and args[2]
         winner = x.detach().argmax(dim, keepdim=True)
-        step = self._beside(x) - x.detach()
+        step = self._beside(x, of=x) - x.detach()
         lowered = x.detach().scatter_add(dim, winner, -step.abs().gather(dim, winner))
         place = lowered.argmax(dim, keepdim=True)
         values = x.gather(dim, place)
@@ -90,13 +90,17 @@ class Kinks:
             values, place = values.squeeze(dim), place.squeeze(dim)
         return values if func is LARGEST else (values, place)
 
-    def _beside(self, value: Tensor, only_across: bool = False) -> Tensor:
+    def _beside(self, value: Tensor, only_across: bool = False, of: Tensor | None = None) -> Tensor:
+        """The value, moved by as much as it may be wrong; by more where it is made ``of`` large numbers."""
         value = value.detach()
         self.values.append(value)
         place = len(self.values) - 1
         if not self._side or place >= len(self._exact) or self._exact[place].shape != value.shape:
             return value
         noise = _root_mean_square(value - self._exact[place]) + _FP32 * _root_mean_square(value)
+        if of is not None:  # what floating point loses of a number grows with it
+            usual = _root_mean_square(of.detach()).clamp(min=torch.finfo(of.dtype).tiny)
+            noise = noise * (of.detach().abs() / usual).clamp(min=1.0)
         moved = value + self._side * WIDTH * noise
         if not only_across:
             return moved

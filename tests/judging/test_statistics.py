@@ -53,6 +53,22 @@ def test_an_independent_error_of_the_same_size_stays_near_one():
     assert all(0.6 < value < 1.4 for value in found.values()), found
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_whose_error_is_that_of_one_element_may_be_as_unlucky_as_one_element(seed):
+    """As of a softmax, whose largest value has most of the error."""
+    place = torch.randint(64, (4, 128, 1), generator=torch.Generator().manual_seed(seed))
+    deviations = torch.full((4, 128, 64), 1e-5, dtype=torch.float64).scatter(2, place, 1e-3)
+    error, *models = (deviations * draw(4, 128, 64, seed=3 * seed + i) for i in range(3))
+    found = values(error, models, draw(4, 128, 64))
+    assert max(found["row"], found["slice"]) < 1.5
+
+
+def test_a_row_of_many_errors_may_not():
+    error = FAITHFUL.clone()
+    error[1, 5] *= 3.0
+    assert values(error, [MODEL], GOLDEN)["row"] > 1.9
+
+
 def test_what_any_model_loses_is_expected():
     assert values(2 * MODEL, [MODEL, 2 * MODEL], GOLDEN)["norm"] <= 1.0
     assert values(2 * MODEL, [MODEL], GOLDEN)["norm"] > 1.8

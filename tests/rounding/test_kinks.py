@@ -77,6 +77,15 @@ def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
     torch.testing.assert_close(y.flatten(), torch.tensor([0.98, 1.0]))
 
 
+def test_numbers_that_are_larger_than_most_may_be_farther_off():
+    """The largest of many are: they are ten times as large as usual here, and so is what is lost of them."""
+    x = torch.cat([torch.ones(2, 998), torch.tensor([[10.2, 10.0], [1.2, 1.0]])], 1)
+    noted = Kinks()
+    gradients(lambda x: x.amax(1), x - NOISE, noted)
+    _, moved = gradients(lambda x: x.amax(1), x, Kinks(1.0, noted.values))
+    assert moved[:, -2:].tolist() == [[0.0, 1.0], [1.0, 0.0]]
+
+
 def test_the_largest_of_truths_is_left_alone():
     x = torch.tensor([[1.0, -1.0]])
 
