@@ -311,3 +311,28 @@ def test_a_candidate_without_gradients_fails(precision):
 def test_modules_without_gradients_are_compared_in_their_outputs_and_that_is_noted():
     result = result_of(linear(**both(lambda module, x: module(x).detach())))
     assert_says(result, "passed", "d input, d weight, d bias")
+
+
+# What modules do to their weights
+
+
+def _step(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        module(x.detach()).square().mean().backward()
+    torch.optim.SGD(module.parameters(), lr=1e-2).step()
+    return module(x)
+
+
+def _unit_rows(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.weight.div_(torch.linalg.vector_norm(module.weight, dim=-1, keepdim=True))
+    return module(x)
+
+
+def test_a_reference_that_trains_its_own_weights_is_told_to_train_a_copy():
+    result = result_of(linear(**both(_step)))
+    assert_says(result, "error", "the reference changes its parameter weight in place", "copy.deepcopy")
+
+
+def test_weights_that_every_pass_makes_the_same_may_be_written_to():
+    assert result_of(linear(call_reference=_unit_rows, call_candidate=_unit_rows)).passed

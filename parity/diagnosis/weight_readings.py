@@ -177,6 +177,7 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
         case Rearrange(parts=(part,)):
             is_fused = heads is not None and shape_of(left, shapes)[:1] == (heads.all_rows,)
             yield "qkv-layout" if is_fused else "heads-transposed", part
+            yield from (("weight-transposed", other) for other in _flattened_otherwise(part, shape_of(part, shapes)))
         case Reorder(parts=(part,), order=order):
             yield _title_of_reorder(part, order, shape_of(left, shapes)), part
         case str() if len(shapes[left]) == 1:
@@ -209,6 +210,13 @@ def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, S
         for after in ("qkv heads channels", "heads qkv channels"):
             sizes = (("qkv", 3), ("heads", heads.query))
             yield "qkv-layout", Rearrange((one,), f"({before}){more} -> ({after}){more}", sizes)
+
+
+def _flattened_otherwise(part: Side, shape: Shape) -> Iterator[Side]:
+    """A convolution's weight as that of a linear layer, its channels and pixels in every order: ``out (c h w)``."""
+    inner = "bcde"[: len(shape) - 1] if len(shape) in (3, 4, 5) else ""
+    for order in permutations(inner) if inner else ():
+        yield Rearrange((part,), f"a {' '.join(inner)} -> a ({' '.join(order)})")
 
 
 def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
