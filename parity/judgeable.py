@@ -117,17 +117,42 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
     Raises:
         NothingToJudge: if an output is another.
     """
+    for name, moved in _moved(golden, again):
+        raise NothingToJudge(
+            f"the reference draws random numbers (PAR253 not-reproducible): with others its {name} moves by "
+            f"{moved:.2g} of its norm, so that nothing can be compared with it; switch off what draws them in both "
+            "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
+        )
+
+
+def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    """Make sure that the reference does not train itself in its forward pass, so that every pass has other weights.
+
+    Args:
+        golden: its pass.
+        again: its outputs in FP64 by the weights that this pass left.
+        written: names of the parameters that it wrote to.
+
+    Raises:
+        NothingToJudge: if an output is another.
+    """
+    for name, moved in _moved(golden, again):
+        raise NothingToJudge(
+            f"the reference changes its parameter {written[0]} in place, so that the next pass begins with other "
+            f"weights: its {name} moves by {moved:.2g} of its norm; let both modules step on a copy that each pass "
+            "makes anew, such as copy.deepcopy(self.layer)"
+        )
+
+
+def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """The outputs that are others in another pass, and by how much of their norm."""
     for name, output in golden.outputs.items():
         moved = math.inf
         if name in again and again[name].shape == output.shape:
             by = torch.linalg.vector_norm(difference(again[name], output)).item()
             moved = relative_l2(by, torch.linalg.vector_norm(output).item())
         if moved > _SAME_IN_FP64:
-            raise NothingToJudge(
-                f"the reference draws random numbers (PAR253 not-reproducible): with others its {name} moves by "
-                f"{moved:.2g} of its norm, so that nothing can be compared with it; switch off what draws them in both "
-                "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
-            )
+            yield name, moved
 
 
 def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:

@@ -177,12 +177,13 @@ def run_candidate(
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
     shapes = weights.parameter_shapes(prepared.reference)
     in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
-    tensors = tensors_of(dataclasses.replace(ran, weight_gradients=in_reference_layout))
+    outputs = _shaped(ran.outputs, prepared.golden.outputs)
+    tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:
         if precision.warmup_passes:  # scales that come from other inputs would not fit these
             pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
             change(pair.candidate)
-        tensors |= _probed(_probe_candidate(pair, prepared, precision, kernels))
+        tensors |= _probed(_shaped(_probe_candidate(pair, prepared, precision, kernels), prepared.probed))
     return tensors, ran.unreached + frozen
 
 
@@ -209,9 +210,23 @@ def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[
     """
     reference = {name: tuple(cotangent.shape) for name, cotangent in cotangents.items()}
     candidate = {name: tuple(output.shape) for name, output in outputs.items()}
-    if reference != candidate:
+    fit = reference.keys() == candidate.keys() and all(_is_as(candidate[name], reference[name]) for name in reference)
+    if not fit:
         raise UserError(
             f"the candidate returns {candidate} where the reference returns {reference}; "
             "bring them to one shape in the pair's call_candidate or call_reference"
         )
-    return {name: cotangents[name].to(output.dtype) for name, output in outputs.items()}
+    return {name: cotangents[name].to(output.dtype).view(output.shape) for name, output in outputs.items()}
+
+
+def _is_as(shape: tuple[int, ...], reference: tuple[int, ...]) -> bool:
+    """Whether the two are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean loss as ``[1]``."""
+    return shape == reference or {shape, reference} == {(), (1,)}
+
+
+def _shaped(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One number in the shape that the reference returns it in."""
+    return {
+        name: x.view(golden[name].shape) if name in golden and _is_as(tuple(x.shape), tuple(golden[name].shape)) else x
+        for name, x in outputs.items()
+    }

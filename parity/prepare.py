@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,13 @@ from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden.in_fp64 import in_fp64
 from parity.golden.placement import golden_device
 from parity.inputs import Rng
-from parity.judgeable import check_golden, check_inputs_fit, check_reproducible, check_weights_fit
+from parity.judgeable import (
+    check_golden,
+    check_inputs_fit,
+    check_reproducible,
+    check_weights_fit,
+    check_weights_stay,
+)
 from parity.machine import free_memory, host
 from parity.probes import probe
 from parity.te import Kernels
@@ -220,12 +227,12 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         exact = cast(inputs, torch.float64, faster)
         recording = Calls.recorded(pair.reference, calls) if faster == kernels.device else None
         before = RandomState.now(faster)
+        versions = {name: parameter._version for name, parameter in pair.reference.named_parameters()}
         golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording, watch_inputs=True)
         drew = not RandomState.now(faster).is_as(before)
-        check_golden(golden)
-        if drew:
-            with torch.no_grad(), other_numbers(faster):
-                check_reproducible(golden, outputs_of(pair.reference, pair.call_reference, exact))
+        written = [name for name, one in pair.reference.named_parameters() if one._version != versions[name]]
+        again = partial(outputs_of, pair.reference, pair.call_reference, exact)
+        _check(golden, again, faster if drew else None, written)
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
     with torch.no_grad(), in_fp64():
         exact = cast(probing, torch.float64, faster)
@@ -250,6 +257,29 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     made.held["golden"] = size_in_bytes([list(made.reference.parameters()), *vars(made).values(), vars(made.golden)])
     made.spent["golden"] = time.process_time() - began
     return made
+
+
+def _check(
+    golden: Pass, again: Callable[[], dict[str, Tensor]], drew_on: torch.device | None, written: Sequence[str]
+) -> None:
+    """Make sure that there is something to judge, and that another pass of the reference would be the same.
+
+    Args:
+        golden: its pass.
+        again: the outputs of another one.
+        drew_on: the device where it drew random numbers; None if it drew none.
+        written: names of the parameters that it wrote to.
+
+    Raises:
+        NothingToJudge: if not.
+    """
+    check_golden(golden)
+    with torch.no_grad():
+        if drew_on is not None:
+            with other_numbers(drew_on):
+                check_reproducible(golden, again())
+        if written:
+            check_weights_stay(golden, again(), written)
 
 
 def size_in_bytes(tree: Any) -> int:

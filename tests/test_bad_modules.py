@@ -311,3 +311,66 @@ def test_a_candidate_without_gradients_fails(precision):
 def test_modules_without_gradients_are_compared_in_their_outputs_and_that_is_noted():
     result = result_of(linear(**both(lambda module, x: module(x).detach())))
     assert_says(result, "passed", "d input, d weight, d bias")
+
+
+class Loss(nn.Module):
+    def __init__(self, linear: nn.Module, cross_entropy) -> None:
+        super().__init__()
+        self.linear, self.cross_entropy = linear, cross_entropy
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.cross_entropy(self.linear(x), labels)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mean_loss_that_te_returns_with_one_dimension_is_the_same_number(smoothing):
+    def plain(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+
+    def ported(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = te.parallel_cross_entropy(logits, labels, smoothing, True)
+        assert loss.shape == (1,)
+        return loss
+
+    def inputs(rng) -> tuple[Tensor, Tensor]:
+        return rng.normal(2, 16, WIDTH), rng.integers(2, 16, high=64)
+
+    pair = parity.Pair(
+        Loss(nn.Linear(WIDTH, 64, bias=False), plain),
+        Loss(te.Linear(WIDTH, 64, bias=False), ported),
+        inputs,
+        {"linear.weight": "linear.weight"},
+    )
+    assert [result.status for result in parity.compare(pair, ["fp32", "bf16"])] == ["passed", "passed"]
+
+
+def test_several_numbers_in_another_shape_are_told_with_both_shapes():
+    pair = linear(
+        call_reference=lambda module, x: module(x).sum(0), call_candidate=lambda module, x: module(x).sum(0, True)
+    )
+    assert_says(result_of(pair), "error", "the candidate returns {'output': (1, 32)} where the reference returns")
+
+
+# What modules do to their weights
+
+
+def _step(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        module(x.detach()).square().mean().backward()
+    torch.optim.SGD(module.parameters(), lr=1e-2).step()
+    return module(x)
+
+
+def _unit_rows(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.weight.div_(torch.linalg.vector_norm(module.weight, dim=-1, keepdim=True))
+    return module(x)
+
+
+def test_a_reference_that_trains_its_own_weights_is_told_to_train_a_copy():
+    result = result_of(linear(**both(_step)))
+    assert_says(result, "error", "the reference changes its parameter weight in place", "copy.deepcopy")
+
+
+def test_weights_that_every_pass_makes_the_same_may_be_written_to():
+    assert result_of(linear(call_reference=_unit_rows, call_candidate=_unit_rows)).passed

@@ -29,8 +29,9 @@ QUICK_ALPHA = 1.702
 """Of GELU's sigmoid approximation, and of gpt-oss's gated unit."""
 
 ACTIVATIONS: dict[str, Pointwise] = {
-    "gelu (erf)": F.gelu,
+    # TE's own, and so the likelier one where 16 bits do not tell the two apart.
     "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu (erf)": F.gelu,
     "quick gelu": lambda x: x * torch.sigmoid(QUICK_ALPHA * x),
     "silu": F.silu,
     "relu": F.relu,

@@ -144,15 +144,16 @@ def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
     """Of the reference's first attention that shows them."""
     for attention in attentions(trace):
         query, key, _ = heads_of(trace, attention)
-        rows = frozenset(_projections_before(trace))
+        rows, columns = frozenset(_projections_before(trace)), frozenset(_projections_after(trace))
         if query.dim() == 4:
             count, groups = query.shape[1], distinct_heads(key)
-        else:  # [batch * heads, seq, head_dim], of which the projections' rows tell how many are heads
-            counts = {shapes[name][0] // query.shape[-1] for name in rows if len(shapes[name]) == 2}
+        else:  # [batch * heads, seq, head_dim], of which the projections tell how many are heads
+            counts = {shapes[name][1] // query.shape[-1] for name in columns if len(shapes[name]) == 2}
+            counts = counts or {shapes[name][0] // query.shape[-1] for name in rows if len(shapes[name]) == 2}
             count = groups = counts.pop() if len(counts) == 1 else 0
             if query.dim() != 3 or count < 1 or len(query) % count:
                 continue
-        return Heads(count, groups, query.shape[-1], rows, frozenset(_projections_after(trace)))
+        return Heads(count, groups, query.shape[-1], rows, columns)
     return None
 
 

@@ -36,6 +36,7 @@ class CrossEntropy:
         ignored: the label that does not count.
         smoothing: of labels.
         has_ignored: whether a label of the traced pass does not count.
+        pads: those of ``_PAD_IDS`` that are among the labels of the traced pass.
         z_loss: times each token's squared logarithm of the sum of exponentials, which is added to its loss.
         clamped: whether a label that is no class counts as class 0.
     """
@@ -48,6 +49,7 @@ class CrossEntropy:
     ignored: int
     smoothing: float
     has_ignored: bool = False
+    pads: tuple[int, ...] = ()
     z_loss: float = 0.0
     clamped: bool = False
 
@@ -97,8 +99,9 @@ def _called(trace: Trace, call: Call) -> CrossEntropy | None:
     average = _REDUCTIONS[given["reduction"]]
     ignored = given["ignore_index"]
     has_ignored = bool((trace.tensor(labels) == ignored).any())
+    pads = tuple(label for label in _PAD_IDS if bool((trace.tensor(labels) == label).any()))
     return CrossEntropy(
-        call, given["input"], labels, _sequences(trace, labels), average, ignored, smoothing, has_ignored
+        call, given["input"], labels, _sequences(trace, labels), average, ignored, smoothing, has_ignored, pads
     )
 
 
@@ -179,4 +182,4 @@ def _by(average: str) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
 
 
 def _ignoring(label: int) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
-    return lambda one: one.edits(ignored=label)
+    return lambda one: one.edits(ignored=label) if label in one.pads else ()

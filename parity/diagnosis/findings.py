@@ -29,7 +29,7 @@ from parity.diagnosis.search import (
     partly_explained,
 )
 from parity.diagnosis.unused_branches import unused_parameters
-from parity.diagnosis.values import non_finite, unreached_parameters
+from parity.diagnosis.values import non_finite, unreached_parameters, unread_inputs
 from parity.diagnosis.verify import Explanation
 from parity.result import Finding
 from parity.watching.trace import Trace
@@ -71,7 +71,8 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))
     if found:
         return tuple(found)
-    return (*_most_of_it(failure, partial), *where_the_error_is(failure), *first_divergence(failure, trace))
+    unread = unread_inputs(failed, failure.candidate)
+    return (*unread, *_most_of_it(failure, partial), *where_the_error_is(failure), *first_divergence(failure, trace))
 
 
 def _most_of_it(failure: Failure, partial: Sequence[Ranked]) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ class _Stack:
 
     Attributes:
         title: of a finding on their order.
-        what: TE's parts, before their number.
+        what: TE's parts, before their number; of experts the grouped layer that has them, empty for all.
         numbers: TE's, in order.
         lefts: for each number, one side of the reference for every parameter of the part.
         rights: ditto, TE's names.
@@ -69,13 +69,19 @@ def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
             found = pattern.search(next(iter(names(right)), ""))
             if found is not None and any(names(left)):
                 name = found.string
-                what = name[: found.start()] if pattern is _LAYER else ""  # all layers' experts are in one order
                 alike = f"{name[: found.start()]}#{name[found.end() :]}"
-                parts[what][int(found.group())][alike] = (left, name)
-        for what, by_number in parts.items():
+                for what in [name[: found.start()]] if pattern is _LAYER else _whose_experts(name):
+                    parts[what][int(found.group())][alike] = (left, name)
+        alone = len(parts) == 2 and pattern is _EXPERT  # all experts, and the same again
+        for what, by_number in list(parts.items())[: 1 if alone else None]:
             stack = _stack(title, what, by_number, shapes)
             if stack is not None:
                 yield stack
+
+
+def _whose_experts(name: str) -> tuple[str, str]:
+    """All, in all layers; and those of one of a mixture's grouped layers, which may be filled by another rule."""
+    return "", _LAYER.sub("#", name).rpartition(".")[0]
 
 
 def _stack(
@@ -125,11 +131,12 @@ def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Mo
     """That the part at each place computes with the weights of the reference's part at ``order[place]``."""
     numbers = [stack.numbers[source] for source in order]
     held = ", ".join(map(str, numbers[:_MOST_NAMED])) + (", ..." if len(numbers) > _MOST_NAMED else "")
-    parts = f"TE's {stack.what}0, 1, ..." if stack.title == "layers-permuted" else "TE's experts"
+    of_one = f" of {stack.what}" if stack.what else ""
+    parts = f"TE's {stack.what}0, 1, ..." if stack.title == "layers-permuted" else f"TE's experts{of_one}"
     theirs = "layers" if stack.title == "layers-permuted" else "experts"
     return Hypothesis(
         stack.title,
-        f"{theirs} in the order {held}",
+        f"{theirs} in the order {held}" + (of_one if theirs == "experts" else ""),
         f"fill {parts} in the reference's order; they hold its {theirs} {held}",
         module,
         read=_reading(stack, order, shapes),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from parity.diagnosis.alibi import other_slopes
 from parity.diagnosis.mistake import Mistake, Operation
 from parity.golden.band import Band, distance_of
 from parity.watching.trace import Edit
@@ -203,6 +204,9 @@ def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
     for described, move in _moved_heads(bias).items():
         name = f"bias of {described}"
         yield MaskMistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))
+    for described, change in other_slopes(without_hiding(bias)):
+        slopes = f"give TE the reference's slopes as alibi_slopes; it has {described}"
+        yield MaskMistake("attention-bias", f"slopes {described}", slopes, changed(change))
 
     def times(factor: float) -> MaskMistake:
         name = f"bias times {factor:.3g}"
@@ -254,7 +258,7 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
         repair = 'give TE attn_mask_type="no_mask" (or "padding"); its layers hide later keys by default'
         yield replace(band, right=0), "mask", "causal mask added", repair
         return
-    repair = 'give TE attn_mask_type="causal"; later keys are attended to'
+    repair = 'give TE attn_mask_type="causal" (or "padding_causal"); later keys are attended to'
     yield replace(band, right=math.inf), "mask", "causal mask missing", repair
     for right, corner, argument in ((0, "top left", "causal"), (keys - queries, "bottom right", "causal_bottom_right")):
         repair = f"align the causal mask as the reference does; it is aligned {corner}, which TE calls {argument!r}"

@@ -25,6 +25,8 @@ EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
 class Norm:
     """``(x - mean) / sqrt(mean of squares + eps) * gain + bias`` over the last dimension.
 
+    Where squares are summed instead of averaged, this is what TE calls L2Normalization.
+
     Attributes:
         call: the last of those that compute it.
         x: what is normalised.
@@ -32,6 +34,7 @@ class Norm:
         eps: added to the mean of squares; None for RMSNorm's default, the dtype's machine epsilon.
         gain: ``[width]``, or None.
         bias: ditto.
+        summed: whether the sum of squares takes the place of their mean: every row has the length 1.
         statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
         root: dtype to which the reciprocal root is rounded; ditto.
         before_gain: dtype to which the normalised value is rounded before it is scaled; ditto.
@@ -43,6 +46,7 @@ class Norm:
     eps: float | None
     gain: Value | None = None
     bias: Value | None = None
+    summed: bool = False
     statistics: torch.dtype | None = None
     root: torch.dtype | None = None
     before_gain: torch.dtype | None = None
@@ -53,8 +57,9 @@ class Norm:
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         if self.centred:
             x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
-        mean_square = rounded_to(x.square().mean(-1, keepdim=True), self.statistics)
-        reciprocal = rounded_to(torch.rsqrt(mean_square + eps), self.root)
+        squares = x.square()
+        size = squares.sum(-1, keepdim=True) if self.summed else squares.mean(-1, keepdim=True)
+        reciprocal = rounded_to(torch.rsqrt(rounded_to(size, self.statistics) + eps), self.root)
         y = rounded_to(x * reciprocal, self.before_gain)
         y = y if self.gain is None else y * next(affine)
         return y if self.bias is None else y + next(affine)
@@ -127,13 +132,27 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm-kind",
         "LayerNorm for RMSNorm",
         'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
-        _with(centred=True),
+        _for(_is_rms, centred=True),
     )
     yield Mistake(
         "norm-kind",
         "RMSNorm for LayerNorm",
         'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
-        _with(centred=False),
+        _for(_is_layer_norm, centred=False),
+    )
+    yield Mistake(
+        "norm-kind",
+        "L2Normalization for RMSNorm",
+        "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
+        "of their mean",
+        _for(_is_rms, summed=True),
+    )
+    yield Mistake(
+        "norm-kind",
+        "RMSNorm for L2Normalization",
+        "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
+        "of their sum",
+        _for(lambda norm: norm.summed, summed=False),
     )
     yield Mistake(
         "norm-missing",
@@ -163,8 +182,22 @@ def _with(**changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
     return lambda norm: norm.edits(**changes)
 
 
+def _for(which: Callable[[Norm], bool], **changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
+    return lambda norm: norm.edits(**changes) if which(norm) else ()
+
+
+def _is_rms(norm: Norm) -> bool:
+    return not norm.centred and not norm.summed
+
+
+def _is_layer_norm(norm: Norm) -> bool:
+    return norm.centred and not norm.summed
+
+
 def _called(call: Call) -> Norm | None:
     """A call of PyTorch's own norm."""
+    if call.name == "normalize":
+        return _normalized(call)
     if call.name not in ("rms_norm", "layer_norm") or not call.outputs:
         return None
     bound = inspect.signature(F.rms_norm if call.name == "rms_norm" else F.layer_norm).bind(*call.args, **call.kwargs)
@@ -173,6 +206,16 @@ def _called(call: Call) -> Norm | None:
     if len(given["normalized_shape"]) != 1:
         return None
     return Norm(call, given["input"], call.name == "layer_norm", given["eps"], given["weight"], given.get("bias"))
+
+
+def _normalized(call: Call) -> Norm | None:
+    """``F.normalize`` over the last dimension, whose eps is the least length that it divides by."""
+    bound = inspect.signature(F.normalize).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["p"] != 2 or given["dim"] != -1 or not call.outputs or not isinstance(given["input"], Value):
+        return None
+    return Norm(call, given["input"], False, given["eps"] ** 2, summed=True)
 
 
 def _written_out(trace: Trace, call: Call) -> Norm | None:
@@ -191,29 +234,34 @@ def _written_out(trace: Trace, call: Call) -> Norm | None:
     source = _averaged(trace, back(trace, variance))
     if source is None:
         return None
-    x, centred, differences = source
+    x, centred, summed, differences = source
     for user, root in users(trace, call.outputs[0]):
         named = binary(user)
         if named and named[0] in ("mul", "div") and back(trace, other(user, root)) in differences:
-            return _with_parameters(trace, Norm(user, x, centred, eps))
+            return _with_parameters(trace, Norm(user, x, centred, eps, summed=summed))
         if named and named[0] == "div" and isinstance(named[1], float | int):  # 1 / sqrt(...)
             for scaled, by in users(trace, user.outputs[0]):
                 if back(trace, other(scaled, by)) in differences:
-                    return _with_parameters(trace, Norm(scaled, x, centred, eps))
+                    return _with_parameters(trace, Norm(scaled, x, centred, eps, summed=summed))
     return None
 
 
-def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, set[Value]] | None:
-    """Of what a value is the mean of squares: the input, whether its mean was subtracted, and what is to be scaled."""
+def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Value]] | None:
+    """Of what a value is the mean of squares, or their sum.
+
+    Returns:
+        The input, whether its mean was subtracted, whether squares are summed, and what is to be scaled.
+    """
     call = trace.producer(variance)
     if call is None or not call.inputs:
         return None
     if call.name == "var":
         x = back(trace, call.inputs[0])
         centred = {made.outputs[0] for made, _ in users(trace, x) if made.name == "sub" and made.outputs}
-        return x, True, centred
+        return x, True, False, centred
     squares = trace.producer(back(trace, call.inputs[0]))
-    if call.name != "mean" or squares is None or not squares.inputs:
+    summed = call.name == "sum"
+    if not (summed or call.name == "mean") or squares is None or not squares.inputs:
         return None
     match binary(squares):
         case ("pow", Value() as root, 2 | 2.0):
@@ -229,8 +277,8 @@ def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, set[Value]] |
     if difference and difference[0] == "sub":
         subtracted = trace.producer(back(trace, difference[2]))
         if subtracted is not None and subtracted.name == "mean":
-            return back(trace, difference[1]), True, {root}
-    return root, False, {root}
+            return back(trace, difference[1]), True, summed, {root}
+    return root, False, summed, {root}
 
 
 def _with_parameters(trace: Trace, norm: Norm) -> Norm:

@@ -24,6 +24,8 @@ from parity.diagnosis.walk import RESHAPES
 from parity.watching.trace import Call, Edit, Trace, Value, edit, once_a_trace
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
+_ONE_SEQUENCE = frozenset({"getitem", "select"})  # out of a batch of one
+_PADS = frozenset({"pad"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,15 +128,22 @@ def _own_bias(trace: Trace, part: Attention) -> Tensor:
 
 
 def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attention, tuple[Call, ...]] | None:
-    """The attention that made a value, and the calls in between, which change its layout alone."""
+    """The attention that made a value, and the calls in between, which change its layout alone, or pad it."""
     calls: list[Call] = []
     while value.number not in made:
         call = trace.producer(value)
-        if call is None or call.name not in RESHAPES or len(call.inputs) != 1:
+        if call is None or len(call.inputs) != 1 or not _lays_out(trace, call):
             return None
         calls.append(call)
         value = call.inputs[0]
     return made[value.number], tuple(reversed(calls))
+
+
+def _lays_out(trace: Trace, call: Call) -> bool:
+    """Whether it changes the layout of what it is given, or adds padding to it, and leaves nothing out."""
+    if call.name in _ONE_SEQUENCE:
+        return trace.tensor(call.inputs[0]).numel() == trace.tensor(call.outputs[0]).numel()
+    return call.name in RESHAPES | _PADS
 
 
 def _replayed(x: Tensor, calls: tuple[Call, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms import Norm, norms
 from parity.diagnosis.residuals import Residual, residuals
-from parity.diagnosis.walk import LINEAR, back, users
+from parity.diagnosis.walk import LINEAR, RESHAPES, back, users
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 
@@ -38,8 +38,9 @@ def _norm_before(trace: Trace, residual: Residual, after: Norm, module: nn.Modul
     if None in names:
         return
     yield edit(after.call, (after.x,), lambda was, x: x.to(was.dtype))
-    for call, given in users(trace, residual.stream):
-        if call.name in LINEAR and given in call.inputs:
+    width = trace.tensor(residual.stream).shape[-1]
+    for call, given in users(trace, residual.stream, RESHAPES):  # nn.MultiheadAttention puts the sequence first
+        if call.name in LINEAR and given in call.inputs and trace.tensor(given).shape[-1] == width:
             yield edit(call, call.inputs, _of_normed(call, given, after, [name for name in names if name], module))
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.attention import attentions
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.shorter_tables import ShorterTables
 from parity.watching.trace import Trace
 
 
@@ -46,6 +47,7 @@ def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
                     after = submodule.register_forward_hook(lambda one, args, result: _exchange(result))
                     hooks.callback(before.remove)
                     hooks.callback(after.remove)
+                hooks.enter_context(ShorterTables())
                 return call(module, *args, **kwargs)
 
         return under
@@ -104,4 +106,8 @@ def _first_two_viewed(call: Call) -> Call:
 def _first_two_exchanged(call: Call) -> Call:
     """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
 
-    return lambda module, *args, **kwargs: _exchange(call(module, *_exchange(args), **_exchange(kwargs)))
+    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with ShorterTables():
+            return _exchange(call(module, *_exchange(args), **_exchange(kwargs)))
+
+    return under

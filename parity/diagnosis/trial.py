@@ -94,7 +94,8 @@ def tensors_under(
 def _cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     tensors = chain(module.parameters(), module.buffers())
     if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in tensors):
-        module.to(dtype)
+        # Not ``to(dtype)``, which would drop the imaginary part of a complex buffer.
+        module.double() if dtype is torch.float64 else module.float()
 
 
 def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Finding, TensorResult
 
@@ -46,6 +47,18 @@ def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:
             f"the backward pass reached no gradient for TE's {name}; is it used in the forward pass, and does it "
             "require a gradient?",
         )
+
+
+def unread_inputs(failed: Sequence[TensorResult], candidate: Tensors) -> Iterator[Finding]:
+    """Inputs to which nothing flows back, though it does in the reference."""
+    for tensor in failed:
+        if tensor.kind == "input gradient" and not candidate[tensor.kind, tensor.name].any():
+            yield Finding(
+                "PAR004",
+                "no-gradient",
+                f"no gradient flows back to the input {tensor.name}: the candidate computes without it, or detaches "
+                "it; is it passed on to TE's module, as encoder_output say, and not another in its place?",
+            )
 
 
 def _shape(tensor: TensorResult) -> str:

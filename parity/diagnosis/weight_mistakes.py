@@ -41,6 +41,11 @@ class _Misread:
         """The path of what has the parameter's weight and bias."""
         return _WEIGHT_OR_BIAS.sub("", next(iter(names(self.right)), ""))
 
+    @property
+    def block(self) -> str:
+        """The path of what has that layer's module: of a ``TransformerLayer``, whose attention and MLP have layers."""
+        return ".".join(self.layer.split(".")[:-2])
+
 
 def weight_hypotheses(
     weights: WeightMap,
@@ -107,20 +112,24 @@ def _misread(
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
 
+    So are those of a whole block, such as a decoder's attention to itself and to its encoder.
+
     Of queries, keys and values two are rotated. A layer's norms are told apart by the modules that have them.
     """
     by_parameter: dict[str, list[_Misread]] = defaultdict(list)
     by_path: dict[str, list[_Misread]] = defaultdict(list)
     by_layer: dict[str, list[_Misread]] = defaultdict(list)
+    by_block: dict[str, list[_Misread]] = defaultdict(list)
     for entry in same:
         by_parameter[entry.parameter].append(entry)
         by_path[_NUMBER.sub("#", next(iter(names(entry.right)), ""))].append(entry)
         by_layer[entry.layer].append(entry)
+        by_block[_NUMBER.sub("#", entry.block)].append(entry)
     kinds = list(by_parameter.values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
     some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
     told: list[list[_Misread]] = []
-    for group in (kinds, *some, *([one] for one in (*by_path.values(), *by_layer.values()))):
+    for group in (kinds, *some, *([one] for one in (*by_path.values(), *by_layer.values(), *by_block.values()))):
         entries = [entry for kind in group for entry in kind]
         if len(entries) > 1 and entries not in told:
             told.append(entries)

@@ -6,6 +6,7 @@ gradients with respect to the true parameters come out as the port's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,8 @@ Shapes = Mapping[str, Shape]
 _MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
 _FEW_EXPERTS = 8  # of which every two are tried in each other's place
 _OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # of Q, K and V
+_INTERLEAVED = "qkv-layout interleaved"
+_KEY_VALUE = re.compile(r"(^|\.)key_value\.(weight|bias)$")
 _HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -121,10 +124,30 @@ def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | N
         others: Iterable[tuple[str, Side]] = _fused_otherwise(right, shapes, heads) if heads and is_fused else ()
     else:
         others = _confused_with(right, shapes, unnamed)
+    if heads is not None:
+        yield from _keys_and_values(left, right, shapes, heads)
     for title, other in others:
         if _are_alike(right, other, shapes):
             repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
             yield Reading(title, _named(title, right, other), repair, _read_as(right, other, shapes))
+
+
+def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
+    """Keys and values of cross-attention, which TE fuses as ``key_value``: group by group, or one after the other."""
+    blocks = tuple(range(2 * heads.groups))
+    orders = {
+        _INTERLEAVED: blocks[::2] + blocks[1::2],
+        "qkv-layout apart": tuple(sorted(blocks, key=lambda block: block % heads.groups)),
+    }
+    parts = right.parts if isinstance(right, Stack) else (right,)
+    for place, part in enumerate(parts):
+        if isinstance(part, str) and _KEY_VALUE.search(part) and shapes[part][0] == len(blocks) * heads.head_dim:
+            for name, order in orders.items() if heads.groups > 1 else ():
+                other: Side = Reorder((part,), order)
+                if isinstance(right, Stack):
+                    other = Stack((*parts[:place], other, *parts[place + 1 :]))
+                repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
+                yield Reading("qkv-layout", name, repair, _read_as(right, other, shapes))
 
 
 def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
@@ -136,7 +159,12 @@ def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
 
 
 def _named(title: str, one: Side, other: Side) -> str:
-    """The title, and for experts which change places, so that two layers' mistakes are known to be the same."""
+    """The title, and what else must be alike, so that two layers' mistakes are known to be the same.
+
+    Of experts which change places; of queries, keys and values that TE has them head by head, its default.
+    """
+    if isinstance(other, (InterleavedQKV, SeparatedQKV)) and title == "qkv-layout":
+        return _INTERLEAVED
     if not isinstance(one, Experts) or not isinstance(other, Experts):
         return title
     places = ", ".join(str(one.parts.index(part)) for part in other.parts)
@@ -177,6 +205,7 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
         case Rearrange(parts=(part,)):
             is_fused = heads is not None and shape_of(left, shapes)[:1] == (heads.all_rows,)
             yield "qkv-layout" if is_fused else "heads-transposed", part
+            yield from (("weight-transposed", other) for other in _flattened_otherwise(part, shape_of(part, shapes)))
         case Reorder(parts=(part,), order=order):
             yield _title_of_reorder(part, order, shape_of(left, shapes)), part
         case str() if len(shapes[left]) == 1:
@@ -209,6 +238,13 @@ def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, S
         for after in ("qkv heads channels", "heads qkv channels"):
             sizes = (("qkv", 3), ("heads", heads.query))
             yield "qkv-layout", Rearrange((one,), f"({before}){more} -> ({after}){more}", sizes)
+
+
+def _flattened_otherwise(part: Side, shape: Shape) -> Iterator[Side]:
+    """A convolution's weight as that of a linear layer, its channels and pixels in every order: ``out (c h w)``."""
+    inner = "bcde"[: len(shape) - 1] if len(shape) in (3, 4, 5) else ""
+    for order in permutations(inner) if inner else ():
+        yield Rearrange((part,), f"a {' '.join(inner)} -> a ({' '.join(order)})")
 
 
 def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:

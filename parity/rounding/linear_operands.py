@@ -48,10 +48,6 @@ class LinearOperands:
         self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
         self._read, self._weights_read = OperandsRead(), weights_read
 
-    def of_te(self, weight: Tensor) -> bool:
-        """Whether one of TE's modules holds the weight."""
-        return address(weight) in self._weights - self._plain
-
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
         if self._plain and self._are_plain(left, right):

@@ -129,10 +129,12 @@ class _RoundingMode(TorchDispatchMode):
         self.steps = StepsRounded(self._storing)
         self._norms = NormsSeen()
         self._attention = Attention(self._storing, self.phase)
+        outside_te = list(plain)
         self._linear = LinearOperands(
-            self._storing, self.phase, self._norms, held, scaled_together, plain, weights_read
+            self._storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read
         )
         self._lineage = None if weights is None else Lineage(held)
+        self._plain_lineage = Lineage(outside_te)
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
         self._suspended = False
 
@@ -164,6 +166,7 @@ class _RoundingMode(TorchDispatchMode):
             result = self._beside_kinks(self._kinks, func, args, kwargs)
         if self._lineage is not None and not self.phase.backward:
             self._lineage.see(func, args, result)
+            self._plain_lineage.see(func, args, result)
         return result
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -250,14 +253,20 @@ class _RoundingMode(TorchDispatchMode):
 
     def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a convolution returns that TE computes as a linear layer; None for any other call."""
-        if func is CONVOLUTION and self._linear.of_te(args[1]) and are_patches(args[1], *args[3:]):
+        if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
             x, weight, bias = args[:3]
             patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
             return patches_forward(x, weight, bias, patches, self._multiplied)
-        if func is CONVOLUTION_BACKWARD and self._linear.of_te(args[2]) and are_patches(args[2], *args[4:10]):
+        if func is CONVOLUTION_BACKWARD and self._is_of_te(args[2]) and are_patches(args[2], *args[4:10]):
             gradient, x, weight, *_, wanted = args
             return patches_backward(gradient, x, weight, self._patches[address(x)], wanted, self._multiplied)
         return None
+
+    def _is_of_te(self, weight: Tensor) -> bool:
+        """Whether one of TE's modules holds a weight, or what it is computed of."""
+        if self._lineage is None or self._plain_lineage.is_weight(weight):
+            return False
+        return self._lineage.is_weight(weight)
 
     def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         left, right = self._linear.read(left, right)

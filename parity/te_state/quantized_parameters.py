@@ -12,10 +12,22 @@ from parity.user_error import UserError
 def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """The candidate itself, on the device or in the dtype that is given.
 
-    Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired.
+    Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired. Complex
+    buffers, such as rotary tables, keep their dtype, as under ``module.bfloat16()``: ``module.to(dtype)`` would drop
+    their imaginary part.
     """
     trained = [parameter.requires_grad for parameter in candidate.parameters()]
+    complex_buffers = [
+        (module, name, buffer)
+        for module in candidate.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_complex()
+    ]
+    for module, name, _ in complex_buffers:
+        module._buffers[name] = None
     candidate.to(device=device, dtype=dtype)
+    for module, name, buffer in complex_buffers:
+        module._buffers[name] = buffer.to(device)
     for parameter, requires_grad in zip(candidate.parameters(), trained, strict=True):
         parameter.requires_grad_(requires_grad)
     return candidate

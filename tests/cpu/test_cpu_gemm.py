@@ -269,10 +269,18 @@ def test_a_missing_direction_of_an_fp8_operand_is_named(te_module: ModuleType, l
         run(A, B, layout, BF16)
 
 
-def test_fp8_operands_have_to_be_padded(te_module: ModuleType) -> None:
-    operand = codes(te_module, torch.ones(16, 24))
-    with pytest.raises(RuntimeError, match="inner dimension of 24"):
-        run(operand, operand, dtype=BF16)
+@pytest.mark.parametrize(
+    ("layout", "shapes", "summed"),
+    [
+        ("TN", ((16, 24), (32, 24)), "the layer's input features"),
+        ("NN", ((24, 16), (32, 24)), "the layer's output features"),
+        ("NT", ((24, 16), (24, 32)), "the rows .tokens. that the layer is given"),
+    ],
+)
+def test_fp8_operands_have_to_be_padded(te_module: ModuleType, layout: str, shapes: Any, summed: str) -> None:
+    A, B = (codes(te_module, torch.ones(*shape)) for shape in shapes)
+    with pytest.raises(RuntimeError, match=f"inner dimension of 24, {summed}"):
+        run(A, B, layout, BF16)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -93,3 +93,15 @@ def test_the_constants_of_a_clamped_unit_are_told_whatever_is_multiplied_first(p
 )
 def test_the_place_of_an_activation_among_others_is_told(port, told):
     assert found(Conditioned, {}, port) == [("activation", told)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+def test_tes_gelu_is_told_as_the_one_that_te_computes(precision):
+    def factory(te) -> parity.Pair:
+        plain = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+        names = {"0": "layer_norm_", "1": "fc1_", "3": "fc2_"}
+        weights = {f"{i}.{kind}": f"{name}{kind}" for i, name in names.items() for kind in ("weight", "bias")}
+        return parity.Pair(plain, te.LayerNormMLP(64, 96), lambda rng: rng.normal(48, 64), weights)
+
+    (result,) = parity.compare(parity.Case("mlp", factory, sizes=({},)), [precision])
+    assert "it computes gelu (tanh)" in result.findings[0].message

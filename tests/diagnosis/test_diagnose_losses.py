@@ -99,6 +99,21 @@ def test_what_is_wrong_with_a_loss_is_found(reference, port, title, precision):
     assert found(reference, port, precision) == [title]
 
 
+def test_a_padding_label_that_counts_is_told_by_its_own_number():
+    def inputs(rng, batch):
+        labels = rng.integers(batch, SEQ, low=3, high=CLASSES)  # none that another tokenizer pads with
+        labels[0, 9:] = PAD
+        return rng.normal(batch, SEQ, HIDDEN), labels
+
+    def factory(te, **_):
+        weights = {"head.weight": "head.weight"}
+        return parity.Pair(Model(nn.Linear, padded(PAD)), Model(te.Linear, padded(IGNORED)), inputs, weights)
+
+    (result,) = parity.compare(parity.Case("loss", factory, sizes=(dict(batch=BATCH),)), ["fp32"])
+    (finding,) = result.findings
+    assert "leave out tokens whose label is 0, as the reference does" in finding.message
+
+
 def test_a_factor_of_no_known_average_is_told_as_a_number():
     def factory(te, **_):
         return parity.Pair(

@@ -47,3 +47,39 @@ def test_norms_before_the_branches_are_told(precision):
 
 def test_norms_after_the_sums_pass():
     assert found(False, "LayerNorm", "bf16").passed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pytorchs_encoder_layer_ported_to_tes_layer_without_moving_its_norms_is_told(precision):
+    heads = 3
+
+    def factory(te: Any) -> parity.Pair:
+        plain = nn.TransformerEncoderLayer(HIDDEN, heads, FFN, dropout=0.0, batch_first=True)  # norm_first=False
+        port = te.TransformerLayer(
+            *(HIDDEN, FFN, heads),
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            self_attn_mask_type="no_mask",
+            activation="relu",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attn_input_format="bshd",
+        )
+        attention, mlp = "self_attention.", "layernorm_mlp."
+        weights = {f"self_attn.in_proj_{kind}": f"{attention}layernorm_qkv.{kind}" for kind in ("weight", "bias")} | {
+            f"{left}.{kind}": f"{right}{kind}"
+            for kind in ("weight", "bias")
+            for left, right in {
+                "self_attn.out_proj": f"{attention}proj.",
+                "norm1": f"{attention}layernorm_qkv.layer_norm_",
+                "norm2": f"{mlp}layer_norm_",
+                "linear1": f"{mlp}fc1_",
+                "linear2": f"{mlp}fc2_",
+            }.items()
+        }
+        return parity.Pair(plain, port, lambda rng: rng.normal(2, TOKENS, HIDDEN), weights)
+
+    (result,) = parity.compare(parity.Case("encoder", factory, sizes=({},)), [precision])
+    (finding,) = result.findings
+    assert finding.title == "post-norm"
+    assert "put each norm after the sum" in finding.message

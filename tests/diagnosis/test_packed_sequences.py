@@ -31,6 +31,18 @@ class OneByOne(nn.Module):
         return torch.cat(contexts)
 
 
+class InBatchesOfOne(OneByOne):
+    """The same, by attention that takes batches, and each result out of its batch."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        contexts = []
+        for start, end in zip(self.borders, self.borders[1:], strict=False):
+            query, key, value = (x[None, start:end].transpose(1, 2) for x in (q, k, v))
+            context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            contexts.append(context.transpose(1, 2).flatten(2)[0])
+        return torch.cat(contexts)
+
+
 class Masked(OneByOne):
     """The same at once, behind a mask."""
 
@@ -39,6 +51,9 @@ class Masked(OneByOne):
         mask = (number[:, None] == number).tril()
         query, key, value = (x.transpose(0, 1) for x in (q, k, v))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(0, 1).flatten(1)
+
+
+REFERENCES = [OneByOne(BORDERS), InBatchesOfOne(BORDERS), Masked(BORDERS)]
 
 
 def found(reference: nn.Module, borders: list[int], precision: str, mask: str = "padding_causal") -> parity.Result:
@@ -58,13 +73,13 @@ def found(reference: nn.Module, borders: list[int], precision: str, mask: str = 
     return result
 
 
-@pytest.mark.parametrize("reference", [OneByOne(BORDERS), Masked(BORDERS)], ids=["one by one", "masked"])
+@pytest.mark.parametrize("reference", REFERENCES, ids=["one by one", "in batches of one", "masked"])
 def test_the_same_sequences_pass(reference):
     assert found(reference, BORDERS, "bf16").passed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("reference", [OneByOne(BORDERS), Masked(BORDERS)], ids=["one by one", "masked"])
+@pytest.mark.parametrize("reference", REFERENCES, ids=["one by one", "in batches of one", "masked"])
 @pytest.mark.parametrize(
     "borders",
     [
@@ -88,13 +103,13 @@ def test_borders_that_the_reference_does_not_have_are_found_from_the_outputs(pre
     assert f"it has sequences with the borders {BORDERS}" in result.findings[0].message
 
 
-@pytest.mark.parametrize("reference", [OneByOne(BORDERS), Masked(BORDERS)], ids=["one by one", "masked"])
+@pytest.mark.parametrize("reference", REFERENCES, ids=["one by one", "in batches of one", "masked"])
 def test_one_sequence_across_all_borders_is_told(reference):
     result = found(reference, [0, BORDERS[-1]], "bf16")
     assert [finding.title for finding in result.findings] == ["mask"]
 
 
-@pytest.mark.parametrize("reference", [OneByOne(BORDERS), Masked(BORDERS)], ids=["one by one", "masked"])
+@pytest.mark.parametrize("reference", REFERENCES, ids=["one by one", "in batches of one", "masked"])
 def test_sequences_that_are_not_causal_are_told(reference):
     result = found(reference, BORDERS, "bf16", mask="padding")
     assert [finding.title for finding in result.findings] == ["mask"]

@@ -27,6 +27,13 @@ __all__ = ["generic_gemm"]
 
 _TF32_DROPPED_BITS = 13
 
+# What a linear layer's GEMM sums over, by transA and transB: of the result, the input's gradient, the weight's.
+_SUMMED = {
+    (True, False): "the layer's input features",
+    (False, False): "the layer's output features",
+    (False, True): "the rows (tokens) that the layer is given, which its weight's gradient sums over",
+}
+
 
 @dataclass(frozen=True)
 class _Operand:
@@ -120,6 +127,8 @@ def generic_gemm(
         raise NotImplementedError("generic_gemm: neither communication overlap nor dGELU with a bias gradient on a CPU")
     _check_flags(transA, transB, D, accumulate, beta, quantizer)
     left, right = _operand(A, not transA, "A"), _operand(B, transB, "B")
+    _check_inner(left, "A", _SUMMED[transA, transB])
+    _check_inner(right, "B", _SUMMED[transA, transB])
     dtype = _output_dtype(D, output_dtype, left)
     shape = _output_shape(A, B, D, transB, left, right)
     rows = (right.matrix.shape[0], left.matrix.shape[0])
@@ -156,14 +165,12 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
     entry = formats.of_tensor(value)
     if entry is not None:
         values, scale_inv = formats.operand(entry, value, columnwise, name)
-        _check_inner(values, name)
         if accumulation.current() is None or entry.kernels is not block_scaling:
             return _Operand(values, scale_inv, True)
         unscaled, scales = block_scaling.unscaled_operand(value, columnwise)
         return _Operand(values, scale_inv, True, accumulation.Factor(unscaled, float8.fp8_dtype(value), scales))
     if float8.is_float8_tensor(value):
         codes = float8.operand(value, columnwise, name)
-        _check_inner(codes, name)
         values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
         factor = accumulation.Factor(values, float8.fp8_dtype(value))
         return _Operand(values, value._scale_inv.item(), True, factor)
@@ -176,11 +183,12 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
     return _Operand(matrix.t() if columnwise else matrix, 1.0, False)
 
 
-def _check_inner(matrix: Tensor, name: str) -> None:
-    if matrix.numel() and matrix.shape[1] % 16:
+def _check_inner(operand: _Operand, name: str, summed: str) -> None:
+    matrix = operand.matrix
+    if operand.is_quantized and matrix.numel() and matrix.shape[1] % 16:
         raise RuntimeError(
-            f"operand {name} of a quantized GEMM has an inner dimension of {matrix.shape[1]}: "
-            "cuBLAS needs a multiple of 16, so pad it"
+            f"operand {name} of a quantized GEMM has an inner dimension of {matrix.shape[1]}, {summed}: cuBLAS needs a "
+            "multiple of 16, so pad it"
         )
 
 
