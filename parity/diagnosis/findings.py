@@ -98,8 +98,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: l
     search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
 
     def known() -> Iterator[Hypothesis]:
-        yield from scale_hypotheses(failure.prepared, failure.precision)
-        yield from hypotheses(failure.prepared, trace, frozenset(unreached))
+        return hypotheses(failure.prepared, trace, frozenset(unreached))
 
     causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
@@ -109,6 +108,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: l
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
+        # A cached weight whose scale is inverted is a cached one, too; what is wrong with it says more than that.
+        lambda: _by_scale(failure, search),
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
@@ -125,6 +126,13 @@ def _by_chance(failure: Failure) -> list[Finding]:
     outputs_are_right = all(result.passed for result in failure.outputs)
     found = [] if outputs_are_right else list(dropout_findings(failure))
     return found or (list(random_findings(failure)) if failure.draws else [])
+
+
+def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
+    """Weights and the scales of their quantization."""
+    known = list(scale_hypotheses(failure.prepared, failure.precision))
+    if known:
+        yield from _told(explanations(failure, known, budget), failure)
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
