@@ -25,6 +25,7 @@ from parity.diagnosis.search import (
     CHECKS_FOR_BORDERS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
+    Screened,
     explanations,
     partly_explained,
 )
@@ -44,12 +45,13 @@ _CLOSE = 1.5
 """How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
 
 
-def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, ...]:
+def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
     """Every known cause that explains a failure, the best first; none for a comparison that passed.
 
     Args:
         failure: the comparison.
         unreached: names of TE parameters that the backward pass did not reach.
+        screened: gets what a search in vain leaves.
     """
     failed = [result for result in failure.results if not result.passed]
     if not failed:
@@ -61,8 +63,8 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     never_came = unused_parameters(failure.prepared.weights, unreached)
     lacking = [result for result in failed if not result.errors.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
-    partial: list[Ranked] = []
-    causes = _causes(failure, trace, unreached, partial) if finite and not is_told else []
+    screened = Screened() if screened is None else screened
+    causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
         budget = Budget(CHECKS_FOR_THE_REST * max(failure.seconds, _SHORTEST_CHECK))
         causes = list(detached_path_findings(failure, failed, trace, budget))
@@ -71,26 +73,25 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))
     if found:
         return tuple(found)
-    return (*_most_of_it(failure, partial), *where_the_error_is(failure), *first_divergence(failure, trace))
+    return (*_most_of_it(failure, screened.best), *where_the_error_is(failure), *first_divergence(failure, trace))
 
 
-def _most_of_it(failure: Failure, partial: Sequence[Ranked]) -> Iterator[Finding]:
+def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
     """A mistake that takes nearly all of the error, and leaves more than rounding: there is another one besides."""
-    for _, combination in partial:
-        explained = partly_explained(failure, combination)
-        if explained is not None:
-            label, before, after = explained
-            yield finding(
-                combination[0].title,
-                f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {combination[0].repair}. "
-                f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
-            )
+    explained = None if best is None else partly_explained(failure, best[1])
+    if best is not None and explained is not None:
+        label, before, after = explained
+        yield finding(
+            best[1][0].title,
+            f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {best[1][0].repair}. "
+            f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
+        )
 
 
-def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: list[Ranked]) -> list[Finding]:
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
     """What explains finite outputs and the gradients with them; arguments as ``findings``.
 
-    ``partial`` gets a mistake that explains nearly all, where none explains.
+    ``screened`` gets what the search leaves where none explains.
 
     A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
     """
@@ -98,7 +99,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: l
     search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
 
     def known() -> Iterator[Hypothesis]:
-        return hypotheses(failure.prepared, trace, frozenset(unreached))
+        every = hypotheses(failure.prepared, trace, frozenset(unreached))
+        return (one for one in every if failure.among is None or (one.title, one.name) in failure.among)
 
     causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
@@ -113,7 +115,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: l
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
-        lambda: _told(explanations(failure, known(), search, partial), failure),
+        lambda: _told(explanations(failure, known(), search, screened), failure),
         lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -58,8 +59,21 @@ _PROMISING_STEPS = 10  # after which a constant that explains has brought the er
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
+@dataclass
+class Screened:
+    """What a search that found nothing leaves.
+
+    Attributes:
+        best: the mistake that leaves least of the error, if that is little.
+        helping: titles and names of the mistakes that took anything of it, or that no budget was left for.
+    """
+
+    best: Ranked | None = None
+    helping: set[tuple[str, str]] = field(default_factory=set)
+
+
 def explanations(
-    failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget, partial: list[Ranked] | None = None
+    failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget, screened: Screened | None = None
 ) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
@@ -70,7 +84,7 @@ def explanations(
         failure: the outputs of the candidate are finite.
         hypotheses: to try, the likeliest first.
         budget: of the search.
-        partial: gets the mistake that leaves least of the error where none explains it, if that is little.
+        screened: gets what is left where none explains the error.
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
@@ -94,8 +108,10 @@ def explanations(
                 return found
     helping = (entry for entry in ranked if entry[1][0].scope != "call")
     best = next(helping, None)
-    if partial is not None and best is not None and best[0] < _MOST_OF_IT:
-        partial.append(best)
+    if screened is not None:
+        screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
+        in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= _HELPS_LITTLE}
+        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.exceeded else in_vain)
     return []
 
 
