@@ -19,6 +19,7 @@ from parity.diagnosis.loss_search import loss_explanations
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
+from parity.diagnosis.restarts import restart_explanations
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget, Ranked
 from parity.diagnosis.search import (
@@ -117,6 +118,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: whole_scale_findings(failure),
         lambda: _told(explanations(failure, known(), search, screened), failure),
         lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
+        lambda: _told(restart_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),
     ]
