@@ -5,5 +5,7 @@ from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.search import Screened
+from parity.diagnosis.verify import is_loud
 
-__all__ = ["UNEXPLAINED", "Failure", "Hypothesis", "calls_of", "findings", "subtle_hypotheses"]
+__all__ = ["UNEXPLAINED", "Failure", "Hypothesis", "Screened", "calls_of", "findings", "is_loud", "subtle_hypotheses"]

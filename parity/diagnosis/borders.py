@@ -49,10 +49,10 @@ def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[
     kinds: list[Suppose] = [lambda starts: _of(starts, right, subjects, module)]
     turned = [one for one in rotations(trace) if len(one.angles) == seq and one.phases is not None]
     if turned:
-        kinds.append(lambda starts: _turned_from(starts, turned, module))
-        rows = _wrong_rows(failure, {trace.tensor(one.x).shape[0] for one in turned})
+        kinds.append(lambda starts: turned_from(starts, turned, module))
+        rows = wrong_rows(failure, {trace.tensor(one.x).shape[0] for one in turned})
         if rows:
-            kinds.append(lambda starts: _turned_from(starts, turned, module, rows))
+            kinds.append(lambda starts: turned_from(starts, turned, module, rows))
     found = (_from_left(failure, suppose, right[-1], budget) for suppose in kinds)
     return next(filter(None, found), [])
 
@@ -114,7 +114,7 @@ def _of(
     )
 
 
-def _turned_from(
+def turned_from(
     starts: Sequence[int], turned: Sequence[Rotation], module: nn.Module, rows: Sequence[int] = ()
 ) -> Hypothesis:
     """That positions are counted from each start, in some rows of the batch or, where none are given, in all."""
@@ -130,7 +130,7 @@ def _turned_from(
     )
 
 
-def _wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
+def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
     """The rows of the batch where an output is wrong; empty where all are, or what a row is cannot be told."""
     batch = next(iter(batches))
     if len(batches) > 1 or any(failure.golden["output", one.name].shape[0] != batch for one in failure.outputs):

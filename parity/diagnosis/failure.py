@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,6 +31,7 @@ class Failure:
         rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
         draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
         on_probe: the same failure as the probing inputs show it; None where they show none.
+        among: titles and names of the mistakes that may be its cause; None for every known one.
         freedoms: of the kernels that the candidate is judged by.
     """
 
@@ -43,6 +44,7 @@ class Failure:
     rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
     draws: bool = False
     on_probe: Failure | None = None
+    among: Container[tuple[str, str]] | None = None
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
 
     @property

@@ -19,12 +19,14 @@ from parity.diagnosis.loss_search import loss_explanations
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.randomness import random_findings
 from parity.diagnosis.reruns import dropout_findings, microbatch_findings
+from parity.diagnosis.restarts import restart_explanations
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget, Ranked
 from parity.diagnosis.search import (
     CHECKS_FOR_BORDERS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
+    Screened,
     explanations,
     partly_explained,
 )
@@ -44,12 +46,13 @@ _CLOSE = 1.5
 """How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
 
 
-def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, ...]:
+def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
     """Every known cause that explains a failure, the best first; none for a comparison that passed.
 
     Args:
         failure: the comparison.
         unreached: names of TE parameters that the backward pass did not reach.
+        screened: gets what a search in vain leaves.
     """
     failed = [result for result in failure.results if not result.passed]
     if not failed:
@@ -61,8 +64,8 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     never_came = unused_parameters(failure.prepared.weights, unreached)
     lacking = [result for result in failed if not result.errors.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
-    partial: list[Ranked] = []
-    causes = _causes(failure, trace, unreached, partial) if finite and not is_told else []
+    screened = Screened() if screened is None else screened
+    causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
         budget = Budget(CHECKS_FOR_THE_REST * max(failure.seconds, _SHORTEST_CHECK))
         causes = list(detached_path_findings(failure, failed, trace, budget))
@@ -72,26 +75,26 @@ def findings(failure: Failure, unreached: Sequence[str] = ()) -> tuple[Finding, 
     if found:
         return tuple(found)
     unread = unread_inputs(failed, failure.candidate)
-    return (*unread, *_most_of_it(failure, partial), *where_the_error_is(failure), *first_divergence(failure, trace))
+    most = _most_of_it(failure, screened.best)
+    return (*unread, *most, *where_the_error_is(failure), *first_divergence(failure, trace))
 
 
-def _most_of_it(failure: Failure, partial: Sequence[Ranked]) -> Iterator[Finding]:
+def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
     """A mistake that takes nearly all of the error, and leaves more than rounding: there is another one besides."""
-    for _, combination in partial:
-        explained = partly_explained(failure, combination)
-        if explained is not None:
-            label, before, after = explained
-            yield finding(
-                combination[0].title,
-                f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {combination[0].repair}. "
-                f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
-            )
+    explained = None if best is None else partly_explained(failure, best[1])
+    if best is not None and explained is not None:
+        label, before, after = explained
+        yield finding(
+            best[1][0].title,
+            f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {best[1][0].repair}. "
+            f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
+        )
 
 
-def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: list[Ranked]) -> list[Finding]:
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
     """What explains finite outputs and the gradients with them; arguments as ``findings``.
 
-    ``partial`` gets a mistake that explains nearly all, where none explains.
+    ``screened`` gets what the search leaves where none explains.
 
     A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
     """
@@ -99,8 +102,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: l
     search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
 
     def known() -> Iterator[Hypothesis]:
-        yield from scale_hypotheses(failure.prepared, failure.precision)
-        yield from hypotheses(failure.prepared, trace, frozenset(unreached))
+        every = hypotheses(failure.prepared, trace, frozenset(unreached))
+        return (one for one in every if failure.among is None or (one.title, one.name) in failure.among)
 
     causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
@@ -110,11 +113,14 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], partial: l
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
+        # A cached weight whose scale is inverted is a cached one, too; what is wrong with it says more than that.
+        lambda: _by_scale(failure, search),
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
-        lambda: _told(explanations(failure, known(), search, partial), failure),
+        lambda: _told(explanations(failure, known(), search, screened), failure),
         lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
+        lambda: _told(restart_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),
     ]
@@ -126,6 +132,13 @@ def _by_chance(failure: Failure) -> list[Finding]:
     outputs_are_right = all(result.passed for result in failure.outputs)
     found = [] if outputs_are_right else list(dropout_findings(failure))
     return found or (list(random_findings(failure)) if failure.draws else [])
+
+
+def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
+    """Weights and the scales of their quantization."""
+    known = list(scale_hypotheses(failure.prepared, failure.precision))
+    if known:
+        yield from _told(explanations(failure, known, budget), failure)
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:

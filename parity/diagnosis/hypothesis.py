@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -66,7 +67,7 @@ def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
     """One mistake that is made at several places, from what it is at each; of one family."""
     first = same[0]
     name, repair = first.family
-    places = ", ".join(one.place for one in same)
+    places = ", ".join(sorted((one.place for one in same), key=_by_numbers))
     tuned = [one.tuned for one in same]
 
     def with_another(value: float) -> Hypothesis:
@@ -80,3 +81,8 @@ def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
         tuned=with_another if all(tuned) else None,
         place=places,
     )
+
+
+def _by_numbers(place: str) -> list[tuple[str, int]]:
+    """A key that puts ``layers.10`` after ``layers.9``."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", place)]

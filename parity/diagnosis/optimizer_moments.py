@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.optimizer_steps import optimizers_of
 from parity.watching.trace import Trace
 
 _MOMENTS = (("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg_sq",))
@@ -21,7 +22,7 @@ _RANGE = {_FLOAT16: torch.finfo(_FLOAT16).max / 2.0, _FLOAT8: 448.0}
 
 def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Moments in each format that TE's FusedAdam takes, where the reference steps by Adam or AdamW."""
-    for one in trace.optimizers[:1]:
+    for one, edits in optimizers_of(trace)[:1]:
         for dtype in (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ():
             for names in _MOMENTS:
                 held = str(dtype).removeprefix("torch.")
@@ -32,6 +33,7 @@ def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hyp
                     f"give TE {arguments}, which the reference's optimizer has; the port's holds "
                     f"{' and '.join(names)} in {held}",
                     module,
+                    edits,
                     around=_holding(names, dtype),
                 )
 

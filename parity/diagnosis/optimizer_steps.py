@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.steps_by_hand import steps_by_hand
 from parity.watching.optimizers import Stepped, settings_of
-from parity.watching.trace import Trace
+from parity.watching.trace import Edit, Trace
 
 Group = dict[str, Any]
 Change = Callable[[Optimizer, Group], None]
@@ -35,7 +36,7 @@ def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
     The first of each setting is subtle: what another value of it changes points where this one does.
     """
     named: set[str] = set()
-    for one in trace.optimizers[:1]:
+    for one, edits in optimizers_of(trace)[:1]:
         if not issubclass(one.kind, (torch.optim.Adam, torch.optim.SGD)):
             return
         largest = max(float(group["weight_decay"]) for group in one.groups)
@@ -44,8 +45,23 @@ def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
         for change in (*changes, *_of_any(first), *_of_groups(one), *_of_schedule(one)):
             made = change(module)
             setting = made.name.partition("=")[0]
-            yield dataclasses.replace(made, subtle=made.tuned is not None and setting not in named)
+            yield _under(edits, dataclasses.replace(made, subtle=made.tuned is not None and setting not in named))
             named.add(setting)
+
+
+def optimizers_of(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
+    """The reference's optimizers, each with the edits under which those of ``torch.optim`` step; none where they do."""
+    by_hand = [(one.stepped, one.edits) for one in steps_by_hand(trace)]
+    return [(one, ()) for one in trace.optimizers] or by_hand
+
+
+def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
+    """Of steps that are written out a mistake is too large to be below the noise of single elements."""
+    if not edits:
+        return one
+    tuned = one.tuned
+    another = None if tuned is None else lambda value: _under(edits, tuned(value))
+    return dataclasses.replace(one, edits=edits, tuned=another, subtle=False)
 
 
 _Make = Callable[[nn.Module], Hypothesis]

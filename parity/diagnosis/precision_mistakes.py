@@ -7,7 +7,7 @@ that rounding is nearer to it than under the precision's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import MOST_PLACES
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.formats import Format, e4m3, e5m2, largest, tf32
@@ -28,8 +29,8 @@ from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.rounding.freedom import FUSED
 from parity.rounding.parts import Rounding
-from parity.weights import parameter_shapes
-from parity.weights.sides import pack, unpack
+from parity.weights import Side, parameter_shapes
+from parity.weights.sides import describe, pack, shape_of, unpack
 
 _NEARER = 0.7
 """Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
@@ -100,22 +101,33 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
     if precision.recipe not in _SCALED_BY_TENSOR:
         return
     shapes = parameter_shapes(prepared.reference)
+    matrices = [left for left in prepared.weights if len(shape_of(left, shapes)) > 1]
+    yield _scaled_twice(prepared, matrices)
+    for left in matrices if 1 < len(matrices) <= MOST_PLACES else ():
+        yield _scaled_twice(prepared, [left], describe(prepared.weights[left]))
+
+
+def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") -> Hypothesis:
+    """Each of these weights, all or one at a place, as ``scale`` makes it where ``scale_inv`` is due."""
+    shapes = parameter_shapes(prepared.reference)
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
         others: dict[str, Tensor] = {}
-        for left in prepared.weights:
+        for left in sides:
             packed = pack(left, reference, next(iter(reference.values())))
-            if packed.dim() > 1:
-                scale = torch.finfo(torch.float8_e4m3fn).max / packed.detach().abs().amax()
-                others |= unpack(left, packed * scale.square(), shapes)
+            scale = torch.finfo(torch.float8_e4m3fn).max / packed.detach().abs().amax()
+            # A weight's gradient is that of what is multiplied.
+            others |= unpack(left, packed + packed.detach() * (scale.square() - 1.0), shapes)
         return others
 
-    yield Hypothesis(
+    of_one = f" of {place}" if place else ""
+    return Hypothesis(
         "fp8-scale-inverted",
-        "weights multiplied by their scale",
-        "multiply a quantized weight by scale_inv; it is multiplied by scale",
+        f"weights{of_one} multiplied by their scale",
+        f"multiply a quantized weight by scale_inv; {place or 'it'} is multiplied by scale",
         prepared.reference,
         read=read,
+        scope="one" if place else "all",
     )
 
 

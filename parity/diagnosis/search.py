@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -58,8 +59,21 @@ _PROMISING_STEPS = 10  # after which a constant that explains has brought the er
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
+@dataclass
+class Screened:
+    """What a search that found nothing leaves.
+
+    Attributes:
+        best: the mistake that leaves least of the error, if that is little.
+        helping: titles and names of the mistakes that took anything of it, or that no budget was left for.
+    """
+
+    best: Ranked | None = None
+    helping: set[tuple[str, str]] = field(default_factory=set)
+
+
 def explanations(
-    failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget, partial: list[Ranked] | None = None
+    failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget, screened: Screened | None = None
 ) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
@@ -70,20 +84,23 @@ def explanations(
         failure: the outputs of the candidate are finite.
         hypotheses: to try, the likeliest first.
         budget: of the search.
-        partial: gets the mistake that leaves least of the error where none explains it, if that is little.
+        screened: gets what is left where none explains the error.
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     ranked: list[Ranked] = []
+    tuned: list[Ranked] = []
     for scopes in _STAGES:
         some: list[Ranked] = []
         places = [(one,) for one in known if one.scope in scopes]
         found = _screened(failure, screen, places, some, budget)
         found = found or _screened(failure, screen, _at_several(some), some, budget)
-        found = found or _verified(failure, _tuned(screen, some, budget), budget)
+        with_constants = [] if found else _tuned(screen, some, budget)
+        found = found or _verified(failure, with_constants, budget)
         if found:
             return found
         ranked += some
+        tuned += with_constants
     ranked.sort(key=lambda entry: entry[0])
     pairs: list[Ranked] = []
     for share, (first,) in ranked[:_PARTIAL]:
@@ -92,10 +109,12 @@ def explanations(
             found = _screened(failure, screen, together, pairs, budget)
             if found:
                 return found
-    helping = (entry for entry in ranked if entry[1][0].scope != "call")
-    best = next(helping, None)
-    if partial is not None and best is not None and best[0] < _MOST_OF_IT:
-        partial.append(best)
+    helping = (entry for entry in (*ranked, *tuned) if entry[1][0].scope != "call")
+    best = min(helping, key=lambda entry: entry[0], default=None)
+    if screened is not None:
+        screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
+        in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= _HELPS_LITTLE}
+        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.exceeded else in_vain)
     return []
 
 
@@ -154,11 +173,13 @@ def _at_several(ranked: Sequence[Ranked]) -> list[tuple[Hypothesis, ...]]:
 def _tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
     """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
     found: list[tuple[Hypothesis, float]] = []
-    alike: Counter[tuple[str, Scope]] = Counter()
+    alike: Counter[tuple[str, Scope, str]] = Counter()
     for share, (one,) in ranked:
         if one.tuned is not None and one.value is not None and share < _HELPS_LITTLE:
-            alike[one.title, one.scope] += 1
-            if alike[one.title, one.scope] <= _TUNED_ALIKE:
+            setting, is_one, _ = one.name.partition("=")  # an optimizer has several
+            kind = one.title, one.scope, setting if is_one else ""
+            alike[kind] += 1
+            if alike[kind] <= _TUNED_ALIKE:
                 found.append((one, _TUNING_RANGE if share < _HELPS else _FAR))
     return [entry for one in found[:_TUNED] for entry in _line_search(screen, *one, budget)]
 

@@ -116,6 +116,8 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
 
 def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
     """The parameters that would be others."""
+    if all(hypothesis.read is None for hypothesis in hypotheses):
+        return {}
     parameters: dict[str, Tensor] = dict(module.named_parameters())
     others: dict[str, Tensor] = {}
     for hypothesis in hypotheses:
@@ -127,6 +129,9 @@ def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tens
 @contextmanager
 def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Within the context the module computes with these tensors in place of its parameters, wherever they are tied."""
+    if not tensors:
+        yield
+        return
     places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     for submodule in module.modules():
         for leaf, parameter in submodule._parameters.items():

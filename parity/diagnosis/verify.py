@@ -18,6 +18,7 @@ from parity.result import Kind, TensorResult
 _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
+_MOST = 0.5  # of the square of an output's error beyond what the precision costs, which must be explained
 _LOUD = 2.0  # times the tolerance, beyond which an error is far too large
 
 
@@ -86,7 +87,9 @@ def _is_explained(
     """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them.
 
     Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
-    whose rounding may be as large by chance, where gradients tell.
+    whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
+    rounding: what only moves the one element that failed, as a cap does that is far above nearly all values, says
+    nothing of the rest.
     """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
@@ -103,6 +106,8 @@ def _is_explained(
         was = before[result.kind, result.name]
         if result.kind == "output" and by_gradients:
             return result.passed
+        if result.kind == "output" and not was.passed and not _takes_most(was, result):
+            return False
         if was.errors.relative_l2 > _LOUD * was.tolerance_relative_l2 and left > _HELPS_MUCH:
             return False
         if result.passed or (result.errors.relative_l2 <= result.tolerance_relative_l2 and left < _NEARLY_NOTHING):
@@ -110,6 +115,12 @@ def _is_explained(
         return result.kind != "output" and tells and (evident or left < _HELPS_MUCH)
 
     return all(map(explained, judged))
+
+
+def _takes_most(was: TensorResult, result: TensorResult) -> bool:
+    """Whether most of an error goes that is more than a faithful port's; true where it is not more in norm."""
+    before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
+    return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:

@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from parity.diagnosis import Hypothesis, calls_of, subtle_hypotheses
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import outputs_under
+from parity.errors import difference
 from parity.judging.statistics import Component, Statistic, has_component
 from parity.prepare import Prepared, size_in_bytes
-from parity.result import Finding, TensorResult
+from parity.result import Check, Finding, TensorResult
 from parity.summed import Summed
 from parity.truth import in_fp32
 
@@ -106,20 +108,47 @@ def coefficient(error: Summed, change: Summed) -> float:
     return error.dot(change) / change.total
 
 
+def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
+    """The coefficient of a change in what a computation loses.
+
+    Args:
+        change: of an output, by a mistake.
+        computed: the output.
+        golden: in FP64.
+    """
+    return coefficient(Summed(difference(computed, golden).to(change.values.dtype)), change)
+
+
+def found_by_filter(
+    tensors: Sequence[TensorResult], known: Sequence[Direction]
+) -> Iterator[tuple[TensorResult, Check, Direction]]:
+    """The mistakes that failed checks have found, and no output lacks, with the tensor and the check that show each."""
+    by_name = {direction.mistake.name: direction for direction in known}
+    checks = [(tensor, check) for tensor in tensors for check in tensor.checks if check.statistic == "mistake"]
+    lacked = {check.where for _, check in checks if _is_lacking(check)}
+    for tensor, check in checks:
+        if check.margin > 1 and abs(check.coefficient - 1.0) <= PRESENT and check.where not in lacked:
+            yield tensor, check, by_name[check.where]
+
+
+def _is_lacking(check: Check) -> bool:
+    """Whether an output's error contains so little of a mistake that it cannot have been made.
+
+    The statistic is the coefficient in its standard deviations, so that it says how far the coefficient is from 1.
+    """
+    return abs(check.value) * (1.0 - check.coefficient) > check.limit * abs(check.coefficient)
+
+
 def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> list[Finding]:
     """The mistakes that failed checks have found, each once."""
     found: dict[str, Finding] = {}
-    by_name = {direction.mistake.name: direction.mistake for direction in known}
-    for tensor in tensors:
-        for check in tensor.checks:
-            if check.statistic != "mistake" or check.margin <= 1 or abs(check.coefficient - 1.0) > PRESENT:
-                continue
-            mistake = by_name[check.where]
-            found[mistake.name] = Finding(
-                CODES[mistake.title],
-                mistake.title,
-                f"the error of {tensor.label} contains {check.coefficient:.2g} times what {mistake.name} would change, "
-                f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
-                f"{mistake.repair}",
-            )
+    for tensor, check, direction in found_by_filter(tensors, known):
+        mistake = direction.mistake
+        found[mistake.name] = Finding(
+            CODES[mistake.title],
+            mistake.title,
+            f"the error of {tensor.label} contains {check.coefficient:.2g} times what {mistake.name} would change, "
+            f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
+            f"{mistake.repair}",
+        )
     return list(found.values())

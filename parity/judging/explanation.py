@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from parity.diagnosis import UNEXPLAINED, Failure, findings
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from parity.diagnosis import UNEXPLAINED, Failure, Screened, findings, is_loud
 from parity.execute import Pass
 from parity.judging.conditioning import ill_conditioned
 from parity.judging.directions import Direction
@@ -24,12 +29,26 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
     on_probe = None if all(tensor.passed for tensor in probed) else _on_probe(failure)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
         return findings(on_probe)
-    found = findings(dataclasses.replace(failure, results=drawn, on_probe=on_probe), unreached)
-    if not _is_known(found):
-        known_by_filter = tuple(mistakes(drawn, known))
-        probing = findings(on_probe) if on_probe is not None and not known_by_filter else ()
-        return known_by_filter or (probing if _is_known(probing) else found)
-    return found
+    screened, of_drawn = Screened(), dataclasses.replace(failure, results=drawn, on_probe=on_probe)
+    found = findings(of_drawn, unreached, screened)
+    if _is_known(found):
+        return found
+    known_by_filter = tuple(mistakes(drawn, known))
+    if known_by_filter or on_probe is None or _are_same(failure.prepared.inputs, failure.prepared.probe):
+        return known_by_filter or found
+    # What is far too large there shows in part at least what its cause is.
+    among = screened.helping if is_loud(of_drawn) else None
+    probing = findings(dataclasses.replace(on_probe, among=among))
+    return probing if _is_known(probing) else found
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether inputs are the same, as those are that may not take any value, ids of tokens among them."""
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    return len(leaves) == len(others) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
+        for x, y in zip(leaves, others, strict=True)
+    )
 
 
 def _is_known(found: Sequence[Finding]) -> bool:

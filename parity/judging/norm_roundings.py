@@ -9,17 +9,15 @@ layer of Hugging Face's Llama does, ``nn.RMSNorm`` does not.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from parity.errors import difference
 from parity.execute import outputs_of
-from parity.judging.directions import PRESENT, Direction, coefficient
+from parity.judging.directions import PRESENT, Direction, found_by_filter, share_of
 from parity.prepare import Prepared, cast
-from parity.result import Check, TensorResult
-from parity.summed import Summed
+from parity.result import TensorResult
 
 _TITLES = frozenset({"norm-statistics", "norm-rounding"})
 
@@ -35,31 +33,14 @@ def made_by_port_alone(
         known: the directions of subtle mistakes.
         dtype: the precision's.
     """
-    found = list(_found(tensors, known))
+    found = [
+        (tensor.name, direction.changes[tensor.name])
+        for tensor, _, direction in found_by_filter(tensors, known)
+        if direction.mistake.title in _TITLES
+    ]
     rounded = _outputs_in(dtype, prepared) if found else {}
-    return any(
-        name in rounded and _share(rounded[name], prepared.golden.outputs[name], direction.changes[name]) < PRESENT
-        for name, direction in found
-    )
-
-
-def _found(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> Iterator[tuple[str, Direction]]:
-    """Outputs by name, with the rounding that their error contains, and no other output's error lacks."""
-    by_name = {direction.mistake.name: direction for direction in known if direction.mistake.title in _TITLES}
-    checks = [(tensor.name, check) for tensor in tensors for check in tensor.checks if check.statistic == "mistake"]
-    lacked = {check.where for _, check in checks if _is_lacking(check)}
-    for name, check in checks:
-        is_present = check.margin > 1 and abs(check.coefficient - 1.0) <= PRESENT
-        if is_present and check.where in by_name and check.where not in lacked:
-            yield name, by_name[check.where]
-
-
-def _is_lacking(check: Check) -> bool:
-    """Whether an output's error contains so little of a mistake that it cannot have been made.
-
-    The statistic is the coefficient in its standard deviations, so that it says how far the coefficient is from 1.
-    """
-    return abs(check.value) * (1.0 - check.coefficient) > check.limit * abs(check.coefficient)
+    golden = prepared.golden.outputs
+    return any(name in rounded and share_of(change, rounded[name], golden[name]) < PRESENT for name, change in found)
 
 
 def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
@@ -70,8 +51,3 @@ def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
             return outputs_of(module, prepared.call, cast(prepared.inputs, dtype))
     except (RuntimeError, TypeError, ValueError):
         return {}
-
-
-def _share(computed: Tensor, golden: Tensor, change: Summed) -> float:
-    error = Summed(difference(computed, golden).to(change.values.dtype))
-    return coefficient(error, change)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
@@ -87,3 +89,83 @@ def test_a_call_of_a_submodule_that_was_called_before_is_named_with_its_number(p
 @pytest.mark.parametrize(("precision", "carried"), [("fp32", 100.0), ("bf16", 5.0)])
 def test_right_submodules_whose_rounding_a_sum_hides_are_not_named(precision, carried):
     assert divergence("sum", precision, carried) == []
+
+
+HEADS, SEQ = 4, 16
+
+
+class PaddedAttention(nn.Module):
+    """Self-attention whose padded tokens count nowhere, and a linear layer after it.
+
+    Args:
+        linear: its class.
+        core: of ``[batch, seq, heads, head_dim]``; leaves in padded queries what it likes.
+        wrong: after which submodule a port computes what nobody would.
+        reads_padding: whether what attention leaves in padded queries is added to the other tokens.
+    """
+
+    def __init__(self, linear, core: nn.Module, wrong: str = "", reads_padding: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.core, self.act, self.fc = core, nn.Tanh(), linear(WIDTH, WIDTH)
+        self.wrong, self.reads_padding = wrong, reads_padding
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (HEADS, -1)) for one in self.qkv(x).chunk(3, -1))
+        y = self.disturbed("core", self.core(q, k, v, tokens))
+        y = self.out(y + y.mean(1, keepdim=True) if self.reads_padding else y)
+        y = self.disturbed("act", self.act(self.disturbed("out", y)))
+        return self.fc(y) * tokens[..., None].to(y.dtype)
+
+    def disturbed(self, after: str, y: Tensor) -> Tensor:
+        return disturbed(y) if after == self.wrong else y
+
+
+class PlainCore(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, tokens[:, None, None]).transpose(1, 2).flatten(2)
+
+
+class FusedCore(nn.Module):
+    """TE's, which leaves zeros in padded queries."""
+
+    def __init__(self, te) -> None:
+        super().__init__()
+        self.fused = te.DotProductAttention(
+            HEADS, WIDTH // HEADS, qkv_format="bshd", attn_mask_type="padding", attention_dropout=0.0
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+        return self.fused(q, k, v, attention_mask=~tokens[:, None, None])
+
+
+def in_padded(wrong: str, precision: str, reads_padding: bool = False, **more) -> list[str]:
+    def inputs(rng, batch):
+        return rng.normal(batch, SEQ, WIDTH), torch.arange(SEQ) < rng.integers(batch, low=SEQ // 2, high=SEQ)[:, None]
+
+    def factory(te, **_):
+        names = [f"{layer}.{kind}" for layer in ("qkv", "out", "fc") for kind in ("weight", "bias")]
+        return parity.Pair(
+            reference=PaddedAttention(nn.Linear, PlainCore(), "", reads_padding),
+            candidate=PaddedAttention(te.Linear, FusedCore(te), wrong, reads_padding),
+            inputs=inputs,
+            weights={name: name for name in names},
+        )
+
+    (result,) = parity.compare(parity.Case("padded", factory, sizes=(dict(batch=4),)), [precision], **more)
+    assert result.status == "failed"
+    return [finding.message for finding in result.findings if finding.title == "first-divergence"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("wrong", "named"), [("core", "out"), ("out", "act"), ("act", "fc")])
+def test_attention_that_leaves_zeros_where_nobody_reads_is_right(wrong, named, precision):
+    (message,) = in_padded(wrong, precision)
+    assert message.startswith(f"{named} is the first")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_that_leaves_zeros_which_are_read_is_not(precision):
+    (message,) = in_padded("", precision, reads_padding=True)
+    assert "attention is the first" in message

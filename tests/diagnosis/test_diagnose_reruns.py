@@ -117,3 +117,43 @@ class UpdatedTE(nn.Module):
 def test_quantized_weights_of_before_a_step_are_stale(first: bool, codes: list[str]) -> None:
     result = result_of(Updated, lambda te: UpdatedTE(te, first), "fp8_current", {"linear.weight": "linear.weight"})
     assert [finding.code for finding in result.findings] == codes
+
+
+class MLP(nn.Module):
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = linear(HIDDEN, 2 * HIDDEN, bias=False), linear(2 * HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class InvertedScaleTE(MLP):
+    """Multiplies the quantized weights of these layers by ``scale``, where ``scale_inv`` is due."""
+
+    def __init__(self, te: Any, layers: tuple[str, ...]) -> None:
+        super().__init__(te.Linear)
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for name, linear in self.named_children():
+            linear(y, is_first_microbatch=True)
+            for workspace in linear._fp8_workspaces.values() if name in self.layers else ():
+                workspace._scale_inv.reciprocal_()
+            y = linear(y, is_first_microbatch=False)
+            y = F.gelu(y) if name == "fc1" else y
+        return y
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("layers", "told"), [(("fc1", "fc2"), "it is"), (("fc1",), '"fc1.weight" is'), (("fc2",), '"fc2.weight" is')]
+)
+def test_an_inverted_scale_is_told_with_the_weight_that_has_it(layers: tuple[str, ...], told: str, seed: int) -> None:
+    same = {name: name for name in ("fc1.weight", "fc2.weight")}
+    result = result_of(
+        lambda: MLP(nn.Linear), lambda te: InvertedScaleTE(te, layers), "fp8_current", same, seeds=[seed]
+    )
+    assert [finding.title for finding in result.findings] == ["fp8-scale-inverted"]
+    assert f"{told} multiplied by scale" in result.findings[0].message

@@ -86,5 +86,19 @@ def test_positions_that_begin_again_in_one_row_of_the_batch_are_told_with_it(pre
     assert message.endswith("they begin again at [9] in row 1 of the batch")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("starts", [(3,), (13,), (7, 17), (5, 10, 15, 20), (4, 9, 20)])
+def test_without_a_causal_mask_positions_that_begin_again_are_told_with_their_beginnings(starts, precision):
+    title, message = found(from_starts(0, *starts), precision, causal=False)
+    assert title == "rope-position"
+    assert message.endswith(f"they begin again at {list(starts)}")
+
+
+def test_without_a_causal_mask_the_row_is_told_in_which_positions_begin_again():
+    title, message = found(in_row(1, from_starts(0, 9)), "bf16", causal=False)
+    assert title == "rope-position"
+    assert message.endswith("they begin again at [9] in row 1 of the batch")
+
+
 def test_positions_that_all_begin_later_change_nothing():
     assert found(lambda positions: positions + 5, "bf16") == ("passed", "")

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from parity.judging.directions import Direction, coefficient, resemblance
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.judging.directions import Direction, coefficient, found_by_filter, resemblance
 from parity.judging.statistics import Component
+from parity.result import Check, Errors, TensorResult
 from parity.summed import Summed
 
 
@@ -35,3 +38,18 @@ def test_an_output_that_no_mistake_changes_resembles_none():
     error, golden = Summed(draw(0)), Summed(draw(1))
     known = [Direction(SimpleNamespace(name="other"), {"output[1]": Summed(draw(2))})]
     assert resemblance("output[0]", error, [error], golden, error.norm, known) is None
+
+
+def test_a_mistake_that_another_output_lacks_is_none():
+    """Few numbers may look like anything; an output of many that was made of the same tokens knows better."""
+    mistake = Hypothesis("norm-statistics", "norm statistics in bf16", "take them in FP32", nn.Identity())
+    known = [Direction(mistake, {})]
+    errors = Errors(0.1, 0.1, 1.0, 1.0, 20.0, 1.0)
+
+    def output(name: str, value: float, coefficient: float) -> TensorResult:
+        check = Check("mistake", value, 5.7, mistake.name, coefficient)
+        return TensorResult(name, "output", (2, 128), errors, errors, 0.0, 0.0, checks=(check,), margin=check.margin)
+
+    of_few, of_many = output("mean", 6.4, 0.74), output("tokens", 1.8, 0.16)
+    assert list(found_by_filter([of_few], known))
+    assert not list(found_by_filter([of_few, of_many], known))

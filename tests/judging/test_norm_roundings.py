@@ -7,10 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.hypothesis import Hypothesis
-from parity.judging.directions import Direction
-from parity.judging.norm_roundings import _found
-from parity.result import Check, Errors, TensorResult
 
 WIDTH = 128
 half_precision = pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -76,18 +72,3 @@ def test_a_norm_that_a_port_leaves_as_the_reference_has_it_is_right(precision, n
 
 def test_a_reference_that_half_precision_cannot_run_excuses_the_ports_own_lines():
     assert result_of(NotInHalfPrecision(), RoundedBeforeWeight(), "bf16").passed
-
-
-def test_a_rounding_that_another_output_lacks_is_none():
-    """Few numbers may look like anything; an output of many that was made of the same tokens knows better."""
-    mistake = Hypothesis("norm-statistics", "norm statistics in bf16", "take them in FP32", nn.Identity())
-    known = [Direction(mistake, {})]
-    errors = Errors(0.1, 0.1, 1.0, 1.0, 20.0, 1.0)
-
-    def output(name: str, value: float, coefficient: float) -> TensorResult:
-        check = Check("mistake", value, 5.7, mistake.name, coefficient)
-        return TensorResult(name, "output", (2, 128), errors, errors, 0.0, 0.0, checks=(check,), margin=check.margin)
-
-    of_few, of_many = output("mean", 6.4, 0.74), output("tokens", 1.8, 0.16)
-    assert list(_found([of_few], known))
-    assert not list(_found([of_few, of_many], known))

@@ -16,8 +16,8 @@ def plan(*bugs, precisions=("fp32",)):
     return runner.Plan(planted, runner.hosts_of(planted), precisions, {"small": 1})
 
 
-def verdict(bug, host, precision="fp32"):
-    return judge(Trial(bug, host, "small", precision, 0), te.kernels("cpu"))
+def verdict(bug, host, precision="fp32", seed=0):
+    return judge(Trial(bug, host, "small", precision, seed), te.kernels("cpu"))
 
 
 def test_a_plan_has_every_right_port_and_every_bug_in_each_host():
@@ -47,6 +47,19 @@ def test_a_strong_bug_is_detected_and_as_strong_as_noise_is_weak(precision, unit
 @pytest.mark.parametrize("bug", ["fp8-scale-inverted", "fp8-weight-cache-stale", "fp8-transpose-cache-stale"])
 def test_a_bug_of_the_quantized_state_is_detected(bug):
     assert verdict(bug, "square_linear", "fp8_current").detected
+
+
+@pytest.mark.parametrize("host", ["square_linear", "swiglu_mlp"])
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
+def test_a_cached_weight_whose_scale_is_inverted_is_told_as_that_and_not_as_an_old_one(host, precision):
+    assert verdict("fp8-scale-inverted", host, precision).findings[0] == "fp8-scale-inverted"
+    assert verdict("fp8-weight-cache-stale", host, precision).findings[0] == "weight-cache-stale"
+
+
+@pytest.mark.parametrize("seed", [1, 9, 11])
+def test_sums_in_bf16_are_not_told_as_a_cap_that_changes_one_element_enough(seed):
+    """A cap of 30 moves the largest of these outputs below its limit, and takes next to nothing of the error."""
+    assert verdict("product-accumulated-in-bf16", "square_linear", "bf16", seed).findings[0] == "accumulation-precision"
 
 
 def test_a_port_that_raises_is_an_error_and_spoils_no_other_trial(monkeypatch):

@@ -1,0 +1,66 @@
+"""Which inputs' findings are told, and what of a search is not made twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parity
+from parity.diagnosis import Failure
+from parity.diagnosis.catalogue import calls_of, hypotheses
+from parity.judging import explanation
+
+WIDTH, TOKENS = 64, 50
+
+
+class Model(nn.Module):
+    def __init__(self, linear: Any, embeds: bool, noise: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, WIDTH) if embeds else nn.Identity()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.linear, self.noise = linear(WIDTH, WIDTH, bias=False), noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.tokens(x))
+        noise = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)).to(x)
+        return self.linear(x) + (F.linear(x, self.noise * noise) if self.noise else 0.0)
+
+
+def searches(monkeypatch: pytest.MonkeyPatch, embeds: bool, noise: float) -> list[Failure]:
+    """Those that are made for a port whose weight has noise, which no known mistake explains."""
+    asked: list[Failure] = []
+    original = explanation.findings
+
+    def recorded(failure: Failure, *arguments: Any) -> Any:
+        asked.append(failure)
+        return original(failure, *arguments)
+
+    def factory(te: Any, **_: int) -> parity.Pair:
+        plain = Model(nn.Linear, embeds)
+        return parity.Pair(
+            plain,
+            Model(te.Linear, embeds, noise),
+            lambda rng, batch: rng.integers(batch, 16, high=TOKENS) if embeds else rng.normal(batch, 16, WIDTH),
+            {name: name for name, _ in plain.named_parameters()},
+        )
+
+    monkeypatch.setattr(explanation, "findings", recorded)
+    (result,) = parity.compare(parity.Case("noisy", factory, sizes=(dict(batch=4),)), ["bf16"])
+    assert result.findings[0].title == "unexplained"
+    return asked
+
+
+def test_what_no_mistake_explains_is_searched_once_where_the_probe_is_the_inputs(monkeypatch):
+    assert len(searches(monkeypatch, embeds=True, noise=0.1)) == 1
+
+
+def test_a_loud_error_is_searched_on_the_probe_among_what_helped_or_changed_nothing_before(monkeypatch):
+    drawn, probing = searches(monkeypatch, embeds=False, noise=0.1)
+    assert drawn.among is None
+    every = {(one.title, one.name) for one in hypotheses(drawn.prepared, calls_of(drawn.prepared).trace)}
+    assert probing.among < every
+    assert len(probing.among) < len(every) / 2
