@@ -8,42 +8,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from parity.diagnosis.activations import activation_hypotheses
-from parity.diagnosis.attention import attentions, distinct_heads, heads_of
-from parity.diagnosis.attention_mistakes import attention_hypotheses
-from parity.diagnosis.branch_factors import branch_factor_hypotheses
-from parity.diagnosis.clipping import clipping_hypotheses
-from parity.diagnosis.cross_entropy import cross_entropy_hypotheses
-from parity.diagnosis.extra_norms import extra_norm_hypotheses
-from parity.diagnosis.factors import factor_hypotheses
-from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.label_shifts import label_shift_hypotheses
-from parity.diagnosis.layer_order import layer_order_hypotheses
-from parity.diagnosis.linears import bias_hypotheses
-from parity.diagnosis.lookups import lookup_hypotheses
-from parity.diagnosis.losses import loss_hypotheses
-from parity.diagnosis.norm_order import norm_order_hypotheses
-from parity.diagnosis.norms import norm_hypotheses
-from parity.diagnosis.operations import operation_hypotheses
-from parity.diagnosis.optimizer import optimizer_hypotheses
-from parity.diagnosis.optimizer_moments import optimizer_moment_hypotheses
-from parity.diagnosis.optimizer_steps import optimizer_step_hypotheses
-from parity.diagnosis.packed import packed_hypotheses
-from parity.diagnosis.parallel_blocks import parallel_block_hypotheses
-from parity.diagnosis.pre_norms import pre_norm_hypotheses
-from parity.diagnosis.residuals import residual_hypotheses
-from parity.diagnosis.rope_mistakes import rope_hypotheses
-from parity.diagnosis.routing import routing_hypotheses
-from parity.diagnosis.sequence_first import sequence_first_hypotheses
-from parity.diagnosis.softcaps import softcap_hypotheses
-from parity.diagnosis.unused_branches import (
+from parity.diagnosis.attention.attention import attentions, distinct_heads, heads_of
+from parity.diagnosis.attention.attention_mistakes import attention_hypotheses
+from parity.diagnosis.attention.packed import packed_hypotheses
+from parity.diagnosis.attention.sequence_first import sequence_first_hypotheses
+from parity.diagnosis.attention.softcaps import softcap_hypotheses
+from parity.diagnosis.blocks.branch_factors import branch_factor_hypotheses
+from parity.diagnosis.blocks.layer_order import layer_order_hypotheses
+from parity.diagnosis.blocks.parallel_blocks import parallel_block_hypotheses
+from parity.diagnosis.blocks.residuals import residual_hypotheses
+from parity.diagnosis.blocks.unused_branches import (
     unused_branch_hypotheses,
     unused_norm_hypotheses,
     unused_parameters,
 )
+from parity.diagnosis.functions.activations import activation_hypotheses
+from parity.diagnosis.functions.factors import factor_hypotheses
+from parity.diagnosis.functions.linears import bias_hypotheses
+from parity.diagnosis.functions.lookups import lookup_hypotheses
+from parity.diagnosis.functions.operations import operation_hypotheses
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
+from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
+from parity.diagnosis.losses.losses import loss_hypotheses
+from parity.diagnosis.mixture.routing import routing_hypotheses
+from parity.diagnosis.norms.extra_norms import extra_norm_hypotheses
+from parity.diagnosis.norms.norm_order import norm_order_hypotheses
+from parity.diagnosis.norms.norms import norm_hypotheses
+from parity.diagnosis.norms.pre_norms import pre_norm_hypotheses
+from parity.diagnosis.rope.rope_mistakes import rope_hypotheses
+from parity.diagnosis.training.clipping import clipping_hypotheses
+from parity.diagnosis.training.optimizer import optimizer_hypotheses
+from parity.diagnosis.training.optimizer_moments import optimizer_moment_hypotheses
+from parity.diagnosis.training.optimizer_steps import optimizer_step_hypotheses
 from parity.diagnosis.walk import LINEAR, RESHAPES, ancestors, users
-from parity.diagnosis.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
-from parity.diagnosis.weight_readings import Heads
+from parity.diagnosis.weight_maps.weight_mistakes import repeated_weight_hypotheses, weight_hypotheses
+from parity.diagnosis.weight_maps.weight_readings import Heads
 from parity.execute import outputs_of
 from parity.golden.in_fp64 import in_fp64
 from parity.prepare import Calls, Prepared, cast

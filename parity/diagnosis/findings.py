@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from parity.diagnosis.blocks.unused_branches import unused_parameters
 from parity.diagnosis.borders import border_explanations
-from parity.diagnosis.buffers import buffer_findings
 from parity.diagnosis.catalogue import calls_of, hypotheses
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.detached_paths import detached_path_findings
-from parity.diagnosis.divergence import first_divergence
+from parity.diagnosis.divergence.divergence import first_divergence
 from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.gradients import gradient_findings
@@ -17,8 +17,9 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.loss_search import loss_explanations
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
-from parity.diagnosis.randomness import random_findings
-from parity.diagnosis.reruns import dropout_findings, microbatch_findings
+from parity.diagnosis.reruns.buffers import buffer_findings
+from parity.diagnosis.reruns.randomness import random_findings
+from parity.diagnosis.reruns.reruns import dropout_findings, microbatch_findings
 from parity.diagnosis.restarts import restart_explanations
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget, Ranked
@@ -30,7 +31,6 @@ from parity.diagnosis.search import (
     explanations,
     partly_explained,
 )
-from parity.diagnosis.unused_branches import unused_parameters
 from parity.diagnosis.values import non_finite, unreached_parameters, unread_inputs
 from parity.diagnosis.verify import Explanation
 from parity.result import Finding

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.alibi import papers_slopes
+from parity.diagnosis.attention.alibi import papers_slopes
 from parity.te_state import caches
 
 HEADS, HEAD_DIM, SEQ = 6, 16, 24  # of heads no power of 2: the paper's slopes are not one geometric sequence

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.diagnosis.rotation import rotations
+from parity.diagnosis.rope.rotation import rotations
 from parity.watching.calls import tracing
 
 BATCH, HEADS, SEQ, HEAD_DIM = 2, 3, 12, 24

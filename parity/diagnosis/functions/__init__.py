@@ -1,0 +1,1 @@
+"""Single functions of a reference, and ports that have others: activations, factors, biases, lookups."""

@@ -1,0 +1,84 @@
+"""Single calls of a reference that a port computes otherwise, tried where no mistake with a known meaning explains.
+
+Calls that a model makes in each of its layers are changed in all of them at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from parity.diagnosis.functions.alternatives import LEFT_OUT, Alternative, alternatives
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.walk import with_number
+from parity.watching.trace import Call, Trace, edit
+
+_NUMBER = re.compile(r"\d+")
+
+
+def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every call of the reference, with each of its alternatives."""
+    for calls in alike(trace):
+        by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
+        for described in by_call[0]:
+            if all(described in ones for ones in by_call):
+                yield _otherwise(calls, [ones[described] for ones in by_call], module)
+    for calls in _of_one_number(trace):
+        left_out = [one for call in calls for one in alternatives(trace, call) if one.described == LEFT_OUT]
+        if len(left_out) == len(calls):
+            yield _otherwise(calls, left_out, module)
+
+
+def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
+    """Calls that add one number, or multiply by it, several times in a layer, or in different ones: DiT's 1 + scale."""
+    groups: dict[tuple[str, float], list[list[Call]]] = {}
+    for calls in alike(trace):
+        made = with_number(calls[0])
+        if made is not None and made[0] in ("add", "mul") and all(with_number(call) for call in calls):
+            groups.setdefault((made[0], made[2]), []).append(calls)
+    for same in groups.values():
+        by_layer: dict[str, list[list[Call]]] = {}
+        for calls in same:
+            by_layer.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+        several = [some for some in by_layer.values() if len(some) > 1]
+        for some in [*several, same] if len(by_layer) > 1 else several:
+            yield [call for calls in some for call in calls]
+
+
+def alike(trace: Trace) -> list[list[Call]]:
+    """Calls of activations by what they are but for their layer's number."""
+    alike: dict[tuple[str, int, str, int], list[Call]] = {}
+    for call in trace.calls:
+        path, invocation, function, count = call.site
+        if any(trace.tensor(x).is_floating_point() for x in call.outputs):
+            alike.setdefault((_NUMBER.sub("#", path), invocation, function, count), []).append(call)
+    return list(alike.values())
+
+
+def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn.Module) -> Hypothesis:
+    first = calls[0]
+    which = f"{ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
+    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    tuned = [one.tuned for one in instead]
+
+    def with_another(value: float) -> Hypothesis:
+        return _otherwise(calls, [family(value) for family in tuned if family is not None], module)
+
+    return Hypothesis(
+        "operation",
+        f"{which}: {instead[0].described}",
+        f"compute the {which}{others} as the reference does; {instead[0].described}",
+        module,
+        tuple(edit(call, call.inputs, one.compute) for call, one in zip(calls, instead, strict=True)),
+        value=instead[0].value,
+        tuned=with_another if all(tuned) else None,
+        scope="call",
+    )
+
+
+def ordinal(count: int) -> str:
+    """``1st``, ``2nd``, and so on."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"

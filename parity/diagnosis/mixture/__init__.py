@@ -1,0 +1,1 @@
+"""Mixtures of experts in a reference, and what ports get wrong about routing."""

@@ -1,0 +1,258 @@
+"""What ports get wrong about the weights that a router gives, and about the experts that it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.mixture.router import Router, routers
+from parity.watching.trace import Edit, Trace, Value, edit
+
+_Edits = tuple[Edit, ...]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+}
+
+
+def routing_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's routers."""
+    found = routers(trace)
+    mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
+    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.choice.module)
+    for one in everywhere_and_somewhere(_split_mistakes(), found, module, lambda one: one.choice.module):
+        # A token's expert depends on the others' here: the batch must not be cut to one row.
+        yield replace(one, around=lambda call: call)
+
+
+def _weight_mistakes() -> Iterator[Mistake[Router]]:
+    yield Mistake(
+        "routing-weights",
+        "routing weights not normalised",
+        "divide the chosen experts' weights by their sum, as the reference does; they are not",
+        lambda one: (edit(one.weighting, (one.total,), lambda was, total: was * total),) if one.total else (),
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights normalised",
+        "take the chosen experts' weights as they are, as the reference does; they are divided by their sum",
+        lambda one: () if one.total or one.is_softmax_of_chosen else _weighted(one, _normalised),
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights from a softmax of all experts",
+        "take the softmax of the chosen experts' scores alone, as the reference does; it is of all experts",
+        _softmax_of_all,
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights missing",
+        "weight what the experts return by the router's probabilities (merging_probs of moe_unpermute); it is summed "
+        "as it is",
+        lambda one: _weighted(one, torch.ones_like),
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights applied twice",
+        "weight what the experts return once (merging_probs of moe_unpermute, or by hand); it is weighted twice",
+        lambda one: _weighted(one, torch.square),
+    )
+    for name, activation in _ACTIVATIONS.items():
+        yield Mistake(
+            "routing-weights",
+            f"routing scores by {name}",
+            f"score the experts as the reference does; they are scored by a {name}",
+            _activated_by(name, activation),
+        )
+
+
+def _bias_mistakes() -> Iterator[Mistake[Router]]:
+    """With a bias that the reference adds to the scores by which it chooses, or by which it weights, too."""
+    right = "add the router's bias to the scores where the reference does, "
+    yield Mistake(
+        "routing-bias",
+        "routing bias in the weights",
+        right + "for the choice alone; the weights are of scores with the bias",
+        lambda one: _taken_from(one, one.scores) if one.source == one.unbiased != one.scores else (),
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias not in the weights",
+        right + "in the weights too; they are of scores without the bias",
+        _weights_without_bias,
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias missing",
+        right + "for the choice; experts are chosen without it",
+        lambda one: _chosen_by(one, (one.unbiased,), lambda scores: scores) if one.bias else (),
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias subtracted",
+        right + "for the choice; it is subtracted",
+        _with_bias(lambda scores, bias: scores - bias),
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias added to the logits",
+        right + "for the choice; it is added to the logits, of which the scores are made",
+        _chosen_by_biased_logits,
+    )
+
+
+def _choice_mistakes() -> Iterator[Mistake[Router]]:
+    for more, described in ((1, "one more"), (-1, "one fewer")):
+        yield Mistake(
+            "top-k",
+            f"{described} expert a token",
+            f"send a token to as many experts as the reference does; it goes to {described}",
+            _with_more(more),
+        )
+    yield Mistake(
+        "routing-weights",
+        "experts sorted, not their weights",
+        "keep each chosen expert's weight with it; the experts are sorted by number, their weights are not",
+        lambda one: _rerouted(one, lambda indices, experts: indices.sort(-1).values),
+    )
+
+
+def _split_mistakes() -> Iterator[Mistake[Router]]:
+    for described, split in _SPLITS.items():
+        yield Mistake(
+            "expert-splits",
+            f"tokens split {described}",
+            "give GroupedLinear m_splits in the experts' own order, as many for each as moe_permute put there; they "
+            f"are {described}",
+            _split(split),
+        )
+
+
+_SPLITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sorted, the largest first": lambda counts: counts.sort(descending=True).values,
+    "sorted, the smallest first": lambda counts: counts.sort().values,
+    "in reverse order": lambda counts: counts.flip(0),
+    "equal, the rest to the first": lambda counts: _equal(counts, 0),
+    "equal, the rest to the last": lambda counts: _equal(counts, -1),
+}
+
+
+def _equal(counts: Tensor, last: int) -> Tensor:
+    equal = torch.full_like(counts, int(counts.sum()) // len(counts))
+    equal[last] += counts.sum() - equal.sum()
+    return equal
+
+
+def _weighted(router: Router, change: Callable[[Tensor], Tensor]) -> _Edits:
+    """The weights are to be changed."""
+    if router.weighting is not router.choice:
+        return (edit(router.weighting, (), change),)
+    return (edit(router.choice, (), lambda was: type(was)((change(was[0]), was[1]))),)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _softmax_of_all(router: Router) -> _Edits:
+    if not router.is_softmax_of_chosen or router.total:
+        return ()
+
+    def weights(was: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
+        return scores.softmax(-1).gather(-1, indices).to(was.dtype)
+
+    return (edit(router.weighting, (router.scores, router.indices), weights),)
+
+
+def _activated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    def edits(router: Router) -> _Edits:
+        own = router.activation
+        if own is None or own.name == name:
+            return ()
+        return (edit(own, own.inputs[:1], lambda was, logits: activation(logits.to(was.dtype))),)
+
+    return edits
+
+
+def _taken_from(router: Router, source: Value) -> _Edits:
+    """The weights are of other scores."""
+    if router.taken is None:
+        return ()
+    return (edit(router.taken, (source, router.indices), lambda was, x, indices: x.gather(-1, indices).to(was.dtype)),)
+
+
+def _weights_without_bias(router: Router) -> _Edits:
+    if router.bias is None:
+        return ()
+    if router.taken is not None:
+        return _taken_from(router, router.unbiased) if router.source == router.scores else ()
+    return (edit(router.choice, (router.unbiased,), lambda was, x: type(was)((x.gather(-1, was[1]), was[1]))),)
+
+
+def _chosen_by(router: Router, needs: tuple[Value, ...], scores: Callable[..., Tensor]) -> _Edits:
+    """Experts are chosen by other scores, as many."""
+
+    def chosen(was: Any, *given: Tensor) -> Any:
+        values, indices = torch.topk(scores(*given), was[0].shape[-1] if router.choice.name == "topk" else 1, -1)
+        return type(was)((values.view_as(was[0]), indices.view_as(was[1])))
+
+    return (edit(router.choice, needs, chosen),)
+
+
+def _with_bias(scores: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    return lambda one: () if one.bias is None else _chosen_by(one, (one.unbiased, one.bias), scores)
+
+
+def _chosen_by_biased_logits(router: Router) -> _Edits:
+    if router.bias is None or router.activation is None:
+        return ()
+    return _chosen_by(router, (router.activation.inputs[0], router.bias), torch.add)
+
+
+def _with_more(more: int) -> Callable[[Router], _Edits]:
+    def edits(router: Router) -> _Edits:
+        def chosen(was: Any, scores: Tensor) -> Any:
+            return torch.topk(scores, was[0].shape[-1] + more, -1)
+
+        return (edit(router.choice, (router.scores,), chosen),) if router.choice.name == "topk" else ()
+
+    return edits
+
+
+def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    """Tokens are sorted by their experts, and cut where other numbers of tokens say."""
+
+    def cut(indices: Tensor, experts: int) -> Tensor:
+        right = indices.flatten()
+        counts = split(torch.bincount(right, minlength=experts))
+        read_by = torch.empty_like(right)
+        read_by[right.argsort(stable=True)] = torch.arange(experts, device=right.device).repeat_interleave(counts)
+        return read_by.view_as(indices)
+
+    return lambda router: _rerouted(router, cut)
+
+
+def _rerouted(router: Router, change: Callable[[Tensor, int], Tensor]) -> _Edits:
+    """Tokens go to other experts, with the weights of the right ones.
+
+    Args:
+        router: of the reference.
+        change: from the right experts ``[..., k]`` and how many there are to the others.
+    """
+
+    def chosen(was: Any, scores: Tensor) -> Any:
+        return type(was)((was[0], change(was[1], scores.shape[-1])))
+
+    def weights(was: Tensor, source: Tensor, scores: Tensor) -> Tensor:
+        return source.gather(-1, torch.topk(scores, was.shape[-1], -1).indices).to(was.dtype)
+
+    changed = [edit(router.choice, (router.scores,), chosen)]
+    if router.taken is not None and router.source is not None:
+        changed.append(edit(router.taken, (router.source, router.scores), weights))
+    return tuple(changed)

@@ -1,0 +1,1 @@
+"""What shows when the candidate runs again, otherwise than before."""

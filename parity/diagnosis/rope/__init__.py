@@ -1,0 +1,1 @@
+"""Rotary embeddings in a reference, and what ports get wrong about them."""

@@ -1,0 +1,1 @@
+"""Steps of an optimizer in a reference, and ports whose optimizer makes others."""

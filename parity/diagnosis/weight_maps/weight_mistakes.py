@@ -1,0 +1,211 @@
+"""Known mistakes in weight maps: what TE would hold, and the reference would have to hold to agree with it.
+
+One entry is misread, several are misread alike, or two have each other's TE parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, takewhile
+
+from torch import Tensor, nn
+
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.weight_maps.weight_readings import Heads, Reading, Shapes, readings
+from parity.weights import WeightMap
+from parity.weights.sides import describe, names, pack, shape_of, unpack
+from parity.weights.terms import Side
+
+_NUMBER = re.compile(r"\d+")
+_WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class _Misread:
+    """An entry of the map with another reading of what it packs."""
+
+    reading: Reading
+    left: Side
+    right: Side
+
+    @property
+    def parameter(self) -> str:
+        """What TE's module calls its parameter, whichever layer it is of."""
+        return next(iter(names(self.right)), "").rpartition(".")[2]
+
+    @property
+    def layer(self) -> str:
+        """The path of what has the parameter's weight and bias."""
+        return _WEIGHT_OR_BIAS.sub("", next(iter(names(self.right)), ""))
+
+    @property
+    def block(self) -> str:
+        """The path of what has that layer's module: of a ``TransformerLayer``, whose attention and MLP have layers."""
+        return ".".join(self.layer.split(".")[:-2])
+
+
+def weight_hypotheses(
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    module: nn.Module,
+    unused: Container[str] = (),
+) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with one entry of this weight map, or two that were exchanged.
+
+    Args:
+        weights: the pair's map.
+        shapes: of the reference's parameters, by name.
+        candidate_shapes: ditto of TE's.
+        heads: of the reference's attention; None where it has none.
+        module: the reference.
+        unused: TE's parameters without a gradient, which the reference gives one.
+    """
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused):
+        yield from (_hypothesis([entry], shapes, module) for entry in entries)
+    yield from (_exchanged([exchange], shapes, module) for exchange in _exchanges(weights, shapes))
+
+
+def repeated_weight_hypotheses(
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    module: nn.Module,
+    unused: Container[str] = (),
+) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with several entries alike; arguments as ``weight_hypotheses``.
+
+    An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
+    """
+    same: dict[tuple[str, str, int], list[_Misread]] = defaultdict(list)
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused):
+        alike: Counter[tuple[str, str]] = Counter()
+        for entry in entries:
+            what = entry.reading.title, entry.reading.name
+            key = (*what, alike[what])
+            same[key].append(entry)
+            alike[what] += 1
+    for entries in same.values():
+        yield from (_hypothesis(some, shapes, module) for some in _together(entries))
+    exchanged: dict[tuple[str, str], list[_Exchange]] = defaultdict(list)
+    for exchange in _exchanges(weights, shapes):
+        exchanged[exchange.kind].append(exchange)
+    for exchanges in exchanged.values():
+        if len(exchanges) > 1:
+            yield _exchanged(exchanges, shapes, module)
+
+
+def _misread(
+    weights: WeightMap, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None, unused: Container[str]
+) -> Iterator[list[_Misread]]:
+    """By entry of the map, every other reading of it."""
+    for left, right in weights.items():
+        if any(names(left)):
+            yield [_Misread(one, left, right) for one in readings(left, right, shapes, candidate_shapes, heads, unused)]
+
+
+def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
+    """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
+
+    So are those of a whole block, such as a decoder's attention to itself and to its encoder.
+
+    Of queries, keys and values two are rotated. A layer's norms are told apart by the modules that have them.
+    """
+    by_parameter: dict[str, list[_Misread]] = defaultdict(list)
+    by_path: dict[str, list[_Misread]] = defaultdict(list)
+    by_layer: dict[str, list[_Misread]] = defaultdict(list)
+    by_block: dict[str, list[_Misread]] = defaultdict(list)
+    for entry in same:
+        by_parameter[entry.parameter].append(entry)
+        by_path[_NUMBER.sub("#", next(iter(names(entry.right)), ""))].append(entry)
+        by_layer[entry.layer].append(entry)
+        by_block[_NUMBER.sub("#", entry.block)].append(entry)
+    kinds = list(by_parameter.values())
+    sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
+    some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
+    told: list[list[_Misread]] = []
+    for group in (kinds, *some, *([one] for one in (*by_path.values(), *by_layer.values(), *by_block.values()))):
+        entries = [entry for kind in group for entry in kind]
+        if len(entries) > 1 and entries not in told:
+            told.append(entries)
+            yield entries
+
+
+def _hypothesis(entries: Sequence[_Misread], shapes: Shapes, module: nn.Module) -> Hypothesis:
+    """That these entries are misread, all alike."""
+    first, *others = entries
+    one = first.reading
+    where = describe(first.right).strip('"')
+    repair = one.repair
+    if others:
+        where += f" and {len(others)} more"
+        repair += f"; likewise for {', '.join(describe(entry.right) for entry in others)}"
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for entry in entries:
+            packed = pack(entry.left, reference, like)
+            found |= unpack(entry.left, entry.reading.change(packed), shapes)
+        return found
+
+    return Hypothesis(one.title, f"{one.name} {where}", repair, module, read=read)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Two entries of one shape, each with the other's TE parameter."""
+
+    left: Side
+    right: Side
+    other_left: Side
+    other_right: Side
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """In what the two parameters' names differ: key and value, or one layer's number and another's."""
+        one, other = describe(self.right), describe(self.other_right)
+        before = _common(one, other)
+        one, other = one[before:], other[before:]
+        after = _common(one[::-1], other[::-1])
+        return one[: len(one) - after], other[: len(other) - after]
+
+
+def _common(one: str, other: str) -> int:
+    """With how many characters both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _exchanges(weights: WeightMap, shapes: Shapes) -> Iterator[_Exchange]:
+    entries = [(left, right) for left, right in weights.items() if any(names(left))]
+    for entry, other in combinations(entries, 2):
+        if shape_of(entry[0], shapes) == shape_of(other[0], shapes):
+            yield _Exchange(*entry, *other)
+
+
+def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes, module: nn.Module) -> Hypothesis:
+    """That these were exchanged, all of them."""
+    first, *others = exchanges
+    where = f"{describe(first.right)} {describe(first.other_right)}".replace('"', "")
+    repair = (
+        f"map {describe(first.left)} to {describe(first.other_right)}, and {describe(first.other_left)} to "
+        f"{describe(first.right)}"
+    )
+    if others:
+        where += f" and {len(others)} more"
+        repair += "".join(f"; likewise {describe(one.left)} and {describe(one.other_left)}" for one in others)
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for one in exchanges:
+            packed, other = pack(one.left, reference, like), pack(one.other_left, reference, like)
+            found |= unpack(one.left, other, shapes) | unpack(one.other_left, packed, shapes)
+        return found
+
+    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, module, read=read)
