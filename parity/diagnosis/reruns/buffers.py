@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
-from parity.diagnosis.reruns.reruns import NothingToChange, agree
+from parity.diagnosis.reruns.reruns import agree, run_changed
 from parity.result import Finding
 
 
@@ -18,29 +18,21 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
 
     A buffer belongs to the reference's of its name; else to the only one of its shape, where it is the only one too.
     """
-    if failure.rerun is None:
-        return
     right = dict(failure.prepared.reference.named_buffers())
-    copied: list[str] = []
 
-    def change(module: nn.Module) -> None:
+    def copied(module: nn.Module) -> Iterator[str]:
         for name, buffer in module.named_buffers():
             of = _counterpart(name, dict(module.named_buffers()), right)
             if of is not None and not torch.equal(buffer, right[of].to(buffer)):
                 with torch.no_grad():
                     buffer.copy_(right[of])
-                copied.append(name if of == name else f"{name} (the reference's {of})")
-        if not copied:
-            raise NothingToChange
+                yield name if of == name else f"{name} (the reference's {of})"
 
-    try:
-        again = failure.rerun(change)
-    except NothingToChange:
-        return
-    if agree(failure, again, ("output",)):
+    ran = run_changed(failure, copied)
+    if ran is not None and agree(failure, ran[0], ("output",)):
         yield finding(
             "buffer-not-copied",
-            f"the candidate agrees with the reference's buffers: copy {', '.join(copied)}, which differ and which the "
+            f"the candidate agrees with the reference's buffers: copy {', '.join(ran[1])}, which differ and which the "
             "weight map does not reach",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,29 +15,42 @@ from parity.result import Finding, Kind
 from parity.tolerance import margin
 
 
-class NothingToChange(Exception):
+class _NothingToChange(Exception):
     """Saves a run that would give what the first one gave."""
+
+
+def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) -> tuple[Tensors, list[str]] | None:
+    """What the candidate computes with some of it changed.
+
+    Args:
+        failure: whose candidate it is.
+        change: changes a candidate, and returns the names of what it has changed.
+
+    Returns:
+        Its tensors and the names; None if there was nothing to change, or it cannot run again.
+    """
+    if failure.rerun is None:
+        return None
+    changed: list[str] = []
+
+    def to_candidate(module: nn.Module) -> None:
+        changed.extend(change(module))
+        if not changed:
+            raise _NothingToChange
+
+    try:
+        return failure.rerun(to_candidate), changed
+    except _NothingToChange:
+        return None
 
 
 def dropout_findings(failure: Failure) -> Iterator[Finding]:
     """A finding if the outputs agree as soon as nothing is dropped; the candidate runs again only where it drops."""
-    if failure.rerun is None:
-        return
-    dropped: list[str] = []
-
-    def change(module: nn.Module) -> None:
-        dropped.extend(_switched_off(module))
-        if not dropped:
-            raise NothingToChange
-
-    try:
-        again = failure.rerun(change)
-    except NothingToChange:
-        return
-    if agree(failure, again, ("output",)):
+    ran = run_changed(failure, _switched_off)
+    if ran is not None and agree(failure, ran[0], ("output",)):
         yield finding(
             "dropout",
-            f"the candidate agrees without dropout; switch off {', '.join(sorted(set(dropped)))} "
+            f"the candidate agrees without dropout; switch off {', '.join(sorted(set(ran[1])))} "
             "(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=0.0), or call .eval() on both modules",
         )
 
