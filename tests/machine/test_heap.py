@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 PROGRAM = f"""
 import torch
 from pathlib import Path
-from parity import heap
+from parity.machine import heap
 
 def resident():
     pages = Path("/proc/self/statm").read_text().split()[1]
@@ -63,7 +63,7 @@ def test_what_the_environment_says_of_the_heap_stays(name: str) -> None:
 HUGE_PAGES = """
 import torch
 from pathlib import Path
-from parity import heap
+from parity.machine import heap
 
 heap.use_huge_pages()
 tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
