@@ -18,7 +18,7 @@ from parity.golden.in_fp64 import in_fp64
 from parity.golden.long_sequences import attention_in_blocks
 from parity.passes import Tensors, tensors_of, under_model
 from parity.precision import Precision
-from parity.prepare import Prepared, cast
+from parity.prepare import Prepared, cast, cast_module
 from parity.rounding.freedom import UNFUSED, Freedom
 from parity.watching.calls import Misfit, edited
 
@@ -34,7 +34,7 @@ def outputs_under(
         dtype: in which to compute.
         rows: of each input's first dimension; None for all.
     """
-    _cast_module(prepared.reference, dtype)
+    _cast_if_other(prepared.reference, dtype)
     inputs = cast(prepared.inputs, dtype)
     if rows is not None:
         inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
@@ -64,7 +64,7 @@ def tensors_under(
         only_if: tells from the outputs whether gradients are of interest; else None is returned.
     """
     dtype = torch.float64 if precision is None else torch.float32
-    _cast_module(prepared.reference, dtype)
+    _cast_if_other(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
     model = under_model(prepared, precision.rounding, freedom) if precision else in_fp64()
 
@@ -91,11 +91,10 @@ def tensors_under(
     return tensors
 
 
-def _cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_if_other(module: nn.Module, dtype: torch.dtype) -> None:
     tensors = chain(module.parameters(), module.buffers())
     if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in tensors):
-        # Not ``to(dtype)``, which would drop the imaginary part of a complex buffer.
-        module.double() if dtype is torch.float64 else module.float()
+        cast_module(module, dtype)
 
 
 def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parity.execute import outputs_of
 from parity.judging.directions import PRESENT, Direction, found_by_filter, share_of
-from parity.prepare import Prepared, cast
+from parity.prepare import Prepared, cast, cast_module
 from parity.result import TensorResult
 
 _TITLES = frozenset({"norm-statistics", "norm-rounding"})
@@ -45,7 +45,7 @@ def made_by_port_alone(
 
 def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
     """What the reference returns where it computes in the dtype; nothing if PyTorch cannot."""
-    module = copy.deepcopy(prepared.reference).to(dtype)
+    module = cast_module(copy.deepcopy(prepared.reference), dtype)
     try:
         with torch.no_grad():
             return outputs_of(module, prepared.call, cast(prepared.inputs, dtype))

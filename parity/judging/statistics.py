@@ -26,12 +26,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parity.summed import Summed, over_rows
+
+Count = TypeVar("Count", float, Tensor)
 
 # A slice of fewer elements says too little about its own error.
 SMALLEST_SLICE = 32
@@ -117,8 +120,8 @@ def statistics(
         expected = expected.clamp(min=total * there / count)
         found = _worst(name, label, error.squares_over(dims), expected * _chance(there) ** 2)
         if found.value > _USUAL:
-            allowed = 1.0 + 3.0 / _independent(model_errors, dims, there).sqrt()
-            found = _worst(name, label, error.squares_over(dims), expected * allowed**2)
+            independent = _independent(model_errors, dims, there)
+            found = _worst(name, label, error.squares_over(dims), expected * _chance(independent) ** 2)
         if name not in worst or worst[name].value < found.value:
             worst[name] = found
     yield from worst.values()
@@ -258,12 +261,12 @@ def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float
     return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
 
 
-def _chance(count: int) -> float:
+def _chance(count: Count) -> Count:
     """What the norm of few elements may exceed another's by, three standard deviations of their ratio, and not count.
 
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
     """
-    return 1.0 + 3.0 / math.sqrt(count)
+    return 1.0 + 3.0 / count**0.5
 
 
 def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:

@@ -34,7 +34,7 @@ class Casts(TorchFunctionMode):
 
     def __init__(self, store: Callable[[Tensor], Tensor], alone: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
-        self._stored_alone = lambda x: _within(alone, store, x)
+        self._store, self._alone = store, alone
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,6 +49,10 @@ class Casts(TorchFunctionMode):
             for each in tree_leaves(result):
                 _marked(each)
         return result
+
+    def _stored_alone(self, x: Tensor) -> Tensor:
+        with self._alone():
+            return self._store(x)
 
     def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
         x, result = args[0], func(*args, **kwargs)
@@ -101,11 +105,6 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.store(gradient), None
-
-
-def _within(alone: Callable[[], AbstractContextManager[None]], store: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with alone():
-        return store(x)
 
 
 def _is_of_activation(x: Any) -> bool:

@@ -12,7 +12,7 @@ from parity.case import Case
 from parity.declaring.validate import CheckedSize
 from parity.execute import outputs_of, run
 from parity.precision import Precision
-from parity.prepare import Prepared, cast
+from parity.prepare import Prepared, cast, cast_module
 from parity.result import PROBED, Kind
 from parity.te import Kernels
 
@@ -38,7 +38,7 @@ def golden(prepared: Prepared) -> Tensors:
 
 def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
     """The reference's in a dtype, as plain PyTorch computes it; for FP32 without TF32, which is PyTorch's default."""
-    module = copy.deepcopy(prepared.reference).to(dtype)
+    module = cast_module(copy.deepcopy(prepared.reference), dtype)
     ran = run(
         module,
         prepared.call,
