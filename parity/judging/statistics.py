@@ -51,6 +51,8 @@ _FP32_STEPS = 2.0
 _MEAN_ROUNDING = 0.5
 # Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
 _LEANING = 0.02
+# Of a direction's square in one element: where less is, what a regression takes out of the scatter is negligible.
+_LEVERAGE = 0.01
 # The sums of fewer clusters do not tell how they scatter.
 _FEWEST_CLUSTERS = 8
 
@@ -214,7 +216,27 @@ class Component:
         leaning = self._drawn_leaning(_norm(residual)) if self._drawn else 0.0
         size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
         scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
-        return self._in_deviations(math.hypot(max(scatter, leaning), self._granted))
+        return self._in_deviations(math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted))
+
+    def _taken_out(self, residual: Tensor) -> float:
+        """The standard deviation of what regression took out of the scatter of the difference of error and model.
+
+        It leaves ``1 - h`` of the variance at an element that has the share h of the direction's square (its leverage),
+        and nothing at the only element that is not 0, as behind a clamp. By the model's error, and the share of it that
+        the difference has elsewhere; without an elsewhere, like errors that have no rounding in common.
+
+        Args:
+            residual: the difference without its component.
+        """
+        direction, model = self._direction, self._nearest
+        if direction.max_abs**2 <= _LEVERAGE * direction.total:
+            return 0.0
+        leverage = direction.values.square() / direction.total
+        squares = model.values.square()
+        left = ((1.0 - leverage) * squares).sum().item()
+        share = _norm(residual) / math.sqrt(left) if left > _LEVERAGE * model.total else math.sqrt(2.0)
+        taken_out = math.sqrt((leverage.square() * squares).sum().item()) * direction.norm
+        return min(share, math.sqrt(2.0)) * taken_out
 
     def _drawn_leaning(self, difference: float) -> float:
         """The standard deviation of a difference's component, from how errors lean whose roundings are independent.

@@ -253,3 +253,26 @@ def test_independent_roundings_excuse_nothing_where_candidate_and_model_round_al
     shared = Summed(highest.values + 1e-5 * golden * torch.randn(64, 64, generator=rng, dtype=torch.float64))
     wrong = Summed(shared.values + 1e-3 * golden)
     assert gain_of(wrong, models, golden) > 3 * gain_of(shared, models, golden)
+
+
+def behind_a_clamp(*passed):
+    """A tensor of 64 whose elements but the first are 0."""
+    return torch.tensor([*passed, *[0.0] * (64 - len(passed))], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("direction", [behind_a_clamp(0.5), behind_a_clamp(0.5, 0.01)])
+def test_the_error_of_the_only_element_resembles_nothing(direction):
+    model, error = behind_a_clamp(3e-3, 2e-3), behind_a_clamp(7e-3, 3e-3)
+    assert abs(component(error, [model], direction, behind_a_clamp(1.0, 1.0), 3e-3)) < 3
+
+
+def test_an_error_far_beyond_the_only_elements_roundings_does():
+    model, error = behind_a_clamp(3e-3), behind_a_clamp(0.1)
+    assert component(error, [model], behind_a_clamp(0.5), behind_a_clamp(1.0), 3e-3) > 10
+
+
+def test_what_candidate_and_model_share_cancels_for_one_large_element_too():
+    direction = behind_a_clamp(1.0) + 1e-3 * draw(64, seed=3)
+    model = 1e-3 * draw(64, seed=4)
+    alike = model + 1e-6 * draw(64, seed=5)
+    assert component(alike + 1e-4 * direction, [model], direction, draw(64), 1e-4) > 10
