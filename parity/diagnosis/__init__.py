@@ -1,11 +1,25 @@
 """Names what is wrong with a failed comparison; the codes are explained in ``docs/findings.md``."""
 
-from parity.diagnosis.catalogue import calls_of, subtle_hypotheses
+from parity.diagnosis.catalogue import calls_of, subtle_hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.search import Screened
-from parity.diagnosis.verify import is_loud
+from parity.diagnosis.screen import Budget
+from parity.diagnosis.search import CHECKS_FOR_THE_REST, Screened
+from parity.diagnosis.verify import is_loud, verified
 
-__all__ = ["UNEXPLAINED", "Failure", "Hypothesis", "Screened", "calls_of", "findings", "is_loud", "subtle_hypotheses"]
+__all__ = [
+    "CHECKS_FOR_THE_REST",
+    "UNEXPLAINED",
+    "Budget",
+    "Failure",
+    "Hypothesis",
+    "Screened",
+    "calls_of",
+    "findings",
+    "is_loud",
+    "subtle_hypotheses",
+    "subtle_hypotheses_anywhere",
+    "verified",
+]

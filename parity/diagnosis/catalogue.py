@@ -110,6 +110,11 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
     ``hypothesis.context()`` one pass of ``prepared.reference`` computes what the hypothesis says, in any dtype,
     gradients included.
     """
+    return tuple(one for one in subtle_hypotheses_anywhere(prepared, trace) if one.subtle and one.scope == "all")
+
+
+def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
+    """Those mistakes, also made with some of the operations alone, and with other values of the same constants."""
     module = prepared.reference
     candidates = (
         *norm_hypotheses(trace, module, stored_dtype(prepared)),
@@ -117,7 +122,8 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
         *rope_hypotheses(trace, module, stored_dtype(prepared)),
         *optimizer_step_hypotheses(trace, module),
     )
-    return tuple(one for one in candidates if one.subtle and one.scope == "all")
+    constants = {one.title for one in candidates if one.subtle and one.tuned is not None}
+    return tuple(one for one in candidates if one.subtle or (one.tuned is not None and one.title in constants))
 
 
 def calls_of(prepared: Prepared) -> Calls:

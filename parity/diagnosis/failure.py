@@ -15,6 +15,8 @@ from parity.rounding.freedom import FUSED, UNFUSED, Freedom
 from parity.tolerance import Tolerance
 
 _FEW = 32  # elements
+# Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance.
+_SHORTEST_CHECK = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Failure:
     on_probe: Failure | None = None
     among: Container[tuple[str, str]] | None = None
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
+
+    @property
+    def counts_for(self) -> float:
+        """Seconds that the comparison counts for, where a search may cost a multiple of it."""
+        return max(self.seconds, _SHORTEST_CHECK)
 
     @property
     def golden(self) -> Tensors:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from parity.diagnosis.blocks.unused_branches import unused_parameters
 from parity.diagnosis.borders import border_explanations
-from parity.diagnosis.catalogue import calls_of, hypotheses
+from parity.diagnosis.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.divergence.divergence import first_divergence
@@ -32,12 +32,9 @@ from parity.diagnosis.search import (
     partly_explained,
 )
 from parity.diagnosis.values import non_finite, unreached_parameters, unread_inputs
-from parity.diagnosis.verify import Explanation
+from parity.diagnosis.verify import Explanation, verified
 from parity.result import Finding
 from parity.watching.trace import Trace
-
-_SHORTEST_CHECK = 1.0
-"""Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance."""
 
 _HARDLY = 0.9
 """Of an error, above which it has not become smaller to speak of."""
@@ -67,7 +64,7 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     screened = Screened() if screened is None else screened
     causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
-        budget = Budget(CHECKS_FOR_THE_REST * max(failure.seconds, _SHORTEST_CHECK))
+        budget = Budget(CHECKS_FOR_THE_REST * failure.counts_for)
         causes = list(detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
@@ -98,7 +95,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
     A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
     """
-    seconds = max(failure.seconds, _SHORTEST_CHECK)
+    seconds = failure.counts_for
     search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
 
     def known() -> Iterator[Hypothesis]:
@@ -107,7 +104,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
     causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
-        return list(_by_chance(failure))  # of many mistakes one fits a single number
+        return _by_chance(failure) or list(_told(_of_one_number(failure, trace, search), failure))
     if all(result.passed for result in failure.outputs):
         causes += [lambda: gradient_findings(failure, trace, Budget(rest))]
     else:
@@ -129,9 +126,24 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
 def _by_chance(failure: Failure) -> list[Finding]:
     """Random numbers, where any other cause would explain this pass and not the next."""
-    outputs_are_right = all(result.passed for result in failure.outputs)
-    found = [] if outputs_are_right else list(dropout_findings(failure))
+    found = list(dropout_findings(failure))
     return found or (list(random_findings(failure)) if failure.draws else [])
+
+
+def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
+    """The subtle mistakes that explain a few numbers, if those that do are of one kind: of many any number is one's.
+
+    Subtle ones alone show on probing inputs and hardly on others, as a wrong eps does.
+    """
+    found = []
+    for one in subtle_hypotheses_anywhere(failure.prepared, trace):
+        if budget.spent():
+            break
+        explanation = verified(failure, (one,))
+        if explanation is not None and explanation.complete:
+            found.append(explanation)
+    kinds = {explanation.hypotheses[0].title for explanation in found}
+    return sorted(found, key=lambda explanation: explanation.misfit) if len(kinds) == 1 else []
 
 
 def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:

@@ -11,9 +11,11 @@ of processor time ends each part of it.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 
@@ -56,6 +58,7 @@ _INDISTINCT = 1.5  # ditto, where what is left is no more than a faithful port h
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
 _PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
+_PATH = re.compile(r"\w+(?:\.\w+)+")  # of a module or a parameter
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
@@ -92,7 +95,7 @@ def explanations(
     tuned: list[Ranked] = []
     for scopes in _STAGES:
         some: list[Ranked] = []
-        places = [(one,) for one in known if one.scope in scopes]
+        places = [(one,) for one in _nearest_first(failure, [one for one in known if one.scope in scopes])]
         found = _screened(failure, screen, places, some, budget)
         found = found or _screened(failure, screen, _at_several(some), some, budget)
         with_constants = [] if found else _tuned(screen, some, budget)
@@ -136,6 +139,31 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
         found.append((result.label, result.errors.relative_l2, after.item()))
     worst = max(found, key=lambda one: one[2] / max(one[1], TINY), default=None)
     return worst if worst is not None and worst[2] < _MOST_OF_IT * worst[1] else None
+
+
+def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Those that are made near the parameter whose gradient is farthest off, before others; else in their order.
+
+    A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
+    mistakes with a parameter, which their name has, are among those that are near.
+    """
+    gradients = [one for one in failure.results if one.kind == "weight gradient" and not one.passed]
+    worst = max(gradients, key=lambda one: one.margin, default=None)
+    if worst is None:
+        return list(known)
+    by_name = outputs_tell_little(failure)
+
+    def near(one: Hypothesis) -> int:
+        paths = _PATH.findall(one.name) if by_name else [one.place]
+        return max((_shared(path, worst.name) for path in paths), default=0)
+
+    return sorted(known, key=near, reverse=True)
+
+
+def _shared(path: str, name: str) -> int:
+    """How many modules two dotted paths lead through together."""
+    pairs = zip(path.split("."), name.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _screened(

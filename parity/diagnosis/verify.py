@@ -89,7 +89,8 @@ def _is_explained(
     Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
     whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
     rounding: what only moves the one element that failed, as a cap does that is far above nearly all values, says
-    nothing of the rest.
+    nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
+    what beyond its norm is unlikely of it, a second look may put down to chance.
     """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
@@ -99,6 +100,7 @@ def _is_explained(
     tells = not few_outputs(failure)
     evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
 
+    some_far_off = any(map(_is_far_off, before.values()))
     by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
 
     def explained(result: TensorResult) -> bool:
@@ -108,13 +110,24 @@ def _is_explained(
             return result.passed
         if result.kind == "output" and not was.passed and not _takes_most(was, result):
             return False
-        if was.errors.relative_l2 > _LOUD * was.tolerance_relative_l2 and left > _HELPS_MUCH:
+        if _is_far_off(was) and left > _HELPS_MUCH:
             return False
-        if result.passed or (result.errors.relative_l2 <= result.tolerance_relative_l2 and left < _NEARLY_NOTHING):
+        if result.passed or (
+            _is_small(result) and (left < _NEARLY_NOTHING or (result.kind != "output" and some_far_off))
+        ):
             return True
         return result.kind != "output" and tells and (evident or left < _HELPS_MUCH)
 
     return all(map(explained, judged))
+
+
+def _is_far_off(result: TensorResult) -> bool:
+    return result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
+
+
+def _is_small(result: TensorResult) -> bool:
+    """Whether the norm of the error is within what the precision costs."""
+    return result.errors.relative_l2 <= result.tolerance_relative_l2
 
 
 def _takes_most(was: TensorResult, result: TensorResult) -> bool:

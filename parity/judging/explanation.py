@@ -15,6 +15,7 @@ from parity.execute import Pass
 from parity.judging.conditioning import ill_conditioned
 from parity.judging.directions import Direction
 from parity.judging.directions import findings as mistakes
+from parity.judging.local_filters import local_filter_findings
 from parity.passes import Tensors
 from parity.result import PROBED, Finding, TensorResult
 
@@ -33,7 +34,7 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
     found = findings(of_drawn, unreached, screened)
     if _is_known(found):
         return found
-    known_by_filter = tuple(mistakes(drawn, known))
+    known_by_filter = tuple(mistakes(drawn, known)) or local_filter_findings(of_drawn)
     if known_by_filter or on_probe is None or _are_same(failure.prepared.inputs, failure.prepared.probe):
         return known_by_filter or found
     # What is far too large there shows in part at least what its cause is.

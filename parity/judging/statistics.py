@@ -200,23 +200,34 @@ class Component:
         """A bound of the magnitude of ``value`` that costs nothing."""
         return abs(self._in_deviations(self._granted))
 
-    @cached_property
+    @property
     def value(self) -> float:
         """How far it lies outside of what the models have: the signed distance from the nearest in standard deviations.
 
+        Infinite where no error is expected.
+        """
+        return self._in_deviations(self.deviation) if self.at_most else 0.0
+
+    @property
+    def coefficient(self) -> float:
+        """How much of the direction the error contains beyond what the nearest model's does."""
+        return self._outside / self._direction.total
+
+    @cached_property
+    def deviation(self) -> float:
+        """The standard deviation of the distance from the nearest model.
+
         What error and model share cancels in their difference. Its standard deviation is that of its scatter about its
         regression on the direction, robust to errors of a row that share a cause, what every direction is granted, and
-        how such differences lean where roundings are drawn. Infinite where no error is expected.
+        how such differences lean where roundings are drawn.
         """
-        if self.at_most == 0.0:
-            return 0.0
         residual = self._error.values - self._nearest.values
         direction = self._direction.values.to(residual.dtype)
-        residual.sub_(direction, alpha=self._outside / self._direction.total)
+        residual.sub_(direction, alpha=self.coefficient)
         leaning = self._drawn_leaning(_norm(residual)) if self._drawn else 0.0
         size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
         scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
-        return self._in_deviations(math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted))
+        return math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted)
 
     def _taken_out(self, residual: Tensor) -> float:
         """The standard deviation of what regression took out of the scatter of the difference of error and model.

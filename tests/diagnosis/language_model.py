@@ -24,7 +24,8 @@ def frequencies(base: float = 10_000.0) -> Tensor:
 class Options:
     """What one of the two computes.
 
-    ``roped``: the layers that rotate, None for all. ``scales``: of each layer's softmax, as a factor of the usual one.
+    ``roped``: the layers that rotate, None for all. ``bases``: of each layer's frequencies, in place of ``frequency``.
+    ``scales``: of each layer's softmax, as a factor of the usual one.
     ``branch``: by which attention's and the MLP's results are multiplied. ``from_norm``: attention's sum takes the norm
     of its input. ``mlp_sum``: the MLP's result is added. ``softcap``, ``logits_cap``: infinite for none.
     """
@@ -36,6 +37,7 @@ class Options:
     branch: float = 1.0
     roped: tuple[int, ...] | None = None
     frequency: Callable[[], Tensor] = frequencies
+    bases: tuple[float, ...] | None = None
     scales: tuple[float, ...] | None = None
     from_norm: bool = False
     mlp_sum: bool = True
@@ -70,7 +72,8 @@ class Layer(nn.Module):
         options, seq = self.options, x.shape[1]
         q, k, v = (layer(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if options.roped is None or self.number in options.roped:
-            q, k = (turned(one, options.frequency(), torch.arange(seq)) for one in (q, k))
+            frequency = frequencies(options.bases[self.number]) if options.bases else options.frequency()
+            q, k = (turned(one, frequency, torch.arange(seq)) for one in (q, k))
         k, v = k.roll(options.shift, 2), v.roll(options.shift, 2)
         scale = options.scales[self.number] if options.scales else 1.0
         scores = q @ k.transpose(-1, -2) * (scale / math.sqrt(HEAD_DIM))

@@ -52,11 +52,14 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Tokens and their types, blocks, and the first token's classes."""
 
-    def __init__(self, linear: Any, norm: Any, two: bool = False, how: str = "", normed: bool = True) -> None:
+    def __init__(
+        self, linear: Any, norm: Any, two: bool = False, how: str = "", normed: bool = True, layer: int | None = None
+    ) -> None:
         super().__init__()
         self.how = how
+        hows = [how if layer in (None, number) else "" for number in range(LAYERS)]
         self.tokens, self.types = nn.Embedding(48, HIDDEN), nn.Embedding(2, HIDDEN)
-        self.layers = nn.ModuleList(Block(linear, norm, two, how) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(linear, norm, two, one) for one in hows)
         self.norm = norm(HIDDEN) if normed else nn.Identity()
         self.head = linear(HIDDEN, 32)
 
@@ -69,13 +72,18 @@ class Encoder(nn.Module):
 
 
 def found(
-    how: str, precision: str = "bf16", two: bool = False, normed: bool = True, also: Any = None
+    how: str,
+    precision: str = "bf16",
+    two: bool = False,
+    normed: bool = True,
+    also: Any = None,
+    layer: int | None = None,
 ) -> tuple[str, str]:
-    """Title and message of the first finding on such a port; the status where it passed."""
+    """Title and message of the first finding on such a port, or whose one layer alone is so; its status if none."""
 
     def factory(te: Any, **_: Any) -> parity.Pair:
         plain = Encoder(nn.Linear, lambda width: nn.LayerNorm(width, eps=1e-5), two, normed=normed)
-        ported = Encoder(te.Linear, lambda width: te.LayerNorm(width), two, how, normed)
+        ported = Encoder(te.Linear, lambda width: te.LayerNorm(width), two, how, normed, layer)
         return parity.Pair(
             plain,
             ported,
@@ -96,6 +104,15 @@ PRECISIONS = ["fp32", "bf16"]
 def test_parallel_blocks_that_follow_each_other_are_told(two, precision):
     assert found("", precision, two)[0] == "passed"
     assert found("in sequence", precision, two)[0] == "parallel-block"
+
+
+@pytest.mark.parametrize("how", ["in sequence", "no norm", "sequence first"])
+def test_one_layer_that_is_otherwise_is_told_with_its_name(how):
+    titles = {"in sequence": "parallel-block", "no norm": "norm-missing", "sequence first": "sequence-first"}
+    title, message = found(how, "fp32", layer=1)
+    assert title == titles[how]
+    assert "layers.1" in message
+    assert "layers.0" not in message
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

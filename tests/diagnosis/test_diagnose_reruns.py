@@ -157,3 +157,22 @@ def test_an_inverted_scale_is_told_with_the_weight_that_has_it(layers: tuple[str
     )
     assert [finding.title for finding in result.findings] == ["fp8-scale-inverted"]
     assert f"{told} multiplied by scale" in result.findings[0].message
+
+
+class Behind(nn.Module):
+    """A linear layer, a dropout and another, and the loss of them."""
+
+    def __init__(self, linear: Any, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.dropout, self.last = linear(HIDDEN, HIDDEN), nn.Dropout(p), linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.last(self.dropout(torch.tanh(self.first(x)))).float(), x.float()).view(1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_dropout_is_told_by_gradients_where_a_loss_is_right_by_chance(precision: str) -> None:
+    names = {name: name for name, _ in Behind(nn.Linear).named_parameters()}
+    result = result_of(lambda: Behind(nn.Linear), lambda te: Behind(te.Linear, 0.01), precision, names)
+    assert [finding.code for finding in result.findings] == ["PAR252"]
+    assert "dropout.p=0.01" in result.findings[0].message

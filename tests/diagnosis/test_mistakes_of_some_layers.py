@@ -21,6 +21,22 @@ def test_rope_that_some_layers_lack_is_told_with_these_layers(roped, precision):
         assert (f"layers.{number}" in one.findings[0].message) == (number not in roped)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("port", "told"),
+    [
+        ((1e4, 1e4), "rotary_base=1e+06; it rotates with base 1e+04 in layers.1"),
+        ((1e6, 1e6), "rotary_base=10000; it rotates with base 1e+06 in layers.0"),
+        ((1e4, 5e5), "rotary_base=1e+06; it rotates with base 5e+05 in layers.1"),
+    ],
+)
+def test_a_base_of_layers_that_have_their_own_is_told_with_these_layers(port, told, precision):
+    """As in Gemma 3, whose local layers have another base than its global ones."""
+    one = result(Options(layers=2, loss=False, bases=(1e4, 1e6)), precision, seq=48, bases=port)
+    assert first(one) == "rope-base"
+    assert told in one.findings[0].message
+
+
 def test_a_scale_that_is_divided_by_each_layers_number_is_told():
     one = result(LOGITS, "bf16", scales=(1.0, 1 / 2, 1 / 3))
     assert first(one) == "softmax-scale"

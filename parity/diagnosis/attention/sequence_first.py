@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,15 +13,20 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.attention.attention import attentions
 from parity.diagnosis.attention.shorter_tables import ShorterTables
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.mistake import MOST_PLACES
 from parity.watching.trace import Trace
 
 
 def sequence_first_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That batch and sequence changed places: for the whole module, or for the submodules that attend."""
+    """That batch and sequence changed places: for the whole module, for the submodules that attend, or one of these."""
     yield _exchanged(module)
     yield _viewed_as_sequence_first(module)
-    for paths in _attending(trace):
+    levels = _attending(trace)
+    for paths in levels:
         yield _exchanged_in(paths, module)
+    for paths in levels:
+        if 1 < len(paths) <= MOST_PLACES:
+            yield from (replace(_exchanged_in((path,), module), scope="one") for path in paths)
 
 
 def _attending(trace: Trace) -> list[tuple[str, ...]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms.norms import Norm, norms
 from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary
 from parity.watching.trace import Call, Edit, Trace, Value, edit
@@ -41,6 +43,12 @@ class ParallelBlock:
     readers: tuple[Call, ...]
     shared: bool
 
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that has the norm and what the first branch returns."""
+        paths = [value.site[0].split(".") for value in (self.norm.call.outputs[0], self.first)]
+        return ".".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False)))
+
     def without_norm(self) -> tuple[Edit, ...]:
         """The second branch is to read the stream, where the first one alone has its norm."""
         if not self.shared:
@@ -61,25 +69,22 @@ class ParallelBlock:
 
 
 def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That blocks which the reference has side by side follow each other."""
-    edits = [one for block in parallel_blocks(trace) for one in block.in_sequence()]
-    if edits:
-        yield Hypothesis(
+    """That blocks which the reference has side by side follow each other, or that one reads no norm."""
+    mistakes: tuple[Mistake[ParallelBlock], ...] = (
+        Mistake(
             "parallel-block",
             "sequential blocks",
             "let the MLP read what attention reads: parallel_attention_mlp=True; it reads attention's sum",
-            module,
-            tuple(edits),
-        )
-    bare = [one for block in parallel_blocks(trace) for one in block.without_norm()]
-    if bare:
-        yield Hypothesis(
+            ParallelBlock.in_sequence,
+        ),
+        Mistake(
             "norm-missing",
             "parallel blocks, of which one reads no norm",
             "give both blocks the norm that they share; the MLP, or what is computed last, reads the layer's input",
-            module,
-            tuple(bare),
-        )
+            ParallelBlock.without_norm,
+        ),
+    )
+    yield from everywhere_and_somewhere(mistakes, parallel_blocks(trace), module, lambda block: block.module)
 
 
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:

@@ -33,17 +33,31 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
         dtype: of the port's weights.
     """
     found = rotations(trace)
-    if found:
-        of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
-        forms, positions = list(_forms(found[0])), list(position_mistakes())
-        # A single token that is not rotated is one at position 0.
-        likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
-        mistakes = [*likeliest, *of_frequencies, *_rounded(dtype)]
-        layers = _by_layer(found)
-        yield from everywhere_and_somewhere(map(_in_layer, mistakes), layers, module, lambda one: one.name)
-        # One table of angles serves all layers.
-        restarts = restart_mistakes(len(found[0].angles))
-        yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
+    if not found:
+        return
+    layers, kinds = _by_layer(found), _by_kind(found)
+    forms, positions = list(_forms(found[0])), list(position_mistakes())
+    # A single token that is not rotated is one at position 0.
+    likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
+    of_all = (
+        [*likeliest, *_of_frequencies(found), *_rounded(dtype)] if len(kinds) == 1 else [*likeliest, *_rounded(dtype)]
+    )
+    yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, module, lambda one: one.name)
+    for some in kinds if len(kinds) > 1 else ():
+        of_kind = [layer for layer in layers if set(layer.rotations) & set(some)]
+        mistakes = [*_forms(some[0]), *_of_frequencies(some)]
+        where = f" in {_together(of_kind)}"
+        yield from everywhere_and_somewhere(
+            map(_in_layer, mistakes), of_kind, module, lambda one: one.name, where=where
+        )
+    # One table of angles serves all layers.
+    restarts = restart_mistakes(len(found[0].angles))
+    yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
+
+
+def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
+    """Of rotations of one kind."""
+    return [*_frequencies(some[0]), *scaling_mistakes(some)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,20 @@ def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
     modules = [site[0] if site is not None else "" for site in layers]
     names = modules if len(set(modules)) == len(modules) else [f"attention {i}" for i in range(1, len(modules) + 1)]
     return [_Layer(name, tuple(some)) for name, some in zip(names, layers.values(), strict=True)]
+
+
+def _by_kind(found: Sequence[Rotation]) -> list[list[Rotation]]:
+    """Those that turn the same channels alike: a model's local layers may have another base than its global ones."""
+    kinds: dict[object, list[Rotation]] = {}
+    for one in found:
+        kinds.setdefault((one.form, one.start, one.rotary, one.base), []).append(one)
+    return list(kinds.values())
+
+
+def _together(layers: Sequence[_Layer]) -> str:
+    """Their names, for a message."""
+    first, *others = (layer.name for layer in layers)
+    return f"{first} and {len(others)} more like it" if others else first
 
 
 def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
