@@ -114,8 +114,10 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction=options.reduction)
 
 
-def result(reference: Options, precision: str, seq: int = 16, **port: Any) -> parity.Result:
-    """Of a port that has the reference's options but for these."""
+def result(
+    reference: Options, precision: str, seq: int = 16, mapped: Callable[[str], Any] = lambda name: name, **port: Any
+) -> parity.Result:
+    """Of a port that has the reference's options but for these; ``mapped`` makes the map's left side of a name."""
 
     def factory(te: Any, **_: Any) -> parity.Pair:
         plain = LanguageModel(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-5), reference)
@@ -124,7 +126,7 @@ def result(reference: Options, precision: str, seq: int = 16, **port: Any) -> pa
             plain,
             ported,
             lambda rng, batch, seq: rng.integers(batch, seq, high=VOCABULARY),
-            weights={name: name for name, _ in plain.named_parameters()},
+            weights={mapped(name): name for name, _ in plain.named_parameters()},
         )
 
     (one,) = parity.compare(parity.Case("model", factory, sizes=(dict(batch=BATCH, seq=seq),)), [precision])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from language_model import Options, first, result
+from language_model import HEAD_DIM, Options, first, result
+
+import parity
 
 LOGITS = Options(layers=3, loss=False)
 
@@ -35,6 +37,17 @@ def test_a_base_of_layers_that_have_their_own_is_told_with_these_layers(port, to
     one = result(Options(layers=2, loss=False, bases=(1e4, 1e6)), precision, seq=48, bases=port)
     assert first(one) == "rope-base"
     assert told in one.findings[0].message
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_queries_and_keys_that_are_permuted_in_one_layer_are_told_with_it(loss):
+    def mapped(name):
+        permuted = name in ("layers.1.q.weight", "layers.1.k.weight")
+        return parity.rope_halves(name, head_dim=HEAD_DIM) if permuted else name
+
+    one = result(Options(layers=3, loss=loss), "fp32", mapped=mapped)
+    assert first(one) == "rope-layout"
+    assert 'map "layers.1.q.weight" to "layers.1.q.weight"' in one.findings[0].message
 
 
 def test_a_scale_that_is_divided_by_each_layers_number_is_told():

@@ -114,7 +114,8 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
 
     So are those of a whole block, such as a decoder's attention to itself and to its encoder.
 
-    Of queries, keys and values two are rotated. A layer's norms are told apart by the modules that have them.
+    Of queries, keys and values two are rotated, in all layers or in one. A layer's norms are told apart by the modules
+    that have them.
     """
     by_parameter: dict[str, list[_Misread]] = defaultdict(list)
     by_path: dict[str, list[_Misread]] = defaultdict(list)
@@ -128,12 +129,23 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     kinds = list(by_parameter.values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
     some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
+    rotated = list(_pairs_of_a_module(by_layer)) if 2 in sizes else []
     told: list[list[_Misread]] = []
-    for group in (kinds, *some, *([one] for one in (*by_path.values(), *by_layer.values(), *by_block.values()))):
+    alone = ([one] for one in (*by_path.values(), *by_layer.values(), *by_block.values()))
+    for group in (kinds, *some, *rotated, *alone):
         entries = [entry for kind in group for entry in kind]
         if len(entries) > 1 and entries not in told:
             told.append(entries)
             yield entries
+
+
+def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple[list[_Misread], ...]]:
+    """Every two layers that one module has, as an attention has queries and keys, with the entries of each."""
+    modules: dict[str, list[list[_Misread]]] = defaultdict(list)
+    for layer, entries in by_layer.items():
+        modules[re.sub(r"\.?[^.]*$", "", layer)].append(entries)
+    for layers in modules.values():
+        yield from combinations(layers, 2)
 
 
 def _hypothesis(entries: Sequence[_Misread], shapes: Shapes, module: nn.Module) -> Hypothesis:
