@@ -260,11 +260,12 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, (UserError, *INTERRUPTS)):
             raise
-        raise UserError(_import_failure(path, error)) from error
+        raise UserError(import_failure(path, error)) from error
     return module
 
 
-def _import_failure(path: Path, error: BaseException) -> str:
+def import_failure(path: Path, error: BaseException) -> str:
+    """What a file raised while it was imported, and in which of its lines."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {_told(error)}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
