@@ -293,6 +293,16 @@ def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) 
     assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
 
 
+@pytest.mark.parametrize("command", ["calibrate", "false-alarms"])
+def test_a_backend_that_is_not_there_ends_in_a_sentence_and_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write(tmp_path, FITS)
+    done = parity(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1")
+    assert_mistake(done, "no real TransformerEngine kernels here: PyTorch sees no CUDA device")
+
+
 @pytest.mark.parametrize("command", ["calibrate", "false-alarms", "zoo"])
 def test_a_command_needs_a_process(tmp_path: Path, command: str) -> None:
     assert_mistake(parity(tmp_path, command, "-n", "0"), "'-n'", "greater than or equal to 1")

@@ -117,13 +117,9 @@ def execute(
         raise UserError(f"there is no script {script}")
     from parity import te
     from parity.cpu.loading.script import run as run_script
-    from parity.cpu.versions import UnsupportedTEVersion
 
-    try:
-        with te.on_cpu():
-            run_script(script, arguments or ())
-    except UnsupportedTEVersion as error:
-        raise UserError(str(error)) from None
+    with te.on_cpu():
+        run_script(script, arguments or ())
 
 
 @app.command()

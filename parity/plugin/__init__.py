@@ -238,13 +238,9 @@ def _kernels(config: pytest.Config) -> Kernels:
     """
     if _KERNELS not in config.stash:
         from parity import te
-        from parity.cpu.versions import UnsupportedTEVersion
 
         _share_cores()
-        try:
-            config.stash[_KERNELS] = te.kernels(config.stash[_OPTIONS].backend)
-        except (te.BackendUnavailable, UnsupportedTEVersion) as error:
-            raise UserError(str(error)) from None
+        config.stash[_KERNELS] = te.kernels(config.stash[_OPTIONS].backend)
     return config.stash[_KERNELS]
 
 
