@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from bad_input import linear, mlp, result_of
+
+import parity
 
 TOKENS, WIDTH = 16, 32
 
@@ -35,3 +38,14 @@ def test_a_candidate_that_turns_gradients_off_fails_and_leaves_them_on():
     result = result_of(linear(call_candidate=call))
     assert result.status == "failed"
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)], ids=["inference", "cast"]
+)
+def test_a_map_is_suggested_as_usual_inside_a_mode(mode: AbstractContextManager[None]):
+    torch.manual_seed(0)
+    pair = dataclasses.replace(mlp(lambda rng: rng.normal(TOKENS, WIDTH)), weights={})
+    with mode:
+        suggestion = parity.suggest_map(pair)
+    assert suggestion.settled
