@@ -86,10 +86,26 @@ class Case:
 
 
 def as_case(pair: Case | Pair) -> Case:
-    """The case itself, or one whose builds are copies of the user's own modules, with the weights that they hold."""
+    """The case itself, or one whose builds are copies of the user's own modules, with the weights that they hold.
+
+    Raises:
+        UserError: if it is neither; from the build, if a module cannot be copied.
+    """
     if isinstance(pair, Case):
         return pair
-    return Case("pair", lambda te: copy.deepcopy(pair), sizes=({},), vary_constants=False, path=Path("pair"))
+    if not isinstance(pair, Pair):
+        raise UserError(f"what @parity.pair made of a function is due, or a parity.Pair, not {type(pair).__name__}")
+    return Case("pair", lambda te: _copied(pair), sizes=({},), vary_constants=False, path=Path("pair"))
+
+
+def _copied(pair: Pair) -> Pair:
+    try:
+        return copy.deepcopy(pair)
+    except Exception as error:
+        raise UserError(
+            f"its modules cannot be copied, as each comparison needs its own (copy.deepcopy raised "
+            f"{type(error).__name__}: {error}); build them in a function under @parity.pair"
+        ) from error
 
 
 def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
@@ -100,9 +116,14 @@ def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
     """
     parameters = list(inspect.signature(pair.inputs).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return pair.inputs(rng, **size)
+        return _plain(pair.inputs(rng, **size))
     named = [parameter for parameter in parameters if parameter.name in size or parameter.default is parameter.empty]
     missing = [parameter.name for parameter in named if parameter.name not in size]
     if missing:
         raise UserError(f"inputs() asks for {missing[0]!r}, but the size has only {', '.join(size) or 'nothing'}")
-    return pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named})
+    return _plain(pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named}))
+
+
+def _plain(inputs: Any) -> Any:
+    """A mapping as a dict, since PyTorch finds no tensors in others, such as what a tokenizer returns."""
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs

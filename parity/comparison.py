@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from parity import te
+from parity.arguments import check_kinds, checked_precisions, checked_seeds
 from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
@@ -25,6 +26,7 @@ from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
 from parity.judging.second_look import remark, second_look
+from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
@@ -33,11 +35,11 @@ from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
-from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends
+from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.truth import Truth
-from parity.user_error import UserError
+from parity.user_error import INTERRUPTS, UserError
 from parity.watching import side_effects
-from parity.watching.raised import users_line, way_there
+from parity.watching.raised import first_paragraph, users_line, way_there
 from parity.watching.random_state import RandomState
 from parity.watching.te_calls import WITHOUT_TE, te_calls
 
@@ -67,16 +69,15 @@ def compare(
         One result for each size, precision, attention backend and seed, in this order.
 
     Raises:
-        UserError: if the pair's weight map or inputs do not fit, or a precision or attention backend is unknown.
+        UserError: if an argument is not as above, or the pair's weight map or inputs do not fit.
         parity.te.BackendUnavailable: if the backend cannot be had on this machine.
     """
     case = as_case(pair)
-    unknown = [name for name in precisions if name not in PRECISIONS]
-    if unknown:
-        raise UserError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
+    chosen = [PRECISIONS[name] for name in checked_precisions(precisions) if case.runs_at(name)]
+    seeds = checked_seeds(seeds)
+    checked_choice(attention)
+    check_kinds(backend, calibration, determinism)
     kernels = te.kernels(backend)
-    chosen = [PRECISIONS[name] for name in precisions if case.runs_at(name)]
-    seeds = list(seeds)
     return [
         compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism)
         for checked in check_case(case, kernels.te)
@@ -102,7 +103,8 @@ def compare_at(
     """
     began = time.perf_counter()
     asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism)
-    return dataclasses.replace(_compared(asked), seconds=time.perf_counter() - began)
+    with usual_modes():
+        return dataclasses.replace(_compared(asked), seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,13 +230,13 @@ def _run(asked: _Asked) -> _Ran:
 def _step(which: str) -> Iterator[None]:
     try:
         yield
-    except (NotOffered, UserError):
+    except (NotOffered, UserError, *INTERRUPTS):
         raise
-    except Exception as error:
+    except BaseException as error:
         line = users_line(error)
         place = f"; at {line}" if line else ""
         part = part_that_raised(error) or which
-        raise _PassRaised(f"{part} raised {type(error).__name__}: {error}{place}") from error
+        raise _PassRaised(f"{part} raised {type(error).__name__}: {first_paragraph(error)}{place}") from error
 
 
 def _seen_of_port(ran: _Ran, precision: Precision) -> Port:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from parity.te_state import main_grad
 
@@ -121,7 +121,8 @@ def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) 
 
 def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
     args, kwargs = arguments
-    return call(module, *args, **kwargs) if call else module(*args, **kwargs)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which the module may change, and leave so
+        return call(module, *args, **kwargs) if call else module(*args, **kwargs)
 
 
 CALL = _call.__code__
@@ -183,11 +184,10 @@ def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -
     args, kwargs = arguments
 
     def copied(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return given.copy(name, value)
-        if isinstance(value, (tuple, list)):
-            return type(value)(copied(f"{name}[{i}]", entry) for i, entry in enumerate(value))
-        return value
+        def copied_leaf(path: Any, leaf: Any) -> Any:
+            return given.copy(name + keystr(path), leaf) if isinstance(leaf, Tensor) else leaf
+
+        return tree_map_with_path(copied_leaf, value)
 
     positional = tuple(copied(name, value) for name, value in zip(names, args, strict=True))
     return positional, {name: copied(name, value) for name, value in kwargs.items()}

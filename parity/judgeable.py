@@ -43,12 +43,14 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
         dtype: to which they are rounded.
 
     Raises:
-        NothingToJudge: if finite elements of an input are beyond the dtype's range, or an input becomes all zero.
+        NothingToJudge: if an input has no values, finite elements are beyond the dtype's range, or it becomes all zero.
     """
     for path, value in tree_flatten_with_path(drawn)[0]:
+        what = f"the input{keystr(path)}"
+        if isinstance(value, Tensor) and value.is_meta:
+            raise NothingToJudge(f"{what} is on the device meta, where it has no values; draw it with rng")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        what = f"the input{keystr(path)}"
         _check_no_overflow(what, value, dtype)
         if value.any() and not value.to(dtype).any():
             raise NothingToJudge(
@@ -141,6 +143,25 @@ def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Seque
             f"the reference changes its parameter {written[0]} in place, so that the next pass begins with other "
             f"weights: its {name} moves by {moved:.2g} of its norm; let both modules step on a copy that each pass "
             "makes anew, such as copy.deepcopy(self.layer)"
+        )
+
+
+def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequence[str]) -> None:
+    """Make sure that the reference keeps nothing from one call to the next that its outputs hang on.
+
+    Args:
+        golden: its pass.
+        again: the outputs of another one.
+        changed: names of the attributes that it changed.
+
+    Raises:
+        NothingToJudge: if an output is another.
+    """
+    if golden.outputs.keys() != again.keys() or list(_moved(golden, again)):
+        raise NothingToJudge(
+            f"the reference remembers its last call in {', '.join(changed)}: called again on the same inputs, it "
+            "returns something else, so that nothing can be compared with it; forget that at the start of each call, "
+            "in call_reference and call_candidate"
         )
 
 

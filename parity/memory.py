@@ -18,6 +18,7 @@ from parity.execute import as_arguments
 from parity.inputs import Rng
 from parity.machine import heap
 from parity.prepare import cast, forget
+from parity.user_error import INTERRUPTS
 
 # FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of
 # mistakes), for each element that the reference saves for its backward pass, and for each of inputs and outputs. Fitted
@@ -35,7 +36,9 @@ def estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int | None:
     try:
         with without_memory():
             return _estimate(case, checked, te)
-    except Exception:  # code that reads values raises anything here; it does run later
+    except INTERRUPTS:
+        raise
+    except BaseException:  # code that reads values raises anything here; it does run later
         return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from parity.judgeable import (
     check_golden,
     check_inputs_fit,
     check_reproducible,
+    check_state_stays,
     check_weights_fit,
     check_weights_stay,
 )
@@ -39,6 +40,7 @@ from parity.probes import probe
 from parity.te import Kernels
 from parity.te_state.quantized_parameters import moved
 from parity.user_error import UserError
+from parity.watching.attributes import attributes_of, changed_attributes
 from parity.watching.calls import tracing
 from parity.watching.clipped_gradients import clips_recorded
 from parity.watching.optimizers import optimizers_recorded
@@ -146,6 +148,9 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     _check_has_values("candidate", pair.candidate)
     pair.reference.to(kernels.device).train()
     moved(pair.candidate, device=kernels.device).train()
+    for part in (*pair.reference.modules(), *pair.candidate.modules()):
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.sparse = False  # how a gradient is stored changes none of its numbers
     return pair
 
 
@@ -228,11 +233,13 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         recording = Calls.recorded(pair.reference, calls) if faster == kernels.device else None
         before = RandomState.now(faster)
         versions = {name: parameter._version for name, parameter in pair.reference.named_parameters()}
+        state = attributes_of(pair.reference)
         golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording, watch_inputs=True)
         drew = not RandomState.now(faster).is_as(before)
+        _check_complete(pair.reference, versions)
         written = [name for name, one in pair.reference.named_parameters() if one._version != versions[name]]
         again = partial(outputs_of, pair.reference, pair.call_reference, exact)
-        _check(golden, again, faster if drew else None, written)
+        _check(golden, again, faster if drew else None, written, changed_attributes(pair.reference, state))
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
     with torch.no_grad(), in_fp64():
         exact = cast(probing, torch.float64, faster)
@@ -259,8 +266,22 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     return made
 
 
+def _check_complete(reference: nn.Module, known: Container[str]) -> None:
+    """Make sure that the first call made no parameters beyond those that it was given weights for."""
+    new = [name for name, _ in reference.named_parameters() if name not in known]
+    if new:
+        raise UserError(
+            f"the reference makes its parameter {new[0]} in its first call, when weights are mapped already; make it "
+            "in the constructor, or call the reference once in the factory"
+        )
+
+
 def _check(
-    golden: Pass, again: Callable[[], dict[str, Tensor]], drew_on: torch.device | None, written: Sequence[str]
+    golden: Pass,
+    again: Callable[[], dict[str, Tensor]],
+    drew_on: torch.device | None,
+    written: Sequence[str],
+    changed: Sequence[str],
 ) -> None:
     """Make sure that there is something to judge, and that another pass of the reference would be the same.
 
@@ -269,6 +290,7 @@ def _check(
         again: the outputs of another one.
         drew_on: the device where it drew random numbers; None if it drew none.
         written: names of the parameters that it wrote to.
+        changed: names of the attributes of its modules that it changed.
 
     Raises:
         NothingToJudge: if not.
@@ -280,6 +302,8 @@ def _check(
                 check_reproducible(golden, again())
         if written:
             check_weights_stay(golden, again(), written)
+        if changed:
+            check_state_stays(golden, again(), changed)
 
 
 def size_in_bytes(tree: Any) -> int:

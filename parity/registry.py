@@ -22,13 +22,15 @@ from parity import te
 from parity.case import Case, Pair, Size
 from parity.declaring.declaration import (
     checked_attention,
+    checked_factory,
     checked_marks,
     checked_name,
     checked_precisions,
     checked_sizes,
+    checked_switch,
 )
 from parity.declaring.declared_in import Place, place_of
-from parity.user_error import UserError
+from parity.user_error import INTERRUPTS, UserError
 
 ENTRY_POINT_GROUP = "parity.pairs"
 
@@ -65,11 +67,13 @@ def pair(
         A decorator that returns the ``Case`` in the factory's place.
 
     Raises:
-        UserError: from the decorator, if an argument is not as above, the factory does not take the sizes, or another
-            declaration has the name. A second import of the file, or calling the same lines again later, replaces the
-            case.
+        UserError: if it decorates the function itself, without parentheses. From the decorator, if an argument is not
+            as above, the factory does not take the sizes, or another declaration has the name. A second import of the
+            file, or calling the same lines again later, replaces the case.
     """
     written = _callers_place(inspect.currentframe())
+    if callable(name):
+        raise UserError(f'{written.path}:{written.line}: @parity.pair needs a name: @parity.pair("{_own_name(name)}")')
 
     def declare(factory: Callable[..., Pair]) -> Case:
         applied = _callers_place(inspect.currentframe())
@@ -77,12 +81,12 @@ def pair(
         try:
             case = Case(
                 name=checked_name(name),
-                factory=factory,
+                factory=checked_factory(factory),
                 sizes=checked_sizes(sizes, factory),
                 precisions=checked_precisions(precisions),
                 marks=checked_marks(marks),
-                vary_constants=vary_constants,
-                probe=probe,
+                vary_constants=checked_switch("vary_constants", vary_constants),
+                probe=checked_switch("probe", probe),
                 attention=checked_attention(attention),
                 path=place.path,
                 line=place.line,
@@ -116,6 +120,8 @@ def load_file(path: str | Path) -> list[Case]:
         UserError: if there is no such file, it cannot be imported, or it declares no case (``NoPairError``).
     """
     path = Path(path).resolve()
+    if path.is_dir():
+        raise UserError(f"{path}: that is a folder; name one of its files of pairs")
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     if path.suffix != ".py":
@@ -166,7 +172,9 @@ def load_entry_points() -> list[Case]:
         try:
             with _undone_on_failure():
                 module = importlib.import_module(entry.module)
-        except (Exception, SystemExit) as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
             raise UserError(
                 f"the package {package} announces pairs in the module {entry.module}, but importing it raised "
                 f"{_told(error)}"
@@ -176,6 +184,10 @@ def load_entry_points() -> list[Case]:
             raise UserError(f"the package {package} announces pairs in the module {entry.module}, which declares none")
         found += [case for case in declared if case not in found]
     return found
+
+
+def _own_name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "my_pair")
 
 
 def _callers_place(frame: FrameType | None) -> Place:
@@ -246,13 +258,14 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, UserError) or not isinstance(error, (Exception, SystemExit)):
+        if isinstance(error, (UserError, *INTERRUPTS)):
             raise
-        raise UserError(_import_failure(path, error)) from error
+        raise UserError(import_failure(path, error)) from error
     return module
 
 
-def _import_failure(path: Path, error: BaseException) -> str:
+def import_failure(path: Path, error: BaseException) -> str:
+    """What a file raised while it was imported, and in which of its lines."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {_told(error)}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

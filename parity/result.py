@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
@@ -259,6 +259,8 @@ def from_json(record: dict[str, Any]) -> Result:
         TypeError, KeyError: if the record is not one of ``to_json``'s.
     """
     decoded = _decode(record)
+    if decoded["status"] not in get_args(Status):
+        raise TypeError(f"there is no status {decoded['status']!r}")
     tensors = tuple(
         TensorResult(
             **{

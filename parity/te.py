@@ -18,12 +18,13 @@ from parity.cpu import versions
 from parity.cpu.loading import loader
 from parity.machine import extension, heap
 from parity.machine.lasting import lasting
+from parity.user_error import UserError
 
 Backend = Literal["gpu", "cpu"]
 _lock = threading.RLock()  # importing TE may ask for it again
 
 
-class BackendUnavailable(RuntimeError):
+class BackendUnavailable(UserError, RuntimeError):
     """The backend that was asked for cannot run on this machine; the message says why."""
 
 

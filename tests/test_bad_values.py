@@ -265,3 +265,18 @@ def test_one_token_in_fp8_is_te_s_own_error(precision):
 
 def test_a_scalar_output_is_compared():
     assert_says(result_of(linear(**both(lambda module, x: module(x).sum()))), "passed")
+
+
+# Kinds of tensors
+
+
+def test_gradients_that_an_embedding_stores_sparsely_are_compared():
+    pair = parity.Pair(
+        nn.Sequential(nn.Embedding(8, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)),
+        nn.Sequential(nn.Embedding(8, WIDTH, sparse=True), te.Linear(WIDTH, WIDTH)),
+        lambda rng: rng.integers(TOKENS, high=8),
+        {name: name for name in ("0.weight", "1.weight", "1.bias")},
+    )
+    result = result_of(pair)
+    assert_says(result, "passed")
+    assert "d 0.weight" in [tensor.label for tensor in result.tensors]

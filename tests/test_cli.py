@@ -112,6 +112,12 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "-p", "bf15", "my_pairs.py"), ("'bf15' in --precision; there are fp32",)),
         (("run", "--seeds", "none", "my_pairs.py"), ("--seeds is 'none'",)),
         (("run", "--timeout", "soon", "my_pairs.py"), ("--timeout is 'soon'",)),
+        (("run", "--timeout", 14 * "9", "my_pairs.py"), ("--timeout is '999", "up to 1e+09")),
+        (("run", "--seeds", 20 * "9", "my_pairs.py"), ("--seeds is '999", "at most 1,000,000 seeds")),
+        (("run", "--attention", "flsh", "my_pairs.py"), ("--attention:", "'flsh'", "one of auto, flash")),
+        (("run", "--name", 300 * "x", "my_pairs.py"), ("--name is 'xxx", "a file name of up to 100")),
+        (("run", "notes.txt"), ("notes.txt: a file of pairs is a Python file",)),
+        (("suggest-map", "."), ("that is a folder; name one of its files",)),
         (("run", "--report", "my_pairs.py", "my_pairs.py"), ("--report is", "a file, but a folder is due")),
         (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
         (("false-alarms", "my_pairs.py", "--seeds", "none"), ("--seeds is 'none'",)),
@@ -124,6 +130,7 @@ def test_bad_arguments_end_in_a_sentence_and_code_2(
     tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     write(tmp_path, FITS)
+    write(tmp_path, "", "notes.txt")
     assert_mistake(parity(tmp_path, *arguments), *words)
 
 
@@ -136,7 +143,7 @@ def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) ->
 def test_a_file_that_cannot_be_imported_ends_in_a_sentence_and_code_2(here: Here) -> None:
     here.write("import parity\nimport no_such_module")
     assert here.run() == 2
-    assert here.stderr == f"parity: {here.file}: ModuleNotFoundError: No module named 'no_such_module'\n"
+    assert here.stderr == f"parity: {here.file}:2: ModuleNotFoundError: No module named 'no_such_module'\n"
     assert "Traceback" not in here.stdout
 
 
@@ -144,6 +151,12 @@ def test_workers_report_a_broken_file_once(here: Here) -> None:
     here.write("import parity\nimport no_such_module")
     assert here.run("-n", "2") == 2
     assert here.stderr.count("No module named 'no_such_module'") == 1
+
+
+def test_a_file_that_skips_itself_is_told_with_its_reason(here: Here) -> None:
+    here.write("import parity, pytest\npytest.importorskip('no_such_module')")
+    assert here.run() == 2
+    assert f"nothing to compare: {here.file} skips itself: Skipped: could not import 'no_such_module'" in here.stderr
 
 
 def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
@@ -173,6 +186,33 @@ def test_report_draws_a_record_again(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "1 of 1 item passed" in done.stdout
     assert (tmp_path / "night.md").read_text().startswith("# Parity report: night\n")
+
+
+def test_a_report_never_replaces_its_record(tmp_path: Path) -> None:
+    record.start(tmp_path / "night.md", record.environment_line(ENVIRONMENT))
+    assert_mistake(parity(tmp_path, "report", "night.md"), "would replace its record night.md", "-o")
+    assert record.read(tmp_path / "night.md").environment == ENVIRONMENT
+
+
+def test_a_terminal_that_lacks_a_character_gets_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "night.jsonl"
+    record.start(path, record.environment_line(ENVIRONMENT))
+    record.append(path, record.result_line(result()))
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = parity(tmp_path, "report", "night.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u2705 1 of 1 item passed" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "parity", "list", "my_pairs.py"],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "parity: No space left on device: the output ends here\n")
 
 
 def test_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
@@ -251,6 +291,16 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
 def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
     write(tmp_path, MISFITS)
     assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "false-alarms"])
+def test_a_backend_that_is_not_there_ends_in_a_sentence_and_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write(tmp_path, FITS)
+    done = parity(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1")
+    assert_mistake(done, "no real TransformerEngine kernels here: PyTorch sees no CUDA device")
 
 
 @pytest.mark.parametrize("command", ["calibrate", "false-alarms", "zoo"])

@@ -1,5 +1,7 @@
 """One forward and backward pass, as named tensors."""
 
+from collections import namedtuple
+
 import torch
 from torch import nn
 
@@ -68,3 +70,16 @@ def test_a_single_input_is_called_input_and_unnamed_ones_are_counted():
     layer = nn.Linear(3, 2)
     assert positional_names(layer, None, torch.ones(3)) == ("input",)
     assert positional_names(layer, lambda module, *rest: rest, (1, 2)) == ("input[0]", "input[1]")
+
+
+def test_tensors_within_dicts_and_named_tuples_are_inputs_by_their_own_names():
+    Rotary = namedtuple("Rotary", "cos sin")
+    inputs = ({"x": torch.ones(3)}, Rotary(torch.ones(3), torch.ones(3)))
+    ran = run(
+        nn.Linear(3, 2),
+        lambda module, tensors, rotary: module(tensors["x"] * rotary.cos + rotary.sin),
+        inputs,
+        ones_like_outputs,
+    )
+    assert list(ran.input_gradients) == ["tensors['x']", "rotary.cos", "rotary.sin"]
+    assert not inputs[0]["x"].requires_grad

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from parity import registry
 from parity.case import Case
@@ -112,6 +113,8 @@ def test_a_function_typed_again_in_a_notebook_replaces_the_case():
         ("mlp", {"precisions": []}, "precisions is empty"),
         ("mlp", {"marks": "slow"}, "marks is a list of names"),
         ("mlp", {"marks": ["very slow"]}, "no valid name of a pytest mark"),
+        ("mlp", {"probe": "no"}, "probe must be True or False, not 'no'"),
+        ("mlp", {"vary_constants": None}, "vary_constants must be True or False, not None"),
     ],
 )
 def test_a_bad_argument_is_told_with_its_place(name, arguments, complaint):
@@ -125,12 +128,37 @@ def test_a_bad_argument_is_told_with_its_place(name, arguments, complaint):
 
 @pytest.mark.parametrize(
     "not_a_factory",
-    [lambda: None, lambda hidden, te: None, lambda *, te: None, lambda *te: None],
-    ids=["nothing", "second", "keyword-only", "variadic"],
+    [lambda: None, lambda hidden, te: None, lambda *, te: None, lambda *te: None, max],
+    ids=["nothing", "second", "keyword-only", "variadic", "not Python's"],
 )
 def test_a_factory_takes_te_first(not_a_factory):
     with pytest.raises(UserError, match="first parameter must be te"):
         registry.pair("mlp", sizes=[{}])(not_a_factory)
+
+
+def test_a_declaration_without_a_name_is_told_where_it_stands():
+    line = inspect.currentframe().f_lineno + 2
+    with pytest.raises(UserError) as caught:
+        registry.pair(factory)
+    assert str(caught.value) == f'{Path(__file__).resolve()}:{line}: @parity.pair needs a name: @parity.pair("factory")'
+
+
+def test_a_pair_of_a_pair_is_told_to_be_two():
+    inner = registry.pair("inner")(lambda te: None)
+    with pytest.raises(UserError, match="decorates a function, not the pair 'inner'"):
+        registry.pair("outer")(inner)
+
+
+def test_a_mark_of_pytest_on_the_function_is_told_where_marks_belong():
+    def marked(te): ...
+
+    with pytest.raises(UserError, match=r'marks=\["slow"\]'):
+        registry.pair("mlp")(pytest.mark.skip(marked))
+
+
+def test_sizes_may_hold_tensors():
+    sizes = [{"hidden": 8, "ffn": torch.ones(2)}, {"hidden": 8, "ffn": torch.zeros(2)}]
+    assert len(registry.pair("mlp", sizes=sizes)(factory).sizes) == 2
 
 
 def test_a_factory_with_variadic_keywords_takes_any_size():
@@ -261,13 +289,14 @@ def test_files_of_one_name_in_two_folders_are_both_loaded(write):
 @pytest.mark.parametrize(
     ("text", "line", "complaint"),
     [
+        ("import pytest\n\npytest.importorskip('no_such_module_at_all')\n", 3, "Skipped: could not import"),
         ("import parity\ndef f(:\n", 2, "SyntaxError"),
         ("\nimport no_such_module_at_all\n", 2, "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError: division by zero"),
         ("import sys\n\nsys.exit(3)\n", 3, "SystemExit: 3"),
         (DECLARATION.format(name="not valid"), 4, "a name consists of"),
     ],
-    ids=["syntax", "import", "exception", "exit", "declaration"],
+    ids=["skip", "syntax", "import", "exception", "exit", "declaration"],
 )
 def test_a_file_that_cannot_be_imported_is_told_with_its_line(write, text, line, complaint):
     path = write("broken.py", text)
@@ -287,7 +316,12 @@ def test_a_file_that_fails_half_way_declares_nothing(write):
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("missing.py", "there is no such file"), ("pairs.txt", "is a Python file"), ("empty.py", "declares no pair")],
+    [
+        (".", "that is a folder"),
+        ("missing.py", "there is no such file"),
+        ("pairs.txt", "is a Python file"),
+        ("empty.py", "declares no pair"),
+    ],
 )
 def test_a_path_without_pairs_is_told(write, tmp_path, name, complaint):
     write("pairs.txt", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -87,6 +89,8 @@ def report(
 
     run = digest(record.read(file))
     target = output or file.with_suffix(".md")
+    if target.exists() and target.samefile(file):
+        raise UserError(f"the report would replace its record {file}; name another file by -o")
     try:
         target.write_text(markdown.draw(run, file.stem), encoding="utf-8")
     except OSError as error:
@@ -113,13 +117,9 @@ def execute(
         raise UserError(f"there is no script {script}")
     from parity import te
     from parity.cpu.loading.script import run as run_script
-    from parity.cpu.versions import UnsupportedTEVersion
 
-    try:
-        with te.on_cpu():
-            run_script(script, arguments or ())
-    except UnsupportedTEVersion as error:
-        raise UserError(str(error)) from None
+    with te.on_cpu():
+        run_script(script, arguments or ())
 
 
 @app.command()
@@ -284,10 +284,27 @@ def _listed(text: str) -> list[str]:
 
 def main() -> None:
     """The console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character of a report or a name
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except UserError as error:
         print(f"parity: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _print_no_more()
+        print(f"parity: {error.strerror}: {error.filename or 'the output ends here'}", file=sys.stderr)
+        sys.exit(MISTAKE)
+
+
+def _print_no_more() -> None:
+    """Python would try once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

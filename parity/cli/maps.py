@@ -8,7 +8,7 @@ from parity import registry
 from parity.case import Case, Size
 from parity.suggest import suggest_map
 from parity.suggest.text import explain, python
-from parity.te import Backend, BackendUnavailable
+from parity.te import Backend
 from parity.user_error import UserError
 
 
@@ -28,10 +28,7 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
     """
     case = _case(target)
     chosen = _size(case, size)
-    try:
-        suggestion = suggest_map(case, chosen, seed, _backend(backend), keep, max_runs)
-    except BackendUnavailable as error:
-        raise UserError(str(error)) from None
+    suggestion = suggest_map(case, chosen, seed, _backend(backend), keep, max_runs)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     print(f"{case}{f' at {at}' if at else ''}\n")
     print(f"{python(suggestion.weights)}\n")

@@ -31,6 +31,8 @@ def as_plugins(
         options.parse_backend(backend)
     if seeds is not None:
         options.parse_seeds(seeds)
+    if attention is not None:
+        options.parse_attention(attention)
     if timeout is not None:
         options.parse_timeout(timeout)
     if name is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,17 +20,27 @@ _NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.P
 
 
 class _CollectionErrors:
-    """A pytest plugin that keeps what could not be collected, each as one message without a traceback."""
+    """A pytest plugin that keeps what could not be collected, each as one message without a traceback.
+
+    Attributes:
+        messages: of what failed, by id.
+        skipped: files that skip themselves, each with its reason.
+    """
 
     def __init__(self) -> None:
         self.messages: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
+            file = report.nodeid.split("::")[0]
             message = _without_traceback(report.longreprtext)
+            told = message if file in message else f"{_place(file, report.longreprtext) or report.nodeid}: {message}"
             report.longrepr = message
-            self.messages.setdefault(report.nodeid, message)
+            self.messages.setdefault(report.nodeid, told)
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped.setdefault(report.nodeid, f"{report.nodeid} skips itself: {report.longrepr[2]}")
 
 
 def run(files: Sequence[str], arguments: Sequence[str]) -> int:
@@ -42,14 +54,18 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         0 if everything passed, 1 if something failed, 2 if nothing could be run; then a sentence on stderr says why.
     """
     errors = _CollectionErrors()
-    code = pytest.main([*files, "-p", "parity.plugin", "-W", _NOT_REWRITTEN, *arguments], plugins=[errors])
+    try:
+        code = pytest.main([*files, "-p", "parity.plugin", "-W", _NOT_REWRITTEN, *arguments], plugins=[errors])
+    except BrokenPipeError:
+        print("parity: nobody reads the output any more, so the run ended before all was compared", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return MISTAKE
     if errors.messages:
-        for node_id, message in errors.messages.items():
-            told = message if node_id.split("::")[0] in message else f"{node_id}: {message}"
-            print(f"parity: {told}", file=sys.stderr)
+        for message in errors.messages.values():
+            print(f"parity: {message}", file=sys.stderr)
         return MISTAKE
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        reasons = list(_unknown(files)) or [f"no pair in {', '.join(files)} matches"]
+        reasons = [*errors.skipped.values(), *_unknown(files)] or [f"no pair in {', '.join(files)} matches"]
         print(f"parity: nothing to compare: {'; '.join(reasons)}", file=sys.stderr)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
@@ -67,6 +83,12 @@ def _unknown(files: Sequence[str]) -> Iterator[str]:
         with suppress(UserError):  # told already, by the workers
             registry.load_file(path)
     yield from unknown_pairs(ids, Path.cwd(), registry.cases())
+
+
+def _place(file: str, text: str) -> str:
+    """The last line of the file in a traceback as pytest shows it; empty where there is none."""
+    lines = re.findall(rf"^(?:.*/)?{re.escape(Path(file).name)}:(\d+): in ", text, re.MULTILINE)
+    return f"{file}:{lines[-1]}" if lines else ""
 
 
 def _without_traceback(text: str) -> str:

@@ -86,6 +86,8 @@ def _expand(path: str) -> Iterator[str]:
     if not file.exists():
         raise UserError(f"there is no file or folder {file}")
     if not file.is_dir():
+        if file.suffix != ".py":
+            raise UserError(f"{file}: a file of pairs is a Python file, its name ends in .py")
         yield path
         return
     pairs = [child for child in sorted(file.rglob("*.py")) if imports_parity(child) and not _is_hidden(child, file)]

@@ -12,11 +12,13 @@ from typing import Any
 
 from packaging.version import Version
 
+from parity.user_error import UserError
+
 OLDEST = Version("2.14")
 NEWEST = Version("2.20")
 
 
-class UnsupportedTEVersion(RuntimeError):
+class UnsupportedTEVersion(UserError, RuntimeError):
     """The installed TransformerEngine is too old for the CPU kernels, or there is none."""
 
 

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from parity.case import Pair, Size
+from parity.case import Case, Pair, Size
 from parity.te_state.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import UserError
 
+MARKS_BELONG = 'marks of pytest have no effect around a pair; name them in its declaration: marks=["slow"]'
 _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -20,6 +21,28 @@ def checked_name(name: object) -> str:
     if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
         raise UserError("a name consists of letters, digits, '_', '-' and '.'")
     return name
+
+
+def checked_factory(factory: Any) -> Callable[..., Pair]:
+    """A function whose first parameter is ``te``."""
+    if isinstance(factory, Case):
+        raise UserError(
+            f"@pair decorates a function, not the pair {factory.name!r}; declare two pairs by calling "
+            "parity.pair(...)(function) for each"
+        )
+    if not callable(factory):
+        raise UserError(f"@pair decorates a function, not {factory!r}")
+    if getattr(factory, "pytestmark", ()):
+        raise UserError(MARKS_BELONG)
+    _parameters_after_te(factory)
+    return factory
+
+
+def checked_switch(argument: str, value: object) -> bool:
+    """True or False; a text such as ``"no"`` would count as true."""
+    if not isinstance(value, bool):
+        raise UserError(f"{argument} must be True or False, not {value!r}")
+    return value
 
 
 def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ...]:
@@ -33,7 +56,7 @@ def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ..
     for i, size in enumerate(chosen):
         if not isinstance(size, Mapping) or not all(isinstance(key, str) for key in size):
             raise UserError(f"size {size!r} is no dict with names as keys")
-        if size in chosen[:i]:
+        if any(are_same(size, other) for other in chosen[:i]):
             raise UserError(f"size {dict(size)!r} is there twice")
         _check_accepts(parameters, size)
     return tuple(dict(size) for size in chosen)
@@ -74,6 +97,14 @@ def checked_marks(marks: object) -> tuple[str, ...]:
     return chosen
 
 
+def are_same(entry: object, other: object) -> bool:
+    """Whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
+    try:
+        return bool(entry == other)
+    except (RuntimeError, ValueError):  # they compare element by element
+        return False
+
+
 def _strings(argument: str, values: object) -> tuple[str, ...]:
     listed = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
     if listed is None or not all(isinstance(value, str) for value in listed):
@@ -82,9 +113,10 @@ def _strings(argument: str, values: object) -> tuple[str, ...]:
 
 
 def _parameters_after_te(factory: Callable[..., Any]) -> list[inspect.Parameter]:
-    if not callable(factory):
-        raise UserError(f"@pair decorates a function, not {factory!r}")
-    parameters = list(inspect.signature(factory).parameters.values())
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # of functions that are not written in Python
+        parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].name != "te" or parameters[0].kind not in positional:
         raise UserError("the factory's first parameter must be te, which is transformer_engine.pytorch")

@@ -13,16 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity import weights
 from parity.case import Case, Pair, Size, draw_inputs
+from parity.declaring.declaration import are_same
 from parity.declaring.meta_build import without_memory
+from parity.declaring.modules import check_module
 from parity.declaring.outside_te import has_te, of_te
 from parity.inputs import Rng
 from parity.te_state.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
-from parity.user_error import UserError
-from parity.watching.raised import users_frame, users_line
+from parity.user_error import INTERRUPTS, UserError
+from parity.watching.raised import first_paragraph, users_frame, users_line
 from parity.weights.check import check_map
 from parity.weights.other_names import other_names
 from parity.weights.terms import WeightMapError
@@ -132,7 +134,7 @@ def located(case: Case, size: Size) -> Iterator[None]:
         yield
     except UserError as error:
         at_size = f", size ({', '.join(f'{key}={value!r}' for key, value in size.items())})" if size else ""
-        where = f"{case.path}:{case.line}: pair {case.name!r}{at_size}"
+        where = f"{case.path}:{case.line}: pair {case.name!r}{at_size}" if case.line else "the pair"
         raise type(error)(f"{where}:{_indented(str(error))}") from error.__cause__
 
 
@@ -143,9 +145,9 @@ def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair,
             pair = case.build(te, size)
             _check_pair(pair)
             return pair, draw_inputs(pair, size, Rng(0))
-    except UserError:
+    except (UserError, *INTERRUPTS):
         raise
-    except Exception:
+    except BaseException:
         # Sound code can need values; whether it does, only the real call tells, and it tells the real cause.
         pass
     return build(case, te, size)
@@ -168,9 +170,9 @@ def build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
 def _as_user_error(what: str, path: Path) -> Iterator[None]:
     try:
         yield
-    except UserError:
+    except (UserError, *INTERRUPTS):
         raise
-    except Exception as error:
+    except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         # The user looks for the mistake in the file that declares the case, even if code further down raised.
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
@@ -178,15 +180,14 @@ def _as_user_error(what: str, path: Path) -> Iterator[None]:
         innermost = users_frame(error)
         deeper = innermost is not None and Path(innermost.filename).resolve() != path
         further = f"; at {users_line(error)}" if deeper else ""
-        raise UserError(f"{what} raised {type(error).__name__}{place}: {error}{further}") from error
+        raise UserError(f"{what} raised {type(error).__name__}{place}: {first_paragraph(error)}{further}") from error
 
 
 def _check_pair(pair: Any) -> None:
     if not isinstance(pair, Pair):
         raise UserError(f"the factory must return a parity.Pair, not {_type_name(pair)}")
-    for role, module in (("reference", pair.reference), ("candidate", pair.candidate)):
-        if not isinstance(module, nn.Module):
-            raise UserError(f"the {role} must be a torch.nn.Module, not {_type_name(module)}")
+    check_module("reference", pair.reference)
+    check_module("candidate", pair.candidate)
     if pair.reference is pair.candidate:
         raise UserError("reference and candidate are the same module, which compares it with itself")
     for role, function in (
@@ -232,7 +233,7 @@ def _labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
 def _differing(sizes: Sequence[Size]) -> list[str]:
     """The keys, in order of appearance, whose values are not the same in all sizes."""
     keys = dict.fromkeys(key for size in sizes for key in size)
-    return [key for key in keys if any(key not in size or size[key] != sizes[0].get(key) for size in sizes)]
+    return [key for key in keys if not all(key in size and are_same(size[key], sizes[0].get(key)) for size in sizes)]
 
 
 def _entry_label(key: str, size: Size) -> str:

@@ -37,9 +37,16 @@ def check_file(file: Path, option: str) -> None:
         option: by which the user names it, or its folder, for the message.
 
     Raises:
-        UserError: as ``check_folder``, and if there is a folder or a protected file in its place.
+        UserError: as ``check_folder``, and if there is a folder or a protected file in its place, or no file can have
+            its name.
     """
     check_folder(file.absolute().parent, option)
+    try:
+        file.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:  # as where the name is too long
+        raise UserError(f"{option}: {file} cannot be written: {error.strerror}") from None
     if file.is_dir():
         raise UserError(f"{option}: {file} is a folder, but a file is due")
     if file.exists() and not os.access(file, os.W_OK):

@@ -17,7 +17,7 @@ from parity.declaring.source import imports_parity
 from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.lasting import lasting
-from parity.plugin import ending, lines, options, staffing
+from parity.plugin import ending, interruption, lines, options, staffing
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ending.keep_stderr(config)
     if not hasattr(config, "workerinput") and staffing.has_cases(config):
         _check_surroundings(config.stash[_OPTIONS])
+        interruption.heed_sigterm(config)
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -112,7 +113,14 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         if registry is None:
             raise
         start = session.config.invocation_params.dir
-        raise pytest.UsageError(*error.args, *unknown_pairs(session.config.args, start, registry.cases())) from None
+        missing = [argument for argument in session.config.args if _is_told(argument, error)]
+        raise pytest.UsageError(*error.args, *unknown_pairs(missing, start, registry.cases())) from None
+
+
+def _is_told(argument: str, error: pytest.UsageError) -> bool:
+    """Whether pytest says that it did not find this id, which it names without what stands in brackets."""
+    name = argument.partition("::")[2].partition("[")[0]
+    return any(str(line).partition("\n")[0].endswith(f"::{name}") for line in error.args)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,9 +135,21 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """A case is not what pytest takes a name like ``test_mlp`` for; its items are made below."""
+    """A case is not what pytest takes a name like ``test_mlp`` for; its items are made below.
+
+    Raises:
+        UserError: for a mark around a case, which takes the case's name and has no effect.
+    """
     case_module = sys.modules.get("parity.case")
-    return [] if case_module is not None and isinstance(obj, case_module.Case) else None
+    if case_module is None:
+        return None
+    if isinstance(obj, pytest.MarkDecorator):
+        from parity.declaring.declaration import MARKS_BELONG
+
+        for case in obj.args:
+            if isinstance(case, case_module.Case):
+                raise UserError(f"{case.path}:{case.line}: pair {case.name!r}: {MARKS_BELONG}")
+    return [] if isinstance(obj, case_module.Case) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -140,7 +160,14 @@ def pytest_make_collect_report(
 
     A mistake in a user's file is told by its message; its traceback would lead into parity, not to the mistake.
     """
-    report = yield
+    try:
+        report = yield
+    except SystemExit as error:  # of which pytest says that it failed itself, and not where
+        if not (isinstance(collector, pytest.Module) and imports_parity(collector.path)):
+            raise
+        from parity.registry import import_failure
+
+        return pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
     if isinstance(collector, pytest.Module) and report.passed and "parity.registry" in sys.modules:
         report.result.extend(_nodes(collector))
     call = getattr(report, "call", None)
@@ -211,13 +238,9 @@ def _kernels(config: pytest.Config) -> Kernels:
     """
     if _KERNELS not in config.stash:
         from parity import te
-        from parity.cpu.versions import UnsupportedTEVersion
 
         _share_cores()
-        try:
-            config.stash[_KERNELS] = te.kernels(config.stash[_OPTIONS].backend)
-        except (te.BackendUnavailable, UnsupportedTEVersion) as error:
-            raise UserError(str(error)) from None
+        config.stash[_KERNELS] = te.kernels(config.stash[_OPTIONS].backend)
     return config.stash[_KERNELS]
 
 
@@ -236,6 +259,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """The results travel with pytest's own report, from xdist's workers too."""
     report = yield
+    if isinstance(item, ParityItem) and call.when == "setup" and report.skipped:
+        told = report.longrepr
+        item.results.append(item.skipped(str(told[2] if isinstance(told, tuple) else told)))
+        report.parity_lines = lines.of_item(item)  # type: ignore[attr-defined]
+        item.results.clear()
     if isinstance(item, ParityItem) and call.when == "call":
         if report.skipped:
             path, line, _ = item.reportinfo()
@@ -250,7 +278,7 @@ def pytest_runtest_makereport(
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Workers send their results; the one process that they send them to writes them."""
     if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), "parity-recorder")
+        session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), interruption.RECORDER)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -26,6 +26,12 @@ class Entry:
     environment: str
     limit: float
 
+    def ended_by(self, cause: str) -> str:
+        """The record's line for a comparison that ended so."""
+        line = json.loads(self.running)
+        line["result"]["reason"] = cause
+        return json.dumps(line, ensure_ascii=False) + "\n"
+
 
 @dataclass(frozen=True)
 class Diary:
@@ -38,6 +44,11 @@ class Diary:
 
     folder: Path
     worker: str
+
+    @staticmethod
+    def all_in(folder: Path) -> list[Diary]:
+        """Those of every worker that has begun a comparison."""
+        return [Diary(folder, entry.stem) for entry in sorted(folder.glob("*.entry"))]
 
     @property
     def stacks(self) -> Path:
@@ -62,11 +73,14 @@ class Diary:
 
     def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
         """The entry and the item's finished lines, if the worker's last entry is about this item."""
+        left = self.read_last()
+        return left if left is not None and left[0].node_id == node_id else None
+
+    def read_last(self) -> tuple[Entry, list[str]] | None:
+        """The last entry and its item's finished lines; None where the worker has begun no comparison."""
         if not self._entry.exists():
             return None
         entry = Entry(**json.loads(self._entry.read_text(encoding="utf-8")))
-        if entry.node_id != node_id:
-            return None
         lines = self._finished.read_text(encoding="utf-8").splitlines(keepends=True) if self._finished.exists() else []
         return entry, lines
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.plugin import ending, lines, workplace
+from parity.plugin import ending, interruption, lines, workplace
 from parity.plugin.attempt import attempt
 from parity.plugin.diary import Entry
 from parity.plugin.options import Options
@@ -75,10 +75,14 @@ class ParityItem(pytest.Item):
 
         self.results.clear()
         calibration = table.load(self.options.calibration) if self.options.calibration else table.packaged()
-        for seed in self.options.seeds:
-            self.results.append(self._result(seed, calibration))
-            if self.results[0].status == "skipped":
-                pytest.skip(self.results[0].reason)
+        try:
+            for seed in self.options.seeds:
+                self.results.append(self._result(seed, calibration))
+                if self.results[0].status == "skipped":
+                    pytest.skip(self.results[0].reason)
+        except KeyboardInterrupt:
+            interruption.keep_finished_seeds(self)
+            raise
         item = Item(tuple(self.results))
         if item.bad:
             raise ParityError(failure.message(item, details=self.config.option.verbose >= DETAILS))
@@ -145,6 +149,10 @@ class ParityItem(pytest.Item):
             forced_attention=self.attention or "",
             device_error=device_error,
         )
+
+    def skipped(self, reason: str) -> Result:
+        """The result of an item that pytest skips, as a mark or a conftest asks for."""
+        return dataclasses.replace(self.without_comparison(reason.removeprefix("Skipped: ")), status="skipped")
 
     def _time_limit(self) -> AbstractContextManager[None]:
         diary = self.workplace.diary

@@ -14,6 +14,10 @@ from parity.precision_names import PRECISION_NAMES
 from parity.user_error import UserError
 
 BACKENDS = ("auto", "gpu", "cpu")
+_LONGEST_NAME = 100
+_MOST_SEEDS = 1_000_000
+_LAST_SEED = 2**63 - 1  # the largest that PyTorch's generators take
+_LONGEST_SECONDS = 1e9  # Python's timers end at nine times that
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def read(config: pytest.Config) -> Options:
         folder=start / value("report"),
         name=name,
         calibration=start / value("calibration") if value("calibration") else None,
-        attention=parse_attention(value("attention")),
+        attention=parse_attention(value("attention"), "--parity-attention"),
         determinism=_parse_yes("determinism", value("determinism")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
     )
@@ -131,8 +135,10 @@ def parse_name(text: str, option: str) -> str:
     Raises:
         UserError: if it is none.
     """
-    if not re.fullmatch(r"\w[\w.-]*", text):
-        raise UserError(f"{option} is {text!r}, but must be a file name of letters, digits, '_', '-' and '.'")
+    if not re.fullmatch(rf"\w[\w.-]{{0,{_LONGEST_NAME - 1}}}", text):
+        raise UserError(
+            f"{option} is {text!r}, but must be a file name of up to {_LONGEST_NAME} letters, digits, '_', '-' and '.'"
+        )
     return text
 
 
@@ -147,7 +153,7 @@ def parse_backend(text: str, option: str = "--backend") -> Literal["auto", "gpu"
     return cast(Literal["auto", "gpu", "cpu"], text)
 
 
-def parse_attention(text: str) -> str:
+def parse_attention(text: str, option: str = "--attention") -> str:
     """One of ``parity.te_state.attention_backend.CHOICES``.
 
     Raises:
@@ -156,7 +162,10 @@ def parse_attention(text: str) -> str:
     if text != "auto":
         from parity.te_state.attention_backend import checked_choice
 
-        checked_choice(text)
+        try:
+            checked_choice(text)
+        except UserError as error:
+            raise UserError(f"{option}: {error}") from None
     return text
 
 
@@ -185,8 +194,12 @@ def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in parts]
     if parts and all(ranges):
         ends = [(int(found[1]), int(found[2] or found[1])) for found in ranges if found]
-        is_count = "," not in text and "-" not in text
-        seeds = range(ends[0][0]) if is_count else [seed for first, last in ends for seed in range(first, last + 1)]
+        if "," not in text and "-" not in text:
+            ends = [(0, ends[0][0] - 1)]
+        count = sum(max(0, last - first + 1) for first, last in ends)
+        if count > _MOST_SEEDS or max(last for _, last in ends) > _LAST_SEED:
+            raise UserError(f"{option} is {text!r}, but at most {_MOST_SEEDS:,} seeds up to 2**63 - 1 can be compared")
+        seeds = [seed for first, last in ends for seed in range(first, last + 1)]
         if seeds:
             return tuple(dict.fromkeys(seeds))
     raise UserError(
@@ -201,6 +214,8 @@ def parse_timeout(text: str, option: str = "--timeout") -> float:
     Raises:
         UserError: if the text is no number of seconds.
     """
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise UserError(f"{option} is {text!r}, but must be a number of seconds, or 0 for no limit")
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) > _LONGEST_SECONDS:
+        raise UserError(
+            f"{option} is {text!r}, but must be a number of seconds up to {_LONGEST_SECONDS:.0g}, or 0 for no limit"
+        )
     return float(text)

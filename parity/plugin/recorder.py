@@ -36,12 +36,15 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines: dict[str, Any] = getattr(report, "parity_lines", {})
-        if not lines:
-            return
+        if lines:
+            report.parity_lines = {}  # type: ignore[attr-defined]  # pytest keeps every report until its end
+            self.record(lines)
+
+    def record(self, lines: dict[str, Any]) -> None:
+        """Write an item's lines, see ``lines.of_item``."""
         from parity.report import record
         from parity.report.digest import Digest
 
-        report.parity_lines = {}  # type: ignore[attr-defined]  # pytest keeps every report until its end
         if self._digest is None:
             self._digest = Digest(record.environment_of(lines["environment"]))
             self._write(lines["environment"])

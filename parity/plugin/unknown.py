@@ -19,19 +19,22 @@ def unknown_pairs(arguments: Iterable[str], start: Path, cases: Iterable[Case]) 
         start: folder that relative paths are taken from.
         cases: those that are declared.
     """
-    names: dict[Path, list[str]] = {}
+    by_file: dict[Path, dict[str, Case]] = {}
     for case in cases:
-        names.setdefault(case.path, []).append(case.name)
+        by_file.setdefault(case.path, {})[case.name] = case
     for argument in arguments:
         path, _, item = argument.partition("::")
-        declared = names.get((start / path).resolve(), [])
+        declared = by_file.get((start / path).resolve(), {})
         name = item.partition("[")[0]
         if not item or not declared:
             continue
-        if name in declared:
+        if name == item and name in declared:
+            at = ", ".join(declared[name].precisions or ("every precision",))
+            yield f"the pair {name!r} of {path} has no item in this run; it is compared at {at}"
+        elif name in declared:
             yield f"the pair {name!r} of {path} has no item {item!r}; `pytest {path} --collect-only -q` lists them"
         else:
-            yield f"there is no pair {name!r} in {path}; {_advice(path, name, declared)}"
+            yield f"there is no pair {name!r} in {path}; {_advice(path, name, list(declared))}"
 
 
 def _advice(path: str, name: str, declared: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 from parity.machine import devices, host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
-from parity.plugin import ending
+from parity.plugin import ending, interruption
 from parity.plugin.diary import Diary
 from parity.plugin.workplace import KEY
 from parity.user_error import UserError
@@ -32,6 +31,7 @@ class Workers:
         self._folder = Path(tempfile.mkdtemp(prefix="parity-"))
         self._shares: dict[str, int | None] = {}
         self._announced: set[str] = set()
+        self._reported: set[str] = set()
         self._died_of: set[str] = set()
 
     @pytest.hookimpl(optionalhook=True)
@@ -56,8 +56,13 @@ class Workers:
         node.workerinput[KEY] = {"folder": str(self._folder), "device": device, "share": self._shares[device]}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self._reported.add(report.nodeid)
         if ending.is_last(report):
             self._announced.add(report.nodeid)
+
+    def pytest_keyboard_interrupt(self) -> None:
+        interruption.keep_finished_seeds_of_workers(self._config, Diary.all_in(self._folder), self._reported)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -94,10 +99,7 @@ def _record(node_id: str, diary: Diary, report: Any) -> None:
         limit = f"ran longer than {entry.limit:g} s (--parity-timeout)"
         cause = f"{limit}, and let no thread of Python run; its worker was ended and replaced"
         report.sections.append(("where it was", stacks))
-    running = json.loads(entry.running)
-    running["result"]["reason"] = cause
-    line = json.dumps(running, ensure_ascii=False) + "\n"
-    report.parity_lines = {"environment": entry.environment, "results": [*finished, line]}
+    report.parity_lines = {"environment": entry.environment, "results": [*finished, entry.ended_by(cause)]}
     report.when, report.longrepr = "call", f"{cause} ({report.longrepr})"
     path, name = node_id.split("::", 1)
     report.location = (path, None, name)

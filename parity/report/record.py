@@ -92,7 +92,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 def _parse(path: Path, number: int, line: str, last: bool) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         if last and number > 1:
             return None
         raise UserError(f"{path} is not a record of parity: line {number} is not JSON") from None

@@ -12,6 +12,7 @@ import torch
 from parity import te, weights
 from parity.case import Case, Pair, Size, as_case
 from parity.declaring.validate import build, located
+from parity.modes import usual_modes
 from parity.suggest.choices import Choice, choices
 from parity.suggest.geometry import geometry_of
 from parity.suggest.layouts import Entries, Shapes
@@ -58,7 +59,7 @@ def suggest_map(
     case = as_case(pair)
     chosen = case.sizes[0] if size is None else size
     kernels = te.kernels(backend)
-    with located(case, chosen), torch.random.fork_rng():
+    with located(case, chosen), torch.random.fork_rng(), usual_modes():
         torch.manual_seed(seed)
         built, _ = build(case, kernels.te, chosen)
         kept = dict(built.weights) if keep else {}
@@ -68,7 +69,8 @@ def suggest_map(
     if problems:
         suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
     else:
-        suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
+        with usual_modes():
+            suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
     return replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)))
 
 

@@ -22,7 +22,8 @@ from parity.rounding.model import rounded
 from parity.te import Kernels
 from parity.te_state import caches
 from parity.te_state.quantized_parameters import dequantized, moved
-from parity.user_error import UserError
+from parity.user_error import INTERRUPTS, UserError
+from parity.watching.raised import first_paragraph, users_line
 from parity.weights import WeightMap
 
 FP32 = PRECISIONS["fp32"]
@@ -111,10 +112,11 @@ def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
 def _outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
     try:
         return outputs_of(module, call, inputs)
-    except UserError:
+    except (UserError, *INTERRUPTS):
         raise
-    except Exception as error:
-        raise UserError(f"the {role} raised {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        place = f"; at {users_line(error)}" if users_line(error) else ""
+        raise UserError(f"the {role} raised {type(error).__name__}: {first_paragraph(error)}{place}") from error
 
 
 def _check_golden(golden: Mapping[str, Tensor]) -> None:

@@ -29,6 +29,11 @@ def users_line(error: BaseException) -> str:
     return "" if frame is None else f"{_shown(frame)}:{frame.lineno} in {frame.name}"
 
 
+def first_paragraph(error: BaseException) -> str:
+    """What it says up to an empty line; below, PyTorch lists every kernel that it has."""
+    return str(error).strip().partition("\n\n")[0]
+
+
 def way_there(error: BaseException) -> str:
     """The traceback as Python prints it, from the user's first line on; files are named without the folders above."""
     frames = _frames(error)

@@ -14,7 +14,9 @@ Terms nest. Written once, a map carries weights and gradients in both directions
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 
 from parity.weights.sides import renamed
 from parity.weights.terms import (
@@ -45,7 +47,7 @@ def stack(*terms: Side, dim: int = 0) -> Term:
         terms: of equal shape but for ``dim``.
         dim: the dimension along which they follow each other.
     """
-    return Stack(_sides("stack", *terms), dim)
+    return Stack(_sides("stack", *terms), _dimension("stack", dim))
 
 
 def experts(*terms: Side) -> Term:
@@ -65,7 +67,7 @@ def shift(term: Side, by: float) -> Term:
     is 0 or between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16: below, the last
     bits of the value are finer than the last bit of the sum. In the narrower dtype itself it rounds.
     """
-    return Shift(_sides("shift", term), float(by))
+    return Shift(_sides("shift", term), _number("shift", by))
 
 
 def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
@@ -75,9 +77,9 @@ def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
         order: block ``order[i]`` of the term becomes block ``i``.
         dim: the dimension that is cut into ``len(order)`` equal blocks.
     """
-    if not order or sorted(order) != list(range(len(order))):
+    if not isinstance(order, Sequence) or not order or set(order) != set(range(len(order))):
         raise WeightMapError(f"reorder() needs each number from 0 to n - 1 once, not {order!r}")
-    return Reorder(_sides("reorder", term), tuple(order), dim)
+    return Reorder(_sides("reorder", term), tuple(order), _dimension("reorder", dim))
 
 
 def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_dim: int) -> Term:
@@ -161,7 +163,10 @@ def constant(value: float, *shape: int) -> Term:
 
     Its gradient has no counterpart in the reference and is dropped.
     """
-    return Constant(float(value), shape)
+    for length in shape:
+        if not isinstance(length, Integral) or length < 0:
+            raise WeightMapError(f"constant() needs its shape as whole numbers, one after the other, not {length!r}")
+    return Constant(_number("constant", value), shape)
 
 
 def under(weights: WeightMap, reference: str, candidate: str | None = None) -> dict[Side, Side]:
@@ -175,6 +180,8 @@ def under(weights: WeightMap, reference: str, candidate: str | None = None) -> d
         reference: what stands before its parameters' names in the reference, e.g. ``"model.layers.0."``.
         candidate: ditto in the TE model; the same where it is None.
     """
+    if not isinstance(weights, Mapping):
+        raise WeightMapError(f"under() takes a map {{left: right}}, not {type(weights).__name__}")
     before = reference if candidate is None else candidate
     return {
         renamed(left, lambda name: reference + name): renamed(right, lambda name: before + name)
@@ -189,6 +196,18 @@ def _sides(function: str, *terms: Side) -> tuple[Side, ...]:
     if not terms:
         raise WeightMapError(f"{function}() needs at least one parameter's name or term")
     return terms
+
+
+def _number(function: str, value: float) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise WeightMapError(f"{function}() needs a finite number, not {value!r}")
+    return float(value)
+
+
+def _dimension(function: str, dim: int) -> int:
+    if not isinstance(dim, int):
+        raise WeightMapError(f"{function}(): a dimension is a whole number, not {dim!r}")
+    return dim
 
 
 def _positive(function: str, **numbers: int) -> None:

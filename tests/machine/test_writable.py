@@ -35,3 +35,8 @@ def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
 def test_a_place_where_nobody_may_write_is_told() -> None:
     with pytest.raises(UserError, match=r"--report is /proc/x, but /proc cannot be written to"):
         check_folder(Path("/proc/x"), "--report")
+
+
+def test_a_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--report: .* cannot be written: File name too long"):
+        check_file(tmp_path / (300 * "x"), "--report")

@@ -9,6 +9,7 @@ from plugin_runs import (
     PAIRS,
     UNAVAILABLE,
     names,
+    recorded,
     run,
     run_with_workers,
     write,
@@ -156,3 +157,44 @@ def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester
 def test_an_unknown_precision_of_a_pair_is_reported_at_collection(pytester: pytest.Pytester) -> None:
     write(pytester, "import parity\n@parity.pair('mlp', precisions=['fp33'])\ndef mlp(te): ...")
     run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*fp33*"])
+
+
+def test_a_file_that_exits_while_it_is_imported_costs_no_other_file(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    write(pytester, "import parity, sys\n\nsys.exit(3)", "exits")
+    result = run(pytester, "my_pairs.py", "exits.py", "-k", "fails", "--continue-on-collection-errors")
+    result.assert_outcomes(failed=2, errors=1, deselected=2 * len(PRECISIONS))
+    result.stdout.fnmatch_lines(["*/exits.py:3: importing the file raised SystemExit: 3"])
+
+
+def test_a_mark_around_a_pair_is_told_where_marks_belong(pytester: pytest.Pytester) -> None:
+    write(pytester, "import parity, pytest\n@pytest.mark.skip(reason='later')\n@parity.pair('mlp')\ndef mlp(te): ...")
+    run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*my_pairs.py:3: pair 'mlp': marks of pytest*marks=?\"slow\"?*"])
+
+
+def test_an_item_that_a_conftest_skips_is_recorded_with_the_reason(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    skip_first = "items[0].add_marker(pytest.mark.skip('too slow'))"
+    pytester.makeconftest(f"import pytest\ndef pytest_collection_modifyitems(items):\n    {skip_first}")
+    run(pytester, "my_pairs.py", "--parity-precisions=fp32", "-k", "mlp")
+    assert [(result.status, result.reason) for result in recorded(pytester).results] == [
+        ("skipped", "too slow"), ("passed", "")
+    ]  # fmt: skip
+
+
+def test_only_ids_that_are_not_there_are_told(pytester: pytest.Pytester) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::mlp", "my_pairs.py::mpl")
+    assert [line for line in result.errlines if "pair" in line and "not found" not in line and "match" not in line] == [
+        "ERROR: there is no pair 'mpl' in my_pairs.py; did you mean my_pairs.py::mlp?"
+    ]
+
+
+def test_a_pair_that_is_not_compared_at_the_precisions_of_the_run_is_told_with_its_own(
+    pytester: pytest.Pytester,
+) -> None:
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::fails", "--parity-precisions=fp16")
+    result.stderr.fnmatch_lines(
+        ["*the pair 'fails' of my_pairs.py has no item in this run; it is compared at bf16, fp32"]
+    )

@@ -138,3 +138,14 @@ def test_without_workers_an_item_that_hangs_ends_the_run_with_its_report(tmp_pat
     assert "the run ends with it" in results[1].reason
     assert "1 item without a result" in (tmp_path / "reports/parity.md").read_text()
     assert "1 failed, 1 passed" in printed
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_run_that_is_terminated_keeps_the_seeds_that_were_compared_and_draws_its_report(
+    tmp_path: Path, processes: str
+) -> None:
+    code, _, results = run(tmp_path, ["ends_the_run_at_seed_1"], "-n", processes, "--parity-seeds=3")
+    assert code == pytest.ExitCode.INTERRUPTED
+    assert [(result.seed, result.status) for result in results] == [(0, "passed"), (1, "error")]
+    assert results[-1].reason == "interrupted before all of its seeds were compared"
+    assert "1 of 1 item failed" in (tmp_path / "reports/parity.md").read_text()

@@ -106,3 +106,21 @@ def test_modules_without_values_are_named_as_such():
     (result,) = parity.compare(case, ["fp32"])
     assert result.status == "error"
     assert "the candidate's weight is on the device meta" in result.reason
+
+
+@pytest.mark.parametrize("ends", [lambda: sys.exit(3), lambda: pytest.skip("not today")], ids=["exit", "skip"])
+def test_what_would_end_the_run_is_a_result_like_any_exception(ends):
+    def call(module, x):
+        ends()
+
+    pair = parity.Pair(torch.nn.Identity(), torch.nn.Identity(), lambda rng: rng.normal(4), call_candidate=call)
+    (result,) = parity.compare(pair, ["fp32"])
+    assert result.status == "error"
+    assert "in <lambda>" in result.reason
+
+
+def test_only_the_first_paragraph_of_what_pytorch_says_is_told():
+    pair = parity.Pair(torch.nn.Identity(), torch.nn.Identity(), lambda rng: rng.normal(4).to_sparse())
+    (result,) = parity.compare(pair, ["fp32"])
+    assert "SparseCPU" in result.reason
+    assert "\n" not in result.reason

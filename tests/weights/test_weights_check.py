@@ -13,8 +13,10 @@ from parity.weights import (
     reorder,
     rope_halves,
     separated_qkv,
+    shift,
     stack,
     transpose,
+    under,
 )
 from parity.weights.check import check_map
 from parity.weights.terms import Shape, Side, WeightMapError
@@ -170,8 +172,17 @@ def test_a_list_is_no_map():
         (lambda: reorder("w", (0, 2)), "each number from 0 to n - 1 once"),
         (lambda: rearrange("w", "a b"), "a pattern"),
         (lambda: rearrange("w", "(a b) -> a b", a=0), "positive whole number a"),
+        (lambda: reorder("w", 2), "each number from 0 to n - 1 once"),
+        (lambda: stack("q", "k", dim="0"), "a dimension is a whole number, not '0'"),
+        (lambda: shift("w", float("nan")), "a finite number, not nan"),
+        (lambda: constant("0", 4), "a finite number, not '0'"),
+        (lambda: constant(0.0, (4, 4)), r"one after the other, not \(4, 4\)"),
+        (lambda: under([("a", "b")], "layers.0."), "takes a map {left: right}, not list"),
     ],
-    ids=["no-part", "list", "groups", "odd", "rotary", "order", "pattern", "length"],
+    ids=[
+        *("no-part", "list", "groups", "odd", "rotary", "order", "pattern", "length"),
+        *("number", "dimension", "nan", "text", "shape", "pairs"),
+    ],
 )
 def test_a_term_of_wrong_arguments_cannot_be_built(build, complaint):
     with pytest.raises(WeightMapError, match=complaint):

@@ -1,0 +1,62 @@
+"""What ``parity.compare`` accepts besides the pair; each function says what is wrong with an argument.
+
+Nothing to compare is a mistake, too: an empty list of results would look like one in which everything passed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+from parity.calibration.table import Table
+from parity.precision import PRECISIONS
+from parity.user_error import UserError
+
+_BACKENDS = ("auto", "gpu", "cpu")
+
+
+def checked_precisions(precisions: object) -> list[str]:
+    """Names of precisions, at least one."""
+    if isinstance(precisions, str) or not isinstance(precisions, Iterable):
+        raise UserError(f'precisions is a list of names, such as ["bf16"], not {precisions!r}')
+    names = list(precisions)
+    unknown = [name for name in names if name not in PRECISIONS]
+    if unknown:
+        raise UserError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
+    if not names:
+        raise UserError("precisions is empty; leave it out for all of them")
+    return names
+
+
+def checked_seeds(seeds: object) -> list[int]:
+    """Whole numbers from 0, of Python or NumPy, at least one."""
+    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        raise UserError(f"seeds is a list of whole numbers, such as range(3), not {seeds!r}")
+    numbers = list(map(_seed, seeds))
+    if not numbers:
+        raise UserError("seeds is empty; leave it out for seed 0")
+    return numbers
+
+
+def check_kinds(backend: object, calibration: object, determinism: object) -> None:
+    """Make sure that the other arguments are of their kinds.
+
+    Raises:
+        UserError: if one is not.
+    """
+    if backend not in _BACKENDS:
+        raise UserError(f"the backend is {backend!r}, but must be one of {', '.join(_BACKENDS)}")
+    if not isinstance(determinism, bool):
+        raise UserError(f"determinism must be True or False, not {determinism!r}")
+    if not (calibration is None or isinstance(calibration, Table)):
+        raise UserError(f"calibration is a table that parity.calibration.table.load() reads, not {calibration!r}")
+
+
+def _seed(seed: object) -> int:
+    try:
+        number = operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(seed, bool) or not 0 <= number < 2**63:
+        raise UserError(f"a seed is a whole number from 0 to 2**63 - 1, not {seed!r}")
+    return number
