@@ -50,6 +50,7 @@ from parity.prepare import Calls, Prepared, cast
 from parity.watching.trace import Trace
 from parity.weights import parameter_shapes
 
+_ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is
 
 
@@ -158,12 +159,13 @@ def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
 
 
 def _projections_before(trace: Trace) -> Iterator[str]:
-    """The parameters of the linear layers that make queries, keys and values."""
+    """The parameters of the linear layers that make queries, keys and values, their biases among them."""
     for attention in attentions(trace):
         for value in (attention.query, attention.key, attention.value):
             for call in map(trace.producer, ancestors(trace, value, _NEAR)):
-                if call is not None and call.name in LINEAR:
+                if call is not None and call.name in (*LINEAR, *_ADDS):
                     yield from filter(None, map(trace.parameter, call.inputs))
+                if call is not None and call.name in LINEAR:
                     break
 
 

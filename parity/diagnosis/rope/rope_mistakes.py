@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
     """
     found = rotations(trace)
     if found:
-        of_frequencies = *_frequencies(found[0]), *scaling_mistakes(found)
+        of_frequencies = *_frequencies_of_each(found), *scaling_mistakes(found)
         forms, positions = list(_forms(found[0])), list(position_mistakes())
         # A single token that is not rotated is one at position 0.
         likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
@@ -127,6 +127,28 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
         "rope backwards",
         "rotate by positive angles; query and key are turned the other way",
         lambda one: one.edits(angles=-one.angles),
+    )
+
+
+def _frequencies_of_each(found: Sequence[Rotation]) -> Iterator[Mistake[Rotation]]:
+    """Other frequencies; of each base by itself where layers have several, as those with and without a window."""
+    by_base = {one.base: one for one in reversed(found) if one.base is not None}
+    for base in sorted(by_base):
+        for mistake in _frequencies(by_base[base]):
+            yield mistake if len(by_base) == 1 else _where_base_is(base, mistake)
+    if len(by_base) > 1 and found[0].base is not None:
+        yield from _frequencies(found[0])
+
+
+def _where_base_is(base: float, mistake: Mistake[Rotation]) -> Mistake[Rotation]:
+    """The same with the rotations of one base alone."""
+    family = mistake.tuned
+    return replace(
+        mistake,
+        name=f"{mistake.name} where it is {base:g}",
+        repair=f"{mistake.repair}, where the reference has {base:g}",
+        edits=lambda one: mistake.edits(one) if one.base == base else (),
+        tuned=None if family is None else lambda value: _where_base_is(base, family(value)),
     )
 
 
