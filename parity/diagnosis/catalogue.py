@@ -23,6 +23,7 @@ from parity.diagnosis.blocks.unused_branches import (
     unused_parameters,
 )
 from parity.diagnosis.functions.activations import activation_hypotheses
+from parity.diagnosis.functions.clamps import clamp_hypotheses
 from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
@@ -93,6 +94,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from lookup_hypotheses(trace, module)
     yield from routing_hypotheses(trace, module)
     yield from softcap_hypotheses(trace, module)
+    yield from clamp_hypotheses(trace, module)
     yield from factor_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)
