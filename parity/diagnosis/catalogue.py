@@ -36,7 +36,7 @@ from parity.diagnosis.mixture.routing import routing_hypotheses
 from parity.diagnosis.norms.extra_norms import extra_norm_hypotheses
 from parity.diagnosis.norms.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms.norms import norm_hypotheses
-from parity.diagnosis.norms.pre_norms import pre_norm_hypotheses
+from parity.diagnosis.norms.pre_norms import branch_norm_hypotheses, pre_norm_hypotheses
 from parity.diagnosis.rope.rope_mistakes import rope_hypotheses
 from parity.diagnosis.training.clipping import clipping_hypotheses
 from parity.diagnosis.training.optimizer import optimizer_hypotheses
@@ -88,6 +88,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from pre_norm_hypotheses(trace, module)
+    yield from branch_norm_hypotheses(trace, module)
     yield from extra_norm_hypotheses(trace, module)
     yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
