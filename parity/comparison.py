@@ -240,7 +240,8 @@ def _step(which: str) -> Iterator[None]:
 
 def _seen_of_port(ran: _Ran, precision: Precision) -> Port:
     """What the candidate rounds outside of TE's modules, and chooses."""
-    with steps_seen(precision.dtype) as steps, plain_calls(precision.dtype) as names, choices_seen() as chosen:
+    # What sees plain calls comes last: it asks whose code is around them.
+    with steps_seen(precision.dtype) as steps, choices_seen() as chosen, plain_calls(precision.dtype) as names:
         ran.rerun(lambda module: None)
     return Port(tuple(sorted(names)), together(steps), chosen.of_port(bool(ran.prepared.probed)))
 
