@@ -25,12 +25,13 @@ from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
-from parity.judging.second_look import remark, second_look
+from parity.judging.second_look import choosing_alike, remark, second_look
 from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
 from parity.result import Determinism, Result, Status, TensorResult
+from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
@@ -240,10 +241,11 @@ def _step(which: str) -> Iterator[None]:
 
 
 def _seen_of_port(ran: _Ran, precision: Precision) -> Port:
-    """What the candidate rounds outside of TE's modules."""
-    with steps_seen(precision.dtype) as steps, plain_calls(precision.dtype) as names:
+    """What the candidate rounds outside of TE's modules, and chooses."""
+    # What sees plain calls comes last: it asks whose code is around them.
+    with steps_seen(precision.dtype) as steps, choices_seen() as chosen, plain_calls(precision.dtype) as names:
         ran.rerun(lambda module: None)
-    return Port(tuple(sorted(names)), together(steps))
+    return Port(tuple(sorted(names)), together(steps), chosen.of_port(bool(ran.prepared.probed)))
 
 
 def _judged(asked: _Asked, ran: _Ran) -> Result:
@@ -260,9 +262,13 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         if port.steps is not None:
             models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
             first_look = judge_by(models)
-    tensors = second_look(first_look, models, judge_by, prepared, precision.rounding, port)
-    if tensors is not first_look and made_by_port_alone(first_look, prepared, known, precision.dtype):
-        tensors = first_look
+    alike = first_look
+    if port.choices.compared:
+        models = [*models, *choosing_alike(prepared, precision.rounding, port)]
+        alike = judge_by(models)
+    tensors = second_look(alike, models, judge_by, prepared, precision.rounding, port)
+    if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
+        tensors = alike
     notes = tuple(filter(None, [remark(first_look, tensors), port.steps.remark if port.steps else ""]))
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared

@@ -19,6 +19,7 @@ from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.result import PROBED, Kind
+from parity.rounding.choices import Choices, Chosen
 from parity.rounding.freedom import Freedom
 from parity.rounding.kinks import Kinks
 from parity.rounding.model import rounded
@@ -78,13 +79,21 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
     return models[rounding, freedom]
 
 
-def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: Kinks | None = None) -> Tensors:
+def run_model(
+    prepared: Prepared,
+    rounding: Rounding,
+    freedom: Freedom,
+    kinks: Kinks | None = None,
+    chosen: Chosen | None = None,
+) -> Tensors:
     """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them.
 
-    ``kinks`` are those of the pass that has gradients.
+    ``kinks`` are those of the pass that has gradients, ``chosen`` the choices of both passes.
     """
     prepared.reference.float()
-    with under_model(prepared, rounding, freedom, kinks) as phase, separate_norms(prepared.reference, prepared.weights):
+    compared, probed = (chosen.compared, chosen.probed) if chosen else (None, None)
+    model = under_model(prepared, rounding, freedom, kinks, compared)
+    with model as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
@@ -95,20 +104,24 @@ def run_model(prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: K
         )
     tensors = tensors_of(ran)
     if prepared.probed:
-        with under_model(prepared, rounding, freedom):
+        with under_model(prepared, rounding, freedom, choices=probed):
             inputs = tree_map_only(Tensor, _as_activation, cast(prepared.probe, torch.float32))
             tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
 def under_model(
-    prepared: Prepared, rounding: Rounding, freedom: Freedom, kinks: Kinks | None = None
+    prepared: Prepared,
+    rounding: Rounding,
+    freedom: Freedom,
+    kinks: Kinks | None = None,
+    choices: Choices | None = None,
 ) -> AbstractContextManager[Phase]:
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together, read = _scaled_together(prepared.weights, parameters), _weights_read(prepared, rounding)
-    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read)
+    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices)
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:

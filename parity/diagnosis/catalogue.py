@@ -23,6 +23,7 @@ from parity.diagnosis.blocks.unused_branches import (
     unused_parameters,
 )
 from parity.diagnosis.functions.activations import activation_hypotheses
+from parity.diagnosis.functions.clamps import clamp_hypotheses
 from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
@@ -35,7 +36,7 @@ from parity.diagnosis.mixture.routing import routing_hypotheses
 from parity.diagnosis.norms.extra_norms import extra_norm_hypotheses
 from parity.diagnosis.norms.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms.norms import norm_hypotheses
-from parity.diagnosis.norms.pre_norms import pre_norm_hypotheses
+from parity.diagnosis.norms.pre_norms import branch_norm_hypotheses, pre_norm_hypotheses
 from parity.diagnosis.rope.rope_mistakes import rope_hypotheses
 from parity.diagnosis.training.clipping import clipping_hypotheses
 from parity.diagnosis.training.optimizer import optimizer_hypotheses
@@ -50,6 +51,7 @@ from parity.prepare import Calls, Prepared, cast
 from parity.watching.trace import Trace
 from parity.weights import parameter_shapes
 
+_ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is
 
 
@@ -86,12 +88,14 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_order_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from pre_norm_hypotheses(trace, module)
+    yield from branch_norm_hypotheses(trace, module)
     yield from extra_norm_hypotheses(trace, module)
     yield from parallel_block_hypotheses(trace, module)
     yield from bias_hypotheses(trace, module)
     yield from lookup_hypotheses(trace, module)
     yield from routing_hypotheses(trace, module)
     yield from softcap_hypotheses(trace, module)
+    yield from clamp_hypotheses(trace, module)
     yield from factor_hypotheses(trace, module)
     yield from loss_hypotheses(trace, module)
     yield from cross_entropy_hypotheses(trace, module)
@@ -164,12 +168,13 @@ def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
 
 
 def _projections_before(trace: Trace) -> Iterator[str]:
-    """The parameters of the linear layers that make queries, keys and values."""
+    """The parameters of the linear layers that make queries, keys and values, their biases among them."""
     for attention in attentions(trace):
         for value in (attention.query, attention.key, attention.value):
             for call in map(trace.producer, ancestors(trace, value, _NEAR)):
-                if call is not None and call.name in LINEAR:
+                if call is not None and call.name in (*LINEAR, *_ADDS):
                     yield from filter(None, map(trace.parameter, call.inputs))
+                if call is not None and call.name in LINEAR:
                     break
 
 

@@ -96,6 +96,7 @@ CODES = {
     "gradient-accumulation": "PAR402",
     "gradient-path-missing": "PAR403",
     "embeddings-not-tied": "PAR403",
+    "padding-row": "PAR403",
     "unexplained": "PAR501",
     "first-divergence": "PAR502",
 }

@@ -13,6 +13,7 @@ from parity.diagnosis.codes import finding
 from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.padding_rows import padding_row_findings
 from parity.diagnosis.scale import readable, shared_factor
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
@@ -26,7 +27,14 @@ _CLEARLY = 0.5  # of the error, below which another rounding must bring it
 def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
     """What explains the gradients of a comparison whose outputs passed; empty if nothing does."""
     failed = [result for result in failure.results if not result.passed and result.errors.finite]
-    for explain in (_scaled, _one_path_missing, detached_path_findings, _one_microbatch, _rounded_sums):
+    for explain in (
+        _scaled,
+        _one_path_missing,
+        padding_row_findings,
+        detached_path_findings,
+        _one_microbatch,
+        _rounded_sums,
+    ):
         if not budget.spent() and (found := list(explain(failure, failed, trace, budget))):
             return found
     return []

@@ -30,6 +30,7 @@ from parity.judging.judge import NONE_DRAWN, Drawn
 from parity.passes import Tensors, golden_tensors, run_model
 from parity.prepare import Prepared
 from parity.result import TensorResult
+from parity.rounding.choices import Chosen
 from parity.rounding.freedom import FUSED, Freedom, Port
 from parity.rounding.kinks import Kinks
 from parity.rounding.parts import Rounding
@@ -56,7 +57,8 @@ def second_look(
 
     Args:
         tensors: the verdicts at first look.
-        models: the rounding model's tensors at first look.
+        models: the rounding model's tensors at first look; where the port chose the largest of many numbers, those of
+            runs that choose as it did as well.
         judge: from models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
@@ -75,27 +77,35 @@ def second_look(
     for kinks, freedom in _looks(prepared, both):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
-        looked.append(run_model(prepared, rounding, freedom, kinks))
+        looked.append(run_model(prepared, rounding, freedom, kinks, port.choices.following()))
         judged = judge(looked, NONE_DRAWN)
         if all(tensor.passed for tensor in judged):
             return judged
     if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
         return tensors
     with optimizers_recorded() as optimizers:
-        drawn = [_drawn(prepared, rounding, freedom) for freedom in _noisy(both, range(LOOKS, LOOKS + DRAWS), True)]
+        noisy = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
+        drawn = [_drawn(prepared, rounding, freedom, port.choices.following()) for freedom in noisy]
     of_outputs = bool(optimizers) and rounding.storage is not torch.float32
     judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
 
 
-def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
+    """Runs of the model as both kinds of kernels, with the port's choices where rounding explains these."""
+    run_model(prepared, Rounding(torch.float32), FUSED, chosen=port.choices.exact)
+    both = Port(steps=port.steps).freedoms
+    return [run_model(prepared, rounding, freedom, chosen=port.choices.following()) for freedom in both]
+
+
+def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:
     """A run whose roundings are independent of others', with errors as large as rounding to the nearest has.
 
     Dithering doubles the variance of an error; what is no rounding of activations, as that of weights, is not doubled,
     and is expected by other runs already.
     """
     golden = golden_tensors(prepared)
-    drawn = run_model(prepared, rounding, freedom)
+    drawn = run_model(prepared, rounding, freedom, chosen=chosen)
     return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
 
 

@@ -51,6 +51,7 @@ COMPARISONS = frozenset(
     for overload in (comparison.Scalar, comparison.Tensor)
 )
 LARGEST, LARGEST_AND_PLACE = _aten.amax.default, _aten.max.dim
+LARGEST_FEW = _aten.topk.default
 SIGN = (_aten.sgn.default, _aten.sign.default)
 EMBEDDING = _aten.embedding.default
 RECIPROCAL_ROOT = _aten.rsqrt.default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from parity.rounding.choices import NONE_MADE, PortsChoices
 from parity.rounding.steps import Steps
 
 # Large next to what the order of sums changes, and small next to the rounding that follows.
@@ -64,14 +65,16 @@ FUSED_POINTWISE = Freedom(stores_scores=True, stores_sums=True, stores_pointwise
 
 @dataclass(frozen=True)
 class Port:
-    """What a port rounds outside of TE's modules.
+    """What a port rounds outside of TE's modules, and chooses.
 
     Attributes:
         plain, steps: as in ``Freedom``.
+        choices: of the largest of many numbers, such as a token's experts.
     """
 
     plain: tuple[str, ...] = ()
     steps: Steps | None = None
+    choices: PortsChoices = NONE_MADE
 
     @property
     def freedoms(self) -> tuple[Freedom, Freedom]:

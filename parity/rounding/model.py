@@ -54,6 +54,7 @@ from parity.rounding.aten_calls import (
 )
 from parity.rounding.attention import Attention
 from parity.rounding.casts import CAST, Casts
+from parity.rounding.choices import Choices
 from parity.rounding.freedom import FUSED_POINTWISE, Freedom
 from parity.rounding.kinks import Kinks
 from parity.rounding.lineage import Lineage
@@ -81,6 +82,7 @@ def rounded(
     plain: Iterable[Tensor] = (),
     kinks: Kinks | None = None,
     weights_read: OperandsRead | None = None,
+    choices: Choices | None = None,
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
@@ -93,11 +95,14 @@ def rounded(
         plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
         kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
         weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
+        choices: takes note of the largest of many numbers, and chooses as a port did; None for neither.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead())
+    mode = _RoundingMode(
+        rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead(), choices
+    )
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -120,11 +125,12 @@ class _RoundingMode(TorchDispatchMode):
         plain: Iterable[Tensor],
         kinks: Kinks | None,
         weights_read: OperandsRead,
+        choices: Choices | None,
     ) -> None:
         super().__init__()
         held = list(weights or ())
         self.phase = Phase()
-        self._freedom, self._kinks = freedom, kinks
+        self._freedom, self._kinks, self._choices = freedom, kinks, choices
         self._storing = Storing(rounding, freedom)
         self.steps = StepsRounded(self._storing)
         self._norms = NormsSeen()
@@ -164,6 +170,8 @@ class _RoundingMode(TorchDispatchMode):
             result = self._rounded(func, args, kwargs)
         else:
             result = self._beside_kinks(self._kinks, func, args, kwargs)
+        if self._choices is not None:
+            result = self._choices.follow(func, args, kwargs, result)
         if self._lineage is not None and not self.phase.backward:
             self._lineage.see(func, args, result)
             self._plain_lineage.see(func, args, result)

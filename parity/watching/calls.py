@@ -198,6 +198,8 @@ class _Editor(TorchFunctionMode):
                 given, named = _without_gradient((args, kwargs), one.detached)
                 result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
+        if changed is not None and result is not changed and site in self._edits and isinstance(result, Tensor):
+            result = changed.copy_(result)  # its caller goes on with what the call was to change
         self._find(needed, True, result if changed is None else changed)
         return result
 

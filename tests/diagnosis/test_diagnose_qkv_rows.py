@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
+from tests.hf_models import Conv1D
 
 HIDDEN, HEADS = 64, 4
 
@@ -31,7 +32,15 @@ BY_HEAD = (HEADS, 3, HIDDEN // HEADS), (3, 0, 2, 1, 4)
 BY_CHANNEL = (HEADS, HIDDEN // HEADS, 3), (4, 0, 2, 1, 3)
 
 
-def found(layout, is_interleaved: bool, weights=None):
+class Conv1DAttention(Attention):
+    """GPT-2's: the fused weight is ``[in, out]``."""
+
+    def __init__(self, *layout):
+        super().__init__(*layout)
+        self.fused = Conv1D(HIDDEN, 3 * HIDDEN)
+
+
+def found(layout, is_interleaved: bool, weights=None, reference=Attention):
     """Titles and messages of the findings where TE is given the reference's fused weight and bias unchanged, or so."""
 
     def factory(te, **_):
@@ -48,7 +57,7 @@ def found(layout, is_interleaved: bool, weights=None):
         plain = {f"{a}.{kind}": f"{b}.{kind}" for a, b in names.items() for kind in ("weight", "bias")}
         if weights:
             plain = weights | {left: right for left, right in plain.items() if left.startswith("out")}
-        return parity.Pair(Attention(*layout), module, lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN), plain)
+        return parity.Pair(reference(*layout), module, lambda rng, batch, seq: rng.normal(batch, seq, HIDDEN), plain)
 
     case = parity.Case("fused", factory, sizes=(dict(batch=2, seq=17),))
     (result,) = parity.compare(case, ["bf16"])
@@ -64,6 +73,15 @@ def test_query_over_key_over_value_where_te_reads_head_by_head_is_found():
     ((title, message),) = found(BY_KIND, is_interleaved=True)
     assert title == "qkv-layout"
     assert 'map "fused.weight" to separated_qkv("qkv.weight", groups=4, head_dim=16)' in message
+    assert 'likewise for "qkv.bias"' in message
+
+
+def test_so_it_is_of_a_weight_that_is_transposed_together_with_its_bias():
+    fused = {parity.transpose("fused.weight"): "qkv.weight", "fused.bias": "qkv.bias"}
+    assert found(BY_KIND, False, fused, Conv1DAttention) == "passed"
+    ((title, message),) = found(BY_KIND, True, fused, Conv1DAttention)
+    assert title == "qkv-layout"
+    assert 'map transpose("fused.weight") to separated_qkv("qkv.weight", groups=4, head_dim=16)' in message
     assert 'likewise for "qkv.bias"' in message
 
 

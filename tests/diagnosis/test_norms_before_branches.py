@@ -27,6 +27,37 @@ class Block(nn.Module):
         return self.norm2(x + self.down(self.up(x).relu()))
 
 
+class OfBranches(Block):
+    """OLMo 2's: each branch's result is normed; a port may have the norm ``before`` it, or after the ``sum``."""
+
+    def __init__(self, linear: Any, norm: Any, where: str) -> None:
+        super().__init__(linear, norm, before=where == "before")
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where != "branch":
+            return super().forward(x)
+        x = x + self.norm1(self.mix(x))
+        return x + self.norm2(self.down(self.up(x).relu()))
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [("branch", ""), ("before", "each norm is before its branch"), ("sum", "each norm is after the sum")],
+)
+def test_norms_of_branches_that_come_before_them_or_after_sums_are_told(norm, where, told):
+    def factory(te: Any, **_: Any) -> parity.Pair:
+        plain = nn.Sequential(*(OfBranches(nn.Linear, getattr(nn, norm), "branch") for _ in range(LAYERS)))
+        port = nn.Sequential(*(OfBranches(te.Linear, getattr(te, norm), where) for _ in range(LAYERS)))
+        inputs = lambda rng, tokens: rng.normal(tokens, HIDDEN)  # noqa: E731
+        return parity.Pair(plain, port, inputs, weights={name: name for name, _ in plain.named_parameters()})
+
+    (result,) = parity.compare(parity.Case("branches", factory, sizes=(dict(tokens=TOKENS),)), ["bf16"])
+    assert [finding.title for finding in result.findings] == (["post-norm"] if told else [])
+    assert all(told in finding.message for finding in result.findings)
+
+
 def found(before: bool, norm: str, precision: str) -> parity.Result:
     def factory(te: Any, **_: Any) -> parity.Pair:
         plain = nn.Sequential(*(Block(nn.Linear, getattr(nn, norm), before=False) for _ in range(LAYERS)))

@@ -26,13 +26,25 @@ class Parallel(nn.Module):
         self.stream_first = stream_first
 
     def forward(self, x: Tensor) -> Tensor:
+        attention, mlp = self.branches(x)
+        return x + attention + mlp if self.stream_first else attention + mlp + x
+
+    def branches(self, x: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.ln_1(x)
         projected = (projection(normed) for projection in (self.q_proj, self.k_proj, self.v_proj))
         heads = (x.unflatten(-1, (HEADS, -1)) for x in projected)
         attention = self.out_proj(CoreAttention(causal=True)(*heads))
         hidden = self.fc_in(normed if self.ln_2 is None else self.ln_2(x))
-        mlp = self.fc_out(F.gelu(hidden, approximate="tanh"))
-        return x + attention + mlp if self.stream_first else attention + mlp + x
+        return attention, self.fc_out(F.gelu(hidden, approximate="tanh"))
+
+
+class InPlace(Parallel):
+    """As Falcon's: one branch is added to the other in place, and both through a dropout of 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention, mlp = self.branches(x)
+        mlp += attention
+        return x + F.dropout(mlp, 0.0, self.training)
 
 
 def weights(own_norm: bool):
@@ -79,6 +91,24 @@ def test_right_ports_pass_on_every_seed(reference):
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_blocks_that_follow_each_other_are_found(reference):
     (result,) = parity.compare(case(parallel=False, **reference), ["bf16"])
+    assert [finding.title for finding in result.findings] == ["parallel-block"]
+
+
+@pytest.mark.parametrize("kind", [Parallel, InPlace])
+@pytest.mark.parametrize("own_norm", [False, True])
+def test_so_are_those_of_several_layers_whatever_the_order_of_their_sums(kind, own_norm):
+    def factory(te, **_):
+        right = case(own_norm=own_norm).factory(te)
+        options = dict(own_norm=own_norm) if kind is InPlace else dict(own_norm=own_norm, stream_first=False)
+        layers = [case(parallel=False).factory(te).candidate for _ in range(2)]
+        return parity.Pair(
+            nn.Sequential(*(kind(**options) for _ in layers)),
+            nn.Sequential(*layers),
+            inputs=right.inputs,
+            weights={a: b for i in range(2) for a, b in parity.under(right.weights, f"{i}.").items()},
+        )
+
+    (result,) = parity.compare(parity.Case("parallel", factory, sizes=(dict(batch=2, seq=24),)), ["bf16"])
     assert [finding.title for finding in result.findings] == ["parallel-block"]
 
 

@@ -33,6 +33,8 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
         where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
         mistakes = _masks(traced_bias(trace, some[0]))
         yield from everywhere_and_somewhere(mistakes, some, module, where=where)
+    if len(alike) == 2:
+        yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, module, lambda one: one.call.module)
     first = found[0]  # sizes of the others are taken to be like it
     query, key, value = heads_of(trace, first)
     mistakes = chain(
@@ -53,6 +55,27 @@ def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attenti
         band, is_padded = band_of(hidden_keys(bias))
         alike[bias.shape[-1] == bias.shape[-2], band, is_padded].append(attention)
     return list(alike.values())
+
+
+def _masks_of_others(
+    trace: Trace, some: Sequence[Attention], others: Sequence[Attention]
+) -> Iterator[Mistake[Attention]]:
+    """That layers with a window, and those without one, or with another, have each other's mask."""
+    masks = [traced_bias(trace, one[0]) for one in (some, others)]
+    if masks[0].shape != masks[1].shape or any(not bool((mask == mask[:1]).all()) for mask in masks):
+        return
+
+    def edits(attention: Attention) -> tuple[Edit, ...]:
+        of_others = masks[attention in some][:1]
+        return attention.edits(mask=lambda bias: of_others.to(bias).expand(bias.shape))
+
+    yield Mistake(
+        "window",
+        "mask of other layers",
+        "give each layer the mask that the reference has there, with its window or without one; it has that of the "
+        "other layers",
+        edits,
+    )
 
 
 def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.diagnosis.attention.attention import attentions
 from parity.diagnosis.attention.shorter_tables import ShorterTables
@@ -47,12 +47,7 @@ def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with ExitStack() as hooks:
                 for submodule in map(module.get_submodule, paths):
-                    before = submodule.register_forward_pre_hook(
-                        lambda one, args, kwargs: (_exchange(args), _exchange(kwargs)), with_kwargs=True
-                    )
-                    after = submodule.register_forward_hook(lambda one, args, result: _exchange(result))
-                    hooks.callback(before.remove)
-                    hooks.callback(after.remove)
+                    hooks.enter_context(_exchanged_around(submodule))
                 hooks.enter_context(ShorterTables())
                 return call(module, *args, **kwargs)
 
@@ -66,6 +61,43 @@ def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
         module,
         around=around,
     )
+
+
+@contextmanager
+def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
+    """Within the context a submodule is given, and returns, its activations with their first dimensions exchanged.
+
+    What else it is given, masks and rotary tables, a port makes for the sequence that it takes these for: the batch's
+    first is taken, and as much of it as that sequence needs.
+    """
+    width: list[tuple[int, int]] = []
+
+    def is_activation(x: Tensor) -> bool:
+        return x.dim() > 1 and (x.dim(), x.shape[-1]) == width[-1]
+
+    def given(x: Tensor) -> Tensor:
+        if is_activation(x):
+            return x.transpose(0, 1)
+        return x[:1] if x.dim() > 1 else x
+
+    def before(one: nn.Module, args: Any, kwargs: Any) -> Any:
+        first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        width.append((first.dim(), first.shape[-1] if first.dim() else 0))
+        return tree_map_only(Tensor, given, (args, kwargs))
+
+    def after(one: nn.Module, args: Any, result: Any) -> Any:
+        exchanged = tree_map_only(
+            Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 and is_activation(x) else x, result
+        )
+        width.pop()
+        return exchanged
+
+    hooks = submodule.register_forward_pre_hook(before, with_kwargs=True), submodule.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _exchange(tree: Any) -> Any:

@@ -23,14 +23,28 @@ class ShorterTables(TorchFunctionMode):
         except RuntimeError:
             if func is F.scaled_dot_product_attention:
                 return func(**_shorter_mask(args, kwargs))
-            return func(*_shorter(args), **kwargs)
+            return _with_shorter(func, args, kwargs)
 
 
-def _shorter(args: tuple[Any, ...]) -> list[Any]:
-    """The operands of a function of several, all as long as the largest needs them."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    whole = max(tensors, key=lambda x: (x.dim(), x.numel())).shape if tensors else ()
-    return [_cut(x, tuple(whole)) if isinstance(x, Tensor) else x for x in args]
+def _with_shorter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of several operands, all as long as the largest needs them; a mask may be larger than scores."""
+    tensors = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: (x.dim(), x.numel()))
+    whole = tensors[-1].shape if tensors else ()
+    try:
+        return func(*_shorter(args, tuple(whole)), **kwargs)
+    except RuntimeError:
+        if len(tensors) != 2 or not all(map(_is_square, tensors)):
+            raise
+        return func(*_shorter(args, tuple(tensors[0].shape)), **kwargs)
+
+
+def _shorter(args: tuple[Any, ...], whole: tuple[int, ...]) -> list[Any]:
+    return [_cut(x, whole) if isinstance(x, Tensor) else x for x in args]
+
+
+def _is_square(x: Tensor) -> bool:
+    """Whether it may be scores of a sequence with itself, or a mask of them."""
+    return x.dim() > 2 and x.shape[-1] == x.shape[-2]
 
 
 def _shorter_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,10 @@ def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
         if len({len(terms) for terms in by_call}) == 1:
             for terms in zip(*by_call, strict=True):
                 first = trace.tensor(terms[0].value)
-                of_width = (math.sqrt(first.shape[-1]),) if terms[0].value in terms[0].call.outputs else ()
+                is_embedding = terms[0].value in terms[0].call.outputs
+                if is_embedding:
+                    yield _left_out(trace, terms, module)
+                of_width = (math.sqrt(first.shape[-1]),) if is_embedding else ()
                 yield from (_times(factor, trace, terms, module) for factor in (*of_width, *_NEAR))
 
 
@@ -97,6 +100,17 @@ def _is_plain(trace: Trace, value: Value) -> bool:
     tensor = trace.tensor(value)
     is_scaled = made is not None and made[0] in ("mul", "div")
     return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None and not is_scaled
+
+
+def _left_out(trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypothesis:
+    what = _described(trace, terms[0])
+    return Hypothesis(
+        "branch-missing",
+        f"{what} left out",
+        f"add {what}, as the reference does; it is left out",
+        module,
+        tuple(edit for term in terms for edit in term.edits(0.0)),
+    )
 
 
 def _times(factor: float, trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypothesis:

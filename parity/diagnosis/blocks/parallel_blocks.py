@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms.norms import Norm, norms
-from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary
+from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, users
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _THROUGH = CASTS | {"dropout"}
-_ENDS = RESHAPES | {"dropout", "add", "mul"}  # what may follow a branch's last linear layer: a bias, a scale
+_ENDS = RESHAPES | {"dropout", "mul"}  # what may follow a branch's last linear layer, and its bias
 _MOST_ANCESTORS = 400  # of a branch
 
 
@@ -127,7 +127,7 @@ def _terms(trace: Trace, call: Call) -> Iterator[Value]:
     for operand in call.inputs[:2]:
         value = back(trace, operand, _THROUGH)
         producer = trace.producer(value)
-        if producer is not None and _is_sum(producer) and len(trace.users(value)) == 1:
+        if producer is not None and _is_sum(producer) and len(users(trace, value, _THROUGH)) == 1:
             yield from _terms(trace, producer)
         else:
             yield value
@@ -136,7 +136,15 @@ def _terms(trace: Trace, call: Call) -> Iterator[Value]:
 def ends_a_branch(trace: Trace, value: Value) -> bool:
     """Whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
     call = trace.producer(back(trace, value, _ENDS))
+    while call is not None and call.outputs and _adds_parameter(trace, call):
+        call = trace.producer(back(trace, call.inputs[0], _ENDS))
     return call is not None and call.name in LINEAR
+
+
+def _adds_parameter(trace: Trace, call: Call) -> bool:
+    """Whether a call adds a bias, and no other branch."""
+    named = binary(call)
+    return named is not None and named[0] == "add" and trace.parameter(back(trace, named[2])) is not None
 
 
 def _readers(trace: Trace, result: Value, of_second: Sequence[Value]) -> tuple[Call, ...]:

@@ -13,8 +13,8 @@ from torch import nn
 
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
-from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, users, with_number
-from parity.watching.trace import Call, Edit, Site, Trace, edit
+from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, binary, users, with_number
+from parity.watching.trace import Call, Edit, Site, Trace, Value, edit
 
 _POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
 _FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are told by its name
@@ -68,7 +68,7 @@ def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:
 
 
 def _factor(trace: Trace, call: Call) -> Factor | None:
-    match with_number(call):
+    match with_number(call) or _with_buffer(trace, call):
         case ("mul", x, value) if value > 0.0:
             pass
         case ("div", x, divisor) if divisor > 0.0:
@@ -81,6 +81,17 @@ def _factor(trace: Trace, call: Call) -> Factor | None:
         return None
     is_of_function = any(user.name in _FUNCTIONS for user, _ in users(trace, call.outputs[0]))
     return None if is_of_function else Factor(call, value)
+
+
+def _with_buffer(trace: Trace, call: Call) -> tuple[str, Value, float] | None:
+    """A function of a tensor and a number that a tensor without a gradient holds, as Gemma's scale of embeddings."""
+    match binary(call):
+        case (name, Value() as x, Value() as number):
+            holder = trace.tensor(number)
+            is_number = holder.dim() == 0 and trace.producer(back(trace, number)) is None
+            if is_number and trace.parameter(back(trace, number)) is None:
+                return name, x, holder.item()
+    return None
 
 
 def _instead_of(right: float) -> Callable[[float], Mistake[Factor]]:

@@ -278,10 +278,19 @@ def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Val
     root = back(trace, root)
     difference = binary(trace.producer(root))
     if difference and difference[0] == "sub":
-        subtracted = trace.producer(back(trace, difference[2]))
+        x, mean = (back(trace, operand) for operand in difference[1:])
+        subtracted = trace.producer(mean)
         if subtracted is not None and subtracted.name == "mean":
-            return back(trace, difference[1]), True, summed, {root}
+            return x, True, summed, set(_differences(trace, x, mean))
     return root, False, summed, {root}
+
+
+def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
+    """Wherever the mean is subtracted: some norms do it once for the squares, and again for what they scale."""
+    for call, value in users(trace, x):
+        match binary(call):
+            case ("sub", left, right) if left == value and back(trace, right) == mean:
+                yield call.outputs[0]
 
 
 def _with_parameters(trace: Trace, norm: Norm) -> Norm:

@@ -39,9 +39,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
     forms, positions = list(_forms(found[0])), list(position_mistakes())
     # A single token that is not rotated is one at position 0.
     likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
-    of_all = (
-        [*likeliest, *_of_frequencies(found), *_rounded(dtype)] if len(kinds) == 1 else [*likeliest, *_rounded(dtype)]
-    )
+    of_all = [*likeliest, *(_of_frequencies(found) if len(kinds) == 1 else ()), *_rounded(dtype)]
     yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, module, lambda one: one.name)
     for some in kinds if len(kinds) > 1 else ():
         of_kind = [layer for layer in layers if set(layer.rotations) & set(some)]

@@ -42,6 +42,17 @@ class _Misread:
         return _WEIGHT_OR_BIAS.sub("", next(iter(names(self.right)), ""))
 
     @property
+    def owner(self) -> str:
+        """The path of what has that layer."""
+        return self.layer.rpartition(".")[0]
+
+    @property
+    def stack(self) -> str:
+        """The path of the list of layers that it is in; empty outside of one."""
+        numbered = re.match(r"(.*?)\.?\d+\.", self.layer)
+        return numbered[1] or "." if numbered else ""
+
+    @property
     def block(self) -> str:
         """The path of what has that layer's module: of a ``TransformerLayer``, whose attention and MLP have layers."""
         return ".".join(self.layer.split(".")[:-2])
@@ -112,7 +123,8 @@ def _misread(
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
 
-    So are those of a whole block, such as a decoder's attention to itself and to its encoder.
+    So are those of a whole block, such as a decoder's attention to itself and to its encoder, those of one owner, such
+    as the norms of queries and keys, and those of all layers, whatever the last norm is.
 
     Of queries, keys and values two are rotated, in all layers or in one. A layer's norms are told apart by the modules
     that have them.
@@ -121,18 +133,22 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     by_path: dict[str, list[_Misread]] = defaultdict(list)
     by_layer: dict[str, list[_Misread]] = defaultdict(list)
     by_block: dict[str, list[_Misread]] = defaultdict(list)
+    by_owner: dict[str, list[_Misread]] = defaultdict(list)
+    by_stack: dict[str, list[_Misread]] = defaultdict(list)
     for entry in same:
         by_parameter[entry.parameter].append(entry)
         by_path[_NUMBER.sub("#", next(iter(names(entry.right)), ""))].append(entry)
         by_layer[entry.layer].append(entry)
         by_block[_NUMBER.sub("#", entry.block)].append(entry)
+        by_owner[_NUMBER.sub("#", entry.owner)].append(entry)
+        by_stack[entry.stack].append(entry)
     kinds = list(by_parameter.values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
     some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
     rotated = list(_pairs_of_a_module(by_layer)) if 2 in sizes else []
     told: list[list[_Misread]] = []
-    alone = ([one] for one in (*by_path.values(), *by_layer.values(), *by_block.values()))
-    for group in (kinds, *some, *rotated, *alone):
+    alone = chain.from_iterable(by.values() for by in (by_path, by_layer, by_block, by_owner, by_stack))
+    for group in (kinds, *some, *rotated, *([one] for one in alone)):
         entries = [entry for kind in group for entry in kind]
         if len(entries) > 1 and entries not in told:
             told.append(entries)

@@ -36,7 +36,7 @@ Shapes = Mapping[str, Shape]
 _MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
 _FEW_EXPERTS = 8  # of which every two are tried in each other's place
 _OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # of Q, K and V
-_INTERLEAVED = "qkv-layout interleaved"
+_INTERLEAVED, _APART = "qkv-layout interleaved", "qkv-layout apart"
 _KEY_VALUE = re.compile(r"(^|\.)key_value\.(weight|bias)$")
 _HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
@@ -129,7 +129,8 @@ def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | N
     for title, other in others:
         if _are_alike(right, other, shapes):
             repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
-            yield Reading(title, _named(title, right, other), repair, _read_as(right, other, shapes))
+            name = _INTERLEAVED if isinstance(other, SeparatedQKV) else _named(title, right, other)
+            yield Reading(title, name, repair, _read_as(right, other, shapes))
 
 
 def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
@@ -137,7 +138,7 @@ def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> I
     blocks = tuple(range(2 * heads.groups))
     orders = {
         _INTERLEAVED: blocks[::2] + blocks[1::2],
-        "qkv-layout apart": tuple(sorted(blocks, key=lambda block: block % heads.groups)),
+        _APART: tuple(sorted(blocks, key=lambda block: block % heads.groups)),
     }
     parts = right.parts if isinstance(right, Stack) else (right,)
     for place, part in enumerate(parts):
@@ -161,10 +162,13 @@ def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
 def _named(title: str, one: Side, other: Side) -> str:
     """The title, and what else must be alike, so that two layers' mistakes are known to be the same.
 
-    Of experts which change places; of queries, keys and values that TE has them head by head, its default.
+    Of experts which change places; of queries, keys and values whether TE has them head by head, its default, or the
+    reference does, and TE all of one after the other.
     """
-    if isinstance(other, (InterleavedQKV, SeparatedQKV)) and title == "qkv-layout":
+    if isinstance(other, InterleavedQKV) and title == "qkv-layout":
         return _INTERLEAVED
+    if isinstance(other, SeparatedQKV):
+        return _APART
     if not isinstance(one, Experts) or not isinstance(other, Experts):
         return title
     places = ", ".join(str(one.parts.index(part)) for part in other.parts)
