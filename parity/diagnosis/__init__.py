@@ -6,11 +6,11 @@ from parity.diagnosis.failure import Failure
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import Budget
-from parity.diagnosis.search import CHECKS_FOR_THE_REST, Screened
+from parity.diagnosis.search import CHECKS_FOR_FILTERS, Screened
 from parity.diagnosis.verify import is_loud, verified
 
 __all__ = [
-    "CHECKS_FOR_THE_REST",
+    "CHECKS_FOR_FILTERS",
     "UNEXPLAINED",
     "Budget",
     "Failure",

@@ -35,6 +35,9 @@ CHECKS_FOR_THE_REST = 4.0
 CHECKS_FOR_BORDERS = 2.0
 """Ditto for the borders of a port's sequences."""
 
+CHECKS_FOR_FILTERS = 2.0
+"""Ditto for matched filters after all of these found nothing."""
+
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from parity.diagnosis import (
-    CHECKS_FOR_THE_REST,
+    CHECKS_FOR_FILTERS,
     Budget,
     Failure,
     Hypothesis,
@@ -58,7 +58,7 @@ class _Shown(NamedTuple):
 
 def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
     """The subtle mistake that all tensors contain and that explains them; none if there is none."""
-    shown = list(_of_whole_mistakes(failure, Budget(CHECKS_FOR_THE_REST * failure.counts_for)))
+    shown = list(_of_whole_mistakes(failure, Budget(CHECKS_FOR_FILTERS * failure.counts_for)))
     most = max((one.worth for one in shown), default=0.0)
     for one in sorted((one for one in shown if one.worth >= _SAME * most), key=lambda one: one.away):
         explanation = verified(failure, (one.mistake,))
