@@ -193,12 +193,16 @@ class _Editor(TorchFunctionMode):
         site = self.frames.site(canonical_name(func))
         needed = self._needed.get(site, ())
         self._find(needed, False, (args, kwargs))
-        for one in self._edits.get(site, ()):
+        edits = self._edits.get(site, ())
+        in_place = changed is not None and bool(edits) and isinstance(result, Tensor)
+        if in_place:
+            result = result.clone()  # what an edit makes of it may need it for its gradient
+        for one in edits:
             if one.detached is not None:
                 given, named = _without_gradient((args, kwargs), one.detached)
                 result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
-        if changed is not None and result is not changed and site in self._edits and isinstance(result, Tensor):
+        if in_place and changed is not None:
             result = changed.copy_(result)  # its caller goes on with what the call was to change
         self._find(needed, True, result if changed is None else changed)
         return result
