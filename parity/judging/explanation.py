@@ -32,9 +32,12 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
         return findings(on_probe)
     screened, of_drawn = Screened(), dataclasses.replace(failure, results=drawn, on_probe=on_probe)
     found = findings(of_drawn, unreached, screened)
+    by_filter = tuple(mistakes(drawn, known))
     if _is_known(found):
-        return found
-    known_by_filter = tuple(mistakes(drawn, known)) or local_filter_findings(of_drawn)
+        # Of those that fit alike, what a filter has found is the likeliest.
+        seen = {finding.title for finding in by_filter}
+        return tuple(sorted(found, key=lambda finding: finding.title not in seen))
+    known_by_filter = by_filter or local_filter_findings(of_drawn)
     if known_by_filter or on_probe is None or _are_same(failure.prepared.inputs, failure.prepared.probe):
         return known_by_filter or found
     # What is far too large there shows in part at least what its cause is.
