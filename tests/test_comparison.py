@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -226,6 +227,23 @@ def test_an_error_says_whether_it_is_the_devices(error, kind):
 
     (result,) = parity.compare(linear_case(call_candidate=explode), ["fp32"])
     assert (result.status, result.device_error) == ("error", kind)
+
+
+def test_what_the_search_for_a_mistake_makes_of_the_reference_warns_nobody(recwarn):
+    class WarnsOfOthers(nn.Linear):
+        def forward(self, x):
+            if not isinstance(self.weight, nn.Parameter):
+                warnings.warn("a weight that is no parameter", stacklevel=1)
+            return super().forward(x)
+
+    def transposed(te, **_):
+        weights = {parity.transpose("weight"): "weight"}
+        reference, candidate = WarnsOfOthers(32, 32, bias=False), te.Linear(32, 32, bias=False)
+        return parity.Pair(reference, candidate, lambda rng: rng.normal(8, 32), weights)
+
+    (result,) = parity.compare(parity.Case("transposed", transposed, sizes=({},)), ["bf16"])
+    assert [finding.title for finding in result.findings] == ["weight-transposed"]
+    assert not recwarn
 
 
 def test_outputs_of_other_shapes_are_an_error_that_names_both():
