@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
+from parity import te
+from parity.cpu import cuda
+from parity.cpu.emulated_gpu import emulated
 
 HIDDEN = 64
 
@@ -31,6 +35,8 @@ class Noisy(nn.Module):
             return y + 0.03 * torch.randn_like(y)
         if self.what == "stochastic depth":
             return y * (torch.rand(len(y), 1, 1, device=y.device) > 0.3) / 0.7
+        if self.what == "factor":
+            return 3.0 * y
         return y + 0.03 if self.what == "offset" else y
 
 
@@ -87,6 +93,18 @@ def test_random_numbers_that_the_reference_does_not_use_are_no_matter() -> None:
 
 def test_what_is_wrong_without_random_numbers_is_not_put_down_to_them() -> None:
     assert "PAR253" not in told("fp32", "offset")
+
+
+@pytest.fixture
+def blackwell() -> Iterator[None]:
+    te.kernels("cpu")
+    with emulated(cuda.BLACKWELL):
+        yield
+
+
+def test_what_is_wrong_is_not_put_down_to_gradients_that_a_recipe_rounds_stochastically(blackwell: None) -> None:
+    """As NVFP4 does: where a gradient is three times as large, so is its noise."""
+    assert told("nvfp4", "factor") == ["PAR254"]
 
 
 class Updated(nn.Module):

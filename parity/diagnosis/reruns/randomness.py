@@ -14,28 +14,35 @@ from parity.result import Finding
 from parity.watching.random_state import other_numbers
 
 _OF_THE_ERROR = 0.3  # that two passes are apart, from where on random numbers are its cause
+_OF_A_GRADIENTS = 1.0  # ditto where outputs are right; two passes are sqrt(2) times it apart if random numbers are all
 _OF_THE_EXPECTED = 1.5  # ditto: two passes that round stochastically are sqrt(2) times as far apart, at most
 
 
 def random_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if a tensor that failed becomes another when the random numbers are others."""
+    """A finding if a tensor that failed becomes another when the random numbers are others.
+
+    Outputs tell, where these failed: gradients that a recipe rounds stochastically are others every time.
+    """
     if failure.rerun is None:
         return
     with other_numbers(next(iter(failure.golden.values())).device):
         again = failure.rerun(lambda module: None)
-    for result in sorted(failure.results, key=lambda result: result.margin, reverse=True):
+    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    outputs = [result for result in failed if result.kind == "output"]
+    telling, share = (outputs, _OF_THE_ERROR) if outputs else (failed, _OF_A_GRADIENTS)
+    for result in sorted(telling, key=lambda result: result.margin, reverse=True):
         key = (result.kind, result.name)
-        if result.passed or not result.errors.finite:
-            continue
-        moved = difference(again[key], failure.candidate[key].double())
-        apart = relative_l2(_norm(moved), _norm(failure.golden[key]))
-        error = result.errors.relative_l2
-        if apart > max(_OF_THE_ERROR * error, _OF_THE_EXPECTED * result.expected.relative_l2):
+        candidate, golden = failure.candidate[key].double(), failure.golden[key]
+        moved, error = _norm(difference(again[key], candidate)), _norm(difference(candidate, golden))
+        rounding = result.expected.relative_l2 * max(_norm(golden), _norm(candidate))
+        if moved > max(share * error, _OF_THE_EXPECTED * rounding):
+            apart = relative_l2(moved, _norm(golden))
             yield finding(
                 "not-reproducible",
                 f"the candidate draws random numbers: with others {result.label} moves by {apart:.2g} of its norm, "
-                f"where the error is {error:.2g}. Switch off what draws them, in a module or in forward (functional "
-                "dropout, stochastic depth, added noise), or draw them once and give them to both modules as an input",
+                f"where the error is {result.errors.relative_l2:.2g}. Switch off what draws them, in a module or in "
+                "forward (functional dropout, stochastic depth, added noise), or draw them once and give them to both "
+                "modules as an input",
             )
             return
 
