@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from posixpath import commonpath
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.padding_rows import padding_row_findings
-from parity.diagnosis.scale import readable, shared_factor
+from parity.diagnosis.scale import factor_of, readable, shared_factor
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.prepare import Prepared
@@ -22,6 +23,8 @@ from parity.result import Finding, TensorResult
 from parity.watching.trace import Trace, detached
 
 _CLEARLY = 0.5  # of the error, below which another rounding must bring it
+# From 1, that a factor of some gradients is away at least: subtle mistakes leave smaller ones, of single tensors.
+_SCALED = 0.01
 
 
 def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
@@ -34,6 +37,7 @@ def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Fi
         detached_path_findings,
         _one_microbatch,
         _rounded_sums,
+        _scaled_in_part,
     ):
         if not budget.spent() and (found := list(explain(failure, failed, trace, budget))):
             return found
@@ -49,11 +53,30 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
         yield from paths
         return
     gradients = [result for result in failure.results if result.kind != "output"]
+    if len(failed) < len(gradients) and abs(factor - 1.0) < _SCALED:
+        return
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
     yield finding(
         "gradient-scale",
         f"{which} is {readable(factor)} times what it should be, and right but for that; "
         + ("nothing flows back there" if factor == 0.0 else "divide by it (a loss scale, a number of tokens or ranks)"),
+    )
+
+
+def _scaled_in_part(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """Some failed gradients are the right ones times one factor: it is where these begin, and spoils those before."""
+    alike = [result for result in failed if factor_of(failure, result)]
+    factor = shared_factor(failure, alike)
+    if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:
+        return
+    where = commonpath([result.name.replace(".", "/") for result in alike]).replace("/", ".")
+    yield finding(
+        "gradient-scale",
+        f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
+        f"what they should be, and right but for that; look for what scales the gradient behind {where or 'these'}, "
+        "or of a branch. What comes before is wrong for that reason",
     )
 
 

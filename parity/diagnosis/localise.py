@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
+from parity.diagnosis.scale import readable
 from parity.result import Finding
 
 _MOST_TENSORS = 3
@@ -52,7 +53,7 @@ def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
             yield f"in {_name(dim, error.dim())} {described}"
     projection = (error * golden).sum() / golden.square().sum()
     if projection.square() * golden.square().sum() > _MOSTLY * whole:
-        yield f"along the right values, which are multiplied by {1 + projection.item():.4g}"
+        yield f"along the right values, which are multiplied by {readable(1 + projection.item())}"
 
 
 def _concentrated(share: Tensor) -> str | None:

@@ -88,8 +88,9 @@ def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | N
 
 
 def readable(factor: float) -> str:
-    """``1/128`` for what is one over a whole number, else four digits."""
+    """``1/128`` for what is one over a whole number, else four digits, or as many as tell it from 1."""
     inverse = 1.0 / factor if factor else 0.0
     if abs(inverse) > 1.1 and abs(inverse - round(inverse)) < 1e-3 * abs(inverse):
         return f"1/{round(inverse)}"
-    return f"{factor:.4g}"
+    from_one = abs(factor - 1.0)
+    return f"{factor:.{max(4, 2 - math.floor(math.log10(from_one))) if from_one else 1}g}"
