@@ -35,8 +35,6 @@ class Noisy(nn.Module):
             return y + 0.03 * torch.randn_like(y)
         if self.what == "stochastic depth":
             return y * (torch.rand(len(y), 1, 1, device=y.device) > 0.3) / 0.7
-        if self.what == "factor":
-            return 3.0 * y
         return y + 0.03 if self.what == "offset" else y
 
 
@@ -103,8 +101,15 @@ def blackwell() -> Iterator[None]:
 
 
 def test_what_is_wrong_is_not_put_down_to_gradients_that_a_recipe_rounds_stochastically(blackwell: None) -> None:
-    """As NVFP4 does: where a gradient is three times as large, so is its noise."""
-    assert told("nvfp4", "factor") == ["PAR254"]
+    """As NVFP4 does: with a gain that is 1 too much, gradients are several times as large, and so is their noise."""
+    names = {name: name for name in ("0.weight", "1.weight", "1.bias")}
+    result = result_of(
+        lambda: nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)),
+        lambda te: nn.Sequential(te.RMSNorm(HIDDEN, zero_centered_gamma=True), te.Linear(HIDDEN, HIDDEN)),
+        "nvfp4",
+        names,
+    )
+    assert [finding.code for finding in result.findings] == ["PAR104"]
 
 
 class Updated(nn.Module):
