@@ -32,7 +32,7 @@ from parity.user_error import UserError
 ENVIRONMENT = Environment(
     date="2026-01-31T12:00Z",
     backend="cpu",
-    device="CPU",
+    device="CPU, as an emulated Hopper (compute capability 9.0)",
     cpu="A Processor",
     platform="Linux x86_64",
     python="3.11.7",

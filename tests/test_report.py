@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.calibration import aim
+from parity.cpu import cuda
+from parity.cpu.emulated_gpu import emulated
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import environment, failure, markdown, matrix, numbers, record
@@ -127,6 +129,12 @@ def test_an_empty_record_is_called_empty(tmp_path: Path) -> None:
 def test_a_record_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*No such file"):
         record.read(tmp_path / "missing.jsonl")
+
+
+def test_the_environment_names_the_gpu_that_is_emulated() -> None:
+    assert environment.measure("cpu", (0,), 1).device == "CPU, as an emulated Hopper (compute capability 9.0)"
+    with emulated(cuda.BLACKWELL):
+        assert environment.measure("cpu", (0,), 1).device == "CPU, as an emulated Blackwell (compute capability 10.0)"
 
 
 def test_the_environment_names_versions_but_no_folder() -> None:

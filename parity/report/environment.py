@@ -27,7 +27,7 @@ class Environment:
     Attributes:
         date: UTC, ISO 8601, to the minute.
         backend: ``gpu`` or ``cpu``.
-        device: the name of the GPU with its compute capability, or ``CPU``.
+        device: the name of the GPU with its compute capability, or ``CPU`` and the GPU that it emulates.
         cpu: the processor's model name.
         platform: operating system and architecture.
         python, torch, transformer_engine, cuda, cudnn, parity: versions.
@@ -91,7 +91,7 @@ def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
     return Environment(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         backend=backend,
-        device=gpu_name() if gpu else "CPU",
+        device=gpu_name() if gpu else f"CPU, as an {emulated_gpu_name()}",
         cpu=cpu_model(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -128,6 +128,14 @@ def gpu_name() -> str:
 
     major, minor = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+
+
+def emulated_gpu_name() -> str:
+    """``emulated Hopper (compute capability 9.0)``: what TE's Python finds in the place of a GPU."""
+    from parity.cpu import cuda
+
+    gpu = cuda.emulated_gpu()
+    return f"{gpu.name} (compute capability {gpu.major}.{gpu.minor})"
 
 
 def cublas_version() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from parity import te
-from parity.report.environment import KERNELS, cpu_model, gpu_name
+from parity.report.environment import KERNELS, cpu_model, emulated_gpu_name, gpu_name
 from parity.report.numbers import plural, short
 from parity.report.tables import markdown_table
 from parity.zoo import catalogue, plot, summary
@@ -83,7 +83,7 @@ def _sections(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], pictu
 
 def _setting(verdicts: Verdicts, plan: Plan) -> str:
     backend = next((verdict.backend for verdict in verdicts.values() if verdict.status != "error"), "cpu")
-    device = gpu_name() if backend == "gpu" else cpu_model()
+    device = gpu_name() if backend == "gpu" else f"an {emulated_gpu_name()}, on {cpu_model()}"
     sizes = ", ".join(f"{size} size with {plural(count, 'seed')}" for size, count in plan.seeds.items())
     return (
         f"{plural(len(plan.bugs), 'bug')} in {plural(len(plan.hosts), 'right port')}, at {sizes}: "
