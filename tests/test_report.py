@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -117,6 +118,16 @@ def test_what_is_not_a_record_is_a_users_error(tmp_path: Path, text: str) -> Non
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=r"run\.jsonl is not a record"):
+        record.read(path)
+
+
+def test_a_number_that_was_damaged_is_told_with_its_line_and_place(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.jsonl", result(), result(seed=1))
+    first, second, third = path.read_text().splitlines()
+    entry = json.loads(third)
+    entry["result"]["tensors"][0]["errors"]["max_abs"] = "0.2x"
+    path.write_text("\n".join([first, second, json.dumps(entry)]))
+    with pytest.raises(UserError, match=r"line 3, result\.tensors\.0\.errors\.max_abs: Input should be a valid number"):
         record.read(path)
 
 

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from parity.machine import nvidia_smi
 
 KERNELS = {
@@ -117,9 +119,9 @@ def from_json(record: Mapping[str, Any]) -> Environment:
     """The inverse of ``to_json``.
 
     Raises:
-        TypeError, KeyError: if the record is not one of ``to_json``'s.
+        pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.
     """
-    return Environment(**{**record, "seeds": tuple(record["seeds"])})
+    return TypeAdapter(Environment).validate_python(dict(record))
 
 
 def gpu_name() -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from parity.report import environment as environments
 from parity.report.environment import Environment
 from parity.result import Result, from_json, to_json
 from parity.user_error import UserError
+
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,30 @@ def read(path: Path) -> Record:
         raise UserError(f"{path} is not a record of parity: it is not text") from None
     if not lines:
         raise UserError(f"{path} is not a record of parity: it is empty; a run writes one to reports/<name>.jsonl")
-    entries = [_parse(path, number, line, last=number == len(lines)) for number, line in enumerate(lines, start=1)]
-    entries = [entry for entry in entries if entry is not None]
+    first, *others = [
+        (number, _parse(path, number, line, number == len(lines))) for number, line in enumerate(lines, 1)
+    ]
+    environment = _content(path, first, "environment", environments.from_json)
+    return Record(
+        environment,
+        tuple(_content(path, entry, "result", from_json) for entry in others if entry[1] is not None),
+    )
+
+
+def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[[Any], Content]) -> Content:
+    """What a numbered line of this kind holds."""
+    number, line = entry
     try:
-        environment = environments.from_json(entries[0]["environment"])
-        return Record(environment, tuple(from_json(entry["result"]) for entry in entries[1:]))
+        return read_back(line[kind])
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        what = f"{'.'.join(map(str, (kind, *wrong['loc'])))}: {wrong['msg']}"
     except (LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a record of this version of parity ({type(error).__name__}: {error}); "
-            "a run writes one to reports/<name>.jsonl"
-        ) from None
+        what = f"{type(error).__name__}: {error}"
+    raise UserError(
+        f"{path} is not a record of this version of parity (line {number}, {what}); "
+        "a run writes one to reports/<name>.jsonl"
+    )
 
 
 def _line(kind: str, content: Mapping[str, Any]) -> str:

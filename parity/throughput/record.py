@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from parity.report import environment as environments
 from parity.report.environment import Environment
-from parity.throughput.gpu_state import GpuState
-from parity.throughput.row import Peak, Row, Spread, Times
+from parity.throughput.row import Peak, Row
 
 EMULATED = "TE's kernels are emulated on a CPU: these times say nothing about a GPU"
 
@@ -72,8 +72,8 @@ def read(file: Path) -> Record:
     found = [entry["environment"] for entry in entries if "environment" in entry]
     return Record(
         environments.from_json(found[-1]) if found else None,
-        tuple(Peak(**_with_nan(entry["peak"])) for entry in entries if "peak" in entry),
-        tuple(_row(_with_nan(entry["row"])) for entry in entries if "row" in entry),
+        TypeAdapter(tuple[Peak, ...]).validate_python([entry["peak"] for entry in entries if "peak" in entry]),
+        TypeAdapter(tuple[Row, ...]).validate_python([entry["row"] for entry in entries if "row" in entry]),
     )
 
 
@@ -84,27 +84,9 @@ def _parse(line: str) -> dict[str, Any]:
         return {}
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
-    times = entry["times"]
-    if times is not None:
-        times = Times(**{**times, "forward": Spread(**times["forward"]), "backward": Spread(**times["backward"])})
-    return Row(**{**entry, "times": times, "before": _state(entry["before"]), "after": _state(entry["after"])})
-
-
-def _state(entry: Mapping[str, Any] | None) -> GpuState | None:
-    return None if entry is None else GpuState(**{**entry, "throttles": tuple(entry["throttles"])})
-
-
 def _without_nan(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinities; as text they are read back."""
+    """JSON has no NaN and no infinities; as text they are read back, as any number is."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in entry.items()
-    }
-
-
-def _with_nan(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: float(value) if key in ("error", "flops") and isinstance(value, str) else value
         for key, value in entry.items()
     }
