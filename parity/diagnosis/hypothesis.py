@@ -34,7 +34,7 @@ class Hypothesis:
         value: of the constant that the mistake is about, where it is about one; positive.
         tuned: the same mistake with another value.
         scope: whether the mistake is made with all operations that it could be made with, with those of one kind, with
-            one of several, or with a call that no subject knows.
+            one of several, or tried last: with a call that no subject knows, or as hardly anybody makes it.
         place: of the one of several; empty where it is made with more. What is made elsewhere too has the same
             ``family``.
         family: what is wrong and what to change, wherever it is; empty where the mistake is made at no single place.

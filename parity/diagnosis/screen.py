@@ -59,6 +59,7 @@ class Screen:
         self._candidate = {name: x.double() for (kind, name), x in failure.candidate.items() if kind == "output"}
         self._tolerances = {result.name: result.tolerance_relative_l2 for result in failure.outputs}
         self._rows = self._worst_row()
+        self._misfits: set[tuple[Hypothesis, ...]] = set()
         self._before = {rows: self._error(self._golden, rows) for rows in (True, False)}
         self._faithful = max(
             max(FAITHFUL * result.expected.relative_l2 / result.tolerance_relative_l2, _FAITHFUL_AT_LEAST)
@@ -73,8 +74,13 @@ class Screen:
         for combination in combinations:
             if budget.spent():
                 return
-            alone = self._rows is not None and not any(one.around for one in combination)
+            alone = self._is_alone(combination)
             outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
+            if alone and outputs is None:
+                # A model may make other calls for a single row, whose mask it need not expand.
+                self._misfits.add(combination)
+                alone = False
+                outputs = outputs_under(self._prepared, combination, self._dtype)
             if outputs is not None and self._same_shapes(outputs, alone):
                 share = self._error(outputs, alone, cut=False) / self._before[alone]
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:
@@ -83,8 +89,12 @@ class Screen:
     def is_exact(self, entry: Ranked) -> bool:
         """Whether what is left is no more than a faithful port at the precision has."""
         share, combination = entry
-        alone = self._rows is not None and not any(one.around for one in combination)
-        return share < EXACT and share * self._before[alone] <= self._faithful
+        return share < EXACT and share * self._before[self._is_alone(combination)] <= self._faithful
+
+    def _is_alone(self, combination: tuple[Hypothesis, ...]) -> bool:
+        """Whether it is tried on one row."""
+        whole = combination in self._misfits or any(one.around for one in combination)
+        return self._rows is not None and not whole
 
     def _worst_row(self) -> slice | None:
         """The row of the batch with the largest error, if rows are computed independently; else None."""

@@ -148,7 +148,8 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
     """Those that are made near the parameter whose gradient is farthest off, before others; else in their order.
 
     A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
-    mistakes with a parameter, which their name has, are among those that are near.
+    mistakes with a parameter, which their name has, are among those that are near; what no name says a place of is
+    made everywhere, there as well.
     """
     gradients = [one for one in failure.results if one.kind == "weight gradient" and not one.passed]
     worst = max(gradients, key=lambda one: one.margin, default=None)
@@ -158,7 +159,7 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
 
     def near(one: Hypothesis) -> int:
         paths = _PATH.findall(one.name) if by_name else [one.place]
-        return max((_shared(path, worst.name) for path in paths), default=0)
+        return max((_shared(path, worst.name) for path in paths), default=len(worst.name))
 
     return sorted(known, key=near, reverse=True)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
@@ -70,6 +71,22 @@ def test_a_window_that_the_reference_has_not_is_found(size):
     titles, message = found(Reference(CAUSAL), window_size=(size, 0))
     assert titles == ["window"]
     assert message.endswith(f"it sees {size}")
+
+
+class MaskOfEachRow(nn.Module):
+    """As transformers' models write it: what one row computes is the same, the calls that make its mask are not."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        visible = (CAUSAL & (DISTANCE > -5))[None, None]
+        if len(query) > 1:
+            visible = visible.expand(len(query), 1, SEQ, SEQ)
+        return F.scaled_dot_product_attention(query, key, value, visible).transpose(1, 2).flatten(2)
+
+
+def test_a_window_is_found_whose_mask_a_single_row_makes_with_other_calls():
+    assert found(MaskOfEachRow(), window_size=(4, 0))[0] == ["passed"]
+    assert found(MaskOfEachRow())[0] == ["window"]
 
 
 @pytest.mark.parametrize("masks_first", [False, True])

@@ -13,13 +13,14 @@ from itertools import chain, combinations, takewhile
 
 from torch import Tensor, nn
 
-from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.weight_maps.weight_readings import Heads, Reading, Shapes, readings
 from parity.weights import WeightMap
 from parity.weights.sides import describe, names, pack, shape_of, unpack
 from parity.weights.terms import Side
 
 _NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 _WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
 
 
@@ -203,6 +204,12 @@ class _Exchange:
         after = _common(one[::-1], other[::-1])
         return one[: len(one) - after], other[: len(other) - after]
 
+    @property
+    def is_likely(self) -> bool:
+        """Whether both are of one layer, or one parameter in two; who maps one layer's query to another's output?"""
+        one, other = describe(self.right), describe(self.other_right)
+        return _INDEX.findall(one) == _INDEX.findall(other) or _INDEX.sub("", one) == _INDEX.sub("", other)
+
 
 def _common(one: str, other: str) -> int:
     """With how many characters both begin."""
@@ -236,4 +243,5 @@ def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes, module: nn.Module
             found |= unpack(one.left, other, shapes) | unpack(one.other_left, packed, shapes)
         return found
 
-    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, module, read=read)
+    scope: Scope = "all" if first.is_likely else "call"
+    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, module, read=read, scope=scope)
