@@ -28,6 +28,7 @@ from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
 from parity.diagnosis.functions.operations import operation_hypotheses
+from parity.diagnosis.functions.step_order import step_order_hypotheses
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
@@ -75,6 +76,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from repeated_weight_hypotheses(*of_weights)
     yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
+    yield from step_order_hypotheses(trace, prepared.reference)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:

@@ -6,6 +6,7 @@ cosine, the last token stands for the first, a dimension is split the other way 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
@@ -73,7 +74,7 @@ def _operands(call: Call) -> Iterator[Alternative]:
     """Operands that are missing, exchanged, or of the other sign."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
-            of_two = _of_two(call, left, right)
+            of_two = functools.partial(of_operands, call)
         case _:
             return
     if isinstance(left, Value) and isinstance(right, Value):
@@ -339,19 +340,22 @@ def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
         )
 
 
-def _of_two(call: Call, left: Any, right: Any) -> Callable[[Compute], Compute]:
-    """From a function of the result and both operands to one of the result and the call's tensors."""
+def of_operands(call: Call, compute: Compute) -> Compute:
+    """From a function of the result, or what is in its place, and both operands to one of it and the call's tensors.
 
-    def compute_with(compute: Compute) -> Compute:
-        def computed(was: Tensor, *inputs: Tensor) -> Tensor:
-            given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
-            x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
-            result: Tensor = compute(was, x, y)
-            return result
+    Args:
+        call: a function of two operands, as ``binary`` knows it.
+        compute: called with numbers where operands are numbers.
+    """
+    _, left, right = binary(call) or ("", None, None)
 
-        return computed
+    def computed(was: Tensor, *inputs: Tensor) -> Tensor:
+        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+        x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
+        result: Tensor = compute(was, x, y)
+        return result
 
-    return compute_with
+    return computed
 
 
 def _again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
