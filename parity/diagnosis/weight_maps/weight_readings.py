@@ -65,6 +65,10 @@ class Heads:
         return (self.query + 2 * self.groups) * self.head_dim
 
 
+GATE_FIRST = ": the gate, which is activated, comes first"
+"""Ends the repair of a gated unit's weight whose halves changed places."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Another reading of what one entry packs.
@@ -320,7 +324,7 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
     if rows % 2 == 0 and rows > 2 and not is_of_attention:
         dim = -2 if len(shape) in _MATRICES else 0
         if isinstance(left, str):
-            repair = f"exchange the halves of {where}: the gate, which is activated, comes first"
+            repair = f"exchange the halves of {where}{GATE_FIRST}"
             yield Reading("gate-up-swapped", "halves swapped", repair, _moved(dim, lambda x: x.roll(len(x) // 2, 0)))
         repair = f"put the gate's rows of {where} before up's; they take turns"
         for name, move in (
