@@ -279,7 +279,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         alike = judge_by(models)
     tensors = second_look(alike, models, judge_by, prepared, precision.rounding, port)
     if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
-        tensors = alike
+        tensors, port = alike, dataclasses.replace(port, plain=())
     notes = tuple(filter(None, [remark(first_look, tensors), port.steps.remark if port.steps else ""]))
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
@@ -305,7 +305,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         ),
         rerun=ran.rerun,
         draws=ran.draws,
-        freedoms=Port(steps=port.steps).freedoms,
+        freedoms=port.freedoms,
     )
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
