@@ -40,7 +40,7 @@ from parity.te import Backend, Kernels
 from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.truth import Truth
 from parity.user_error import INTERRUPTS, UserError
-from parity.watching import side_effects
+from parity.watching import detached_outputs, side_effects
 from parity.watching.raised import first_paragraph, users_line, way_there
 from parity.watching.random_state import RandomState
 from parity.watching.te_calls import WITHOUT_TE, te_calls
@@ -153,6 +153,7 @@ class _Ran:
         determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
         seconds: of processor time that a comparison takes that finds nothing cached.
         changed_inputs: names of the inputs that the candidate changes in place.
+        detached_outputs: of its outputs that require no gradient.
         calls_te: whether the candidate uses TE at all.
     """
 
@@ -167,7 +168,16 @@ class _Ran:
     determinism: Determinism | None
     seconds: float
     changed_inputs: tuple[str, ...]
+    detached_outputs: tuple[str, ...]
     calls_te: bool
+
+    @property
+    def unlike(self) -> str:
+        """Why a candidate whose numbers are right is none in the reference's place; empty where it is."""
+        golden = self.prepared.golden
+        return side_effects.by_candidate_alone(
+            golden.changed_inputs, self.changed_inputs
+        ) or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
 
 
 class _PassRaised(Exception):
@@ -224,6 +234,7 @@ def _run(asked: _Asked) -> _Ran:
     return _Ran(
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
+        detached_outputs=ran[0].detached_outputs,
         calls_te=bool(te_called),
     )
 
@@ -269,7 +280,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         alike = judge_by(models)
     tensors = second_look(alike, models, judge_by, prepared, precision.rounding, port)
     if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
-        tensors = alike
+        tensors, port = alike, dataclasses.replace(port, plain=())
     notes = tuple(filter(None, [remark(first_look, tensors), port.steps.remark if port.steps else ""]))
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
@@ -279,10 +290,10 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return asked.result("error", reason=reason, notes=notes)
-        if side_effects.by_candidate_alone(*changed):
-            return asked.result("error", reason=side_effects.by_candidate_alone(*changed), notes=notes)
+        if ran.unlike:
+            return asked.result("error", reason=ran.unlike, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
-    notes += tuple(filter(None, [side_effects.by_candidate_alone(*changed)]))
+    notes += tuple(filter(None, [ran.unlike]))
     failure = Failure(
         tensors,
         ran.candidate,
@@ -295,7 +306,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         ),
         rerun=ran.rerun,
         draws=ran.draws,
-        freedoms=Port(steps=port.steps).freedoms,
+        freedoms=port.freedoms,
     )
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:

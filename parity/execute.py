@@ -30,6 +30,7 @@ class Pass:
         unreached: names of the parameters where no gradient arrived.
         not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
         changed_inputs: names of the inputs that hold other values after the forward pass.
+        detached_outputs: names of the outputs that require no gradient.
     """
 
     outputs: dict[str, Tensor]
@@ -38,6 +39,7 @@ class Pass:
     unreached: tuple[str, ...]
     not_compared: int = 0
     changed_inputs: tuple[str, ...] = ()
+    detached_outputs: tuple[str, ...] = ()
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -109,6 +111,7 @@ def run(
         unreached=tuple(name for name, gradient in gradients.items() if gradient is None),
         not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),
         changed_inputs=changed,
+        detached_outputs=tuple(name for name in outputs if name not in reached),
     )
 
 

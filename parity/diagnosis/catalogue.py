@@ -22,12 +22,13 @@ from parity.diagnosis.blocks.unused_branches import (
     unused_norm_hypotheses,
     unused_parameters,
 )
-from parity.diagnosis.functions.activations import activation_hypotheses
+from parity.diagnosis.functions.activations import activation_hypotheses, gated_units
 from parity.diagnosis.functions.clamps import clamp_hypotheses
 from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
 from parity.diagnosis.functions.operations import operation_hypotheses
+from parity.diagnosis.functions.step_order import step_order_hypotheses
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
@@ -53,6 +54,7 @@ from parity.weights import parameter_shapes
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is
+_NEAR_A_GATE = 16  # ditto of a gate, among which its weight is
 
 
 def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) -> Iterator[Hypothesis]:
@@ -65,16 +67,18 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     """
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference, unused
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference
     never_came = unused_parameters(prepared.weights, unused)
     yield from unused_branch_hypotheses(trace, prepared.reference, never_came)
     yield from unused_norm_hypotheses(trace, prepared.reference, never_came)
     yield from layer_order_hypotheses(prepared.weights, shapes, prepared.reference, unused)
-    yield from weight_hypotheses(*of_weights)
+    gated = frozenset(_of_gated_units(trace))
+    yield from weight_hypotheses(*of_weights, unused, gated)
     yield from function_hypotheses(prepared, trace)
-    yield from repeated_weight_hypotheses(*of_weights)
+    yield from repeated_weight_hypotheses(*of_weights, unused, gated)
     yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
+    yield from step_order_hypotheses(trace, prepared.reference)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
@@ -165,6 +169,13 @@ def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
                 continue
         return Heads(count, groups, query.shape[-1], rows, columns)
     return None
+
+
+def _of_gated_units(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that make gate and up."""
+    for unit in gated_units(trace):
+        for value in (unit.gate, unit.up):
+            yield from filter(None, map(trace.parameter, ancestors(trace, value, _NEAR_A_GATE)))
 
 
 def _projections_before(trace: Trace) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Paths of the residual stream through which a port's gradients do not flow back: something is detached.
+"""Paths through which a port's gradients do not flow back: of the residual stream, or wherever values fork or join.
 
 Outputs are right then. Of the parameters those before the place get other gradients, those after it the right ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import verified
 from parity.result import Finding, TensorResult
-from parity.watching.trace import Edit, Trace, detached, edit
+from parity.watching.trace import Edit, Trace, Value, detached, edit
 
 _NEARLY_NOTHING = 0.1  # of a gradient's error, which a path may leave
 _MOST_TRIED = 24  # the nearest to what fails first
@@ -51,8 +51,9 @@ def detached_path_findings(
     # What is detached comes after each parameter whose gradient is wrong: the nearest such place is the likeliest.
     last = max((_first_use(trace, name) for name in names), default=-1)
     together, single = _paths(trace)
-    behind = sorted((path for path in single if path.after > last), key=lambda path: path.after)
-    for path in [*together, *behind][:_MOST_TRIED]:
+    behind = _nearest(single, last)
+    others = _nearest(_forks_and_joins(trace), last)
+    for path in [*[*together, *behind][:_MOST_TRIED], *others[:_MOST_TRIED]]:
         if budget.spent():
             return
         hypothesis = Hypothesis("gradient-path-missing", path.described, "", failure.prepared.reference, path.edits)
@@ -107,6 +108,32 @@ def _paths(trace: Trace) -> tuple[list[_Path], list[_Path]]:
         if (edits := of_one(trace, one))
     ]
     return together, single
+
+
+def _nearest(paths: Iterable[_Path], last: int) -> list[_Path]:
+    """Those after the call of this number, the nearest first."""
+    return sorted((path for path in paths if path.after > last), key=lambda path: path.after)
+
+
+def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
+    """What a call is given that others are given too, or beside which it is given other activations.
+
+    Along a path without either it is all one where something is detached.
+    """
+    for after, call in enumerate(trace.calls):
+        given = {value.number: value for value in call.inputs if _is_activation(trace, value)}
+        if call.function.__name__.endswith("_"):  # in place: it cannot be called again
+            continue
+        for position, value in enumerate(given.values()):
+            forks = len({user.site for user in trace.users(value)}) > 1
+            if forks or len(given) > 1:
+                operand = f"the {ordinal(position + 1)} operand of " if len(given) > 1 else ""
+                which = f"{operand}the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+                yield _Path(which, (detached(call, value),), after)
+
+
+def _is_activation(trace: Trace, value: Value) -> bool:
+    return trace.parameter(value) is None and trace.tensor(value).is_floating_point()
 
 
 def _skip(trace: Trace, one: Residual) -> tuple[Edit, ...]:

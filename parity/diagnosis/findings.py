@@ -161,7 +161,9 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
         if titles in told or explanation.after > _CLOSE * explained[0].after:
             continue
         told.add(titles)
-        for one in explanation.hypotheses:
+        for one in sorted(
+            explanation.hypotheses, key=lambda one: one.scope == "call"
+        ):  # what has a meaning comes first
             gains = _gains(explanation, failure.precision.name)
             yield finding(one.title, f"{_together(one, explanation)}{gains} if you {one.repair}")
 

@@ -7,7 +7,7 @@ from itertools import product
 from posixpath import commonpath
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity.diagnosis.agreement import agrees, explains
 from parity.diagnosis.codes import finding
@@ -15,6 +15,7 @@ from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.padding_rows import padding_row_findings
+from parity.diagnosis.reruns.reruns import run_changed
 from parity.diagnosis.scale import factor_of, readable, shared_factor
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
@@ -94,12 +95,31 @@ def _one_path_missing(
             title = "embeddings-not-tied" if any(use.name == "embedding" for use in uses) else "gradient-path-missing"
             hypothesis = Hypothesis(title, title, "", failure.prepared.reference, (detached(call, value),))
             if explains(failure, tensors_under(failure.prepared, (hypothesis,))):
+                lacks = f"the gradient of {name} lacks what comes through {call.name} in {call.module}"
+                if len({use.site[::2] for use in uses}) == 1 and _adds_to_main_grad(failure):
+                    yield finding(
+                        "gradient-accumulation",
+                        f"{lacks} at one of its {len(uses)} calls; without that it agrees. TE adds to main_grad "
+                        "(fuse_wgrad_accumulation): keep it between calls, and overwrite_main_grad off",
+                    )
+                    return
                 yield finding(
                     title,
-                    f"the gradient of {name} lacks what comes through {call.name} in {call.module}; without that it "
-                    "agrees. Use the same parameter there, not a copy or a detached view",
+                    f"{lacks}; without that it agrees. Use the same parameter there, not a copy or a detached view",
                 )
                 return
+
+
+def _adds_to_main_grad(failure: Failure) -> bool:
+    """Whether TE's modules write gradients to buffers, where a later call may overwrite an earlier one's."""
+    found: list[str] = []
+
+    def look(module: nn.Module) -> tuple[str, ...]:
+        found.extend(name for name, one in module.named_modules() if getattr(one, "fuse_wgrad_accumulation", False))
+        return ()
+
+    run_changed(failure, look)
+    return bool(found)
 
 
 def _one_microbatch(

@@ -45,6 +45,7 @@ _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
 _HELPS = 0.9  # of the error before, which a partial explanation must go below
 _HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
+_BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or factor takes some of almost any error
 _OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
 _TUNED = 6  # mistakes whose constant is looked for
@@ -115,7 +116,8 @@ def explanations(
             found = _screened(failure, screen, together, pairs, budget)
             if found:
                 return found
-    helping = (entry for entry in (*ranked, *tuned) if entry[1][0].scope != "call")
+    fitted = (entry for entry in tuned if entry[0] < _BY_A_CONSTANT)
+    helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
     best = min(helping, key=lambda entry: entry[0], default=None)
     if screened is not None:
         screened.best = best if best is not None and best[0] < _MOST_OF_IT else None

@@ -51,9 +51,9 @@ def second_look(
     rounding: Rounding,
     port: Port,
 ) -> tuple[TensorResult, ...]:
-    """The verdicts with more models, if every tensor passes then; else, and if all passed before, the first ones.
+    """The verdicts with more models, if every tensor passes then; else beside what the port's own lines round alone.
 
-    Where the port overflows, the verdicts beside what its own lines overflow in.
+    The first ones where all passed before.
 
     Args:
         tensors: the verdicts at first look.
@@ -72,8 +72,7 @@ def second_look(
         judged = judge(looked, NONE_DRAWN)
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
-    if not _are_finite(tensors):
-        tensors = judged
+    tensors = judged
     for kinks, freedom in _looks(prepared, both):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break

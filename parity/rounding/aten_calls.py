@@ -8,10 +8,11 @@ _aten = torch.ops.aten
 
 CONVOLUTION = _aten.convolution.default
 CONVOLUTION_BACKWARD = _aten.convolution_backward.default
+MATRICES, BIASED = _aten.mm.default, _aten.addmm.default
 FIRST_OPERAND = {
-    _aten.mm.default: 0,
+    MATRICES: 0,
     _aten.bmm.default: 0,
-    _aten.addmm.default: 1,
+    BIASED: 1,
     _aten.baddbmm.default: 1,
 }
 SOFTMAX_BACKWARD = _aten._softmax_backward_data.default

@@ -38,7 +38,8 @@ class Freedom:
             average, for a twelfth). Where the dtype is FP32, noise of a roundoff. What a linear layer's GEMMs read of
             inputs and gradients has errors of the format's that are drawn likewise; a weight is every port's.
         plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
-            behind them, and on a CPU they compute in the dtype (``parity.rounding.plain_kernels``).
+            behind them, and on a CPU they compute in the dtype (``parity.rounding.plain_kernels``). Among them stands
+            what it does that is no function's name (``parity.rounding.casts``, ``parity.rounding.biases_by_hand``).
         steps: how its optimizers hold what they write in place (``parity.rounding.steps``); None for FP32.
     """
 

@@ -45,6 +45,7 @@ class LinearOperands:
         self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
         self._plain = {address(weight) for weight in plain}
         self._read_plainly: dict[int, set[int]] = defaultdict(set)  # by inputs' address: plain layers' output channels
+        self._gradient: tuple[Tensor, bool] | None = None  # multiplied by a weight last, and whether a plain layer's
         self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
         self._read, self._weights_read = OperandsRead(), weights_read
 
@@ -67,12 +68,16 @@ class LinearOperands:
 
     def _are_plain(self, left: Tensor, right: Tensor) -> bool:
         """Whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
-        if {address(left), address(right)} & self._plain:
-            if not self._phase.backward:
-                self._read_plainly[address(left)].add(right.shape[-1])
-            return True
+        operands = {address(left), address(right)}
+        is_plain = bool(operands & self._plain)
+        if self._phase.backward and operands & self._weights:
+            self._gradient = left, is_plain
+        elif is_plain:
+            self._read_plainly[address(left)].add(right.shape[-1])
+        elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
+            return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and by the input next
         # Other layers may read the same inputs: a gradient of as many channels is that of the plain layer's result.
-        return self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ())
+        return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
 
     def _operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
         if is_matrix(x):

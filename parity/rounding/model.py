@@ -38,9 +38,11 @@ from parity.golden.long_sequences import attention_in_blocks
 from parity.rounding.addresses import address
 from parity.rounding.aten_calls import (
     ARITHMETIC,
+    BIASED,
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     FIRST_OPERAND,
+    MATRICES,
     NORMS,
     POINTWISE,
     REDUCTIONS,
@@ -53,6 +55,7 @@ from parity.rounding.aten_calls import (
     TABLES,
 )
 from parity.rounding.attention import Attention
+from parity.rounding.biases_by_hand import BiasesByHand
 from parity.rounding.casts import CAST, Casts
 from parity.rounding.choices import Choices
 from parity.rounding.freedom import FUSED_POINTWISE, Freedom
@@ -133,6 +136,7 @@ class _RoundingMode(TorchDispatchMode):
         self._freedom, self._kinks, self._choices = freedom, kinks, choices
         self._storing = Storing(rounding, freedom)
         self.steps = StepsRounded(self._storing)
+        self._biases = BiasesByHand(self._storing, freedom)
         self._norms = NormsSeen()
         self._attention = Attention(self._storing, self.phase)
         outside_te = list(plain)
@@ -202,7 +206,8 @@ class _RoundingMode(TorchDispatchMode):
         if func in SUMS and _are_activations(args[:2]):
             if not self._freedom.stores_sums:
                 return func(*args, **kwargs)
-            stored = self._storing.store(func(*args, **kwargs))
+            in_parts = None if kwargs else self._biases.in_sum(*args[:2])
+            stored = self._storing.store(func(*args, **kwargs)) if in_parts is None else in_parts
             return args[0].copy_(stored) if func is SUM_IN_PLACE else stored
         patches = self._of_patches(func, args)
         if patches is not None:
@@ -225,6 +230,8 @@ class _RoundingMode(TorchDispatchMode):
         has_weight = is_matrix(left) and not self._are_both_activations(left, right)
         is_linear = has_weight or self._linear.are_of_experts(left, right)
         operands = (self._linear.read if is_linear else self._attention.operands)(left, right)
+        if func is BIASED and is_linear and self._biases.made and not kwargs:
+            return self._biases.result(self._product(MATRICES, (), *operands, (), {}), args[0])
         result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
         if is_linear:
             return self._storing.store(result)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parity.rounding.biases_by_hand import added_bias
 from parity.rounding.phase import NO_BACKWARD
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -67,9 +68,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        is_new = name not in self.names and name not in _LEFT_OUT and not is_view(func)
+        names = {name, *added_bias(name, args)}
+        is_new = not names <= self.names and name not in _LEFT_OUT and not is_view(func)
         if is_new and self._is_of_activations(func, args) and _is_users(sys._getframe(1)):
-            self.names.add(name)
+            self.names |= names
         return func(*args, **(kwargs or {}))
 
     def _is_of_activations(self, func: Any, args: Any) -> bool:

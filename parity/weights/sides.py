@@ -10,6 +10,8 @@ from torch import Tensor
 
 from parity.weights.terms import Compound, Constant, Copies, MisfitError, Rearrange, Shape, Shift, Side
 
+_MOST_SHOWN = 16  # numbers of an order
+
 
 def names(side: Side) -> Iterator[str]:
     """The parameters that a side mentions, from left to right."""
@@ -94,7 +96,8 @@ def describe(side: object, module: str = "") -> str:
 
     Args:
         side: what stands on a side of a weight map.
-        module: what stands before the name of each function, ``parity.`` say.
+        module: what stands before the name of each function, ``parity.`` say, of what is to be pasted; where it is
+            empty, an order of many rows is shortened.
     """
     if isinstance(side, str):
         return f'"{side}"'
@@ -102,14 +105,24 @@ def describe(side: object, module: str = "") -> str:
         return f"{module}constant({', '.join(map(repr, (side.value, *side.shape)))})"
     if not isinstance(side, Compound):
         return repr(side)
-    return f"{module}{side.function}({', '.join([*(describe(part, module) for part in side.parts), *_options(side)])})"
+    parts = [*(describe(part, module) for part in side.parts), *_options(side, in_full=bool(module))]
+    return f"{module}{side.function}({', '.join(parts)})"
 
 
-def _options(side: Compound) -> list[str]:
+def _short(value: object) -> str:
+    """An option's value; of an order of hundreds of rows its ends."""
+    if not isinstance(value, tuple) or len(value) <= _MOST_SHOWN:
+        return repr(value)
+    first, last = (", ".join(map(repr, some)) for some in (value[:3], value[-3:]))
+    return f"({first}, ..., {last})"
+
+
+def _options(side: Compound, in_full: bool) -> list[str]:
+    shown = repr if in_full else _short
     if isinstance(side, Rearrange):
         return [f'"{side.pattern}"', *(f"{axis}={length}" for axis, length in side.sizes)]
     return [
-        f"{option.name}={getattr(side, option.name)!r}"
+        f"{option.name}={shown(getattr(side, option.name))}"
         for option in dataclasses.fields(side)
         if option.name != "parts" and getattr(side, option.name) != option.default
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import parity
@@ -80,3 +81,44 @@ def test_a_gradient_that_is_scaled_is_no_path():
 
     (one,) = parity.compare(parity.Case("stream", factory, sizes=({},)), ["fp32"])
     assert one.findings[0].title == "gradient-scale"
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a LoRA adapter, whose input is detached."""
+
+    def __init__(self, linear: Any, detach: bool) -> None:
+        super().__init__()
+        self.base, self.a, self.b = linear(HIDDEN, FFN), linear(HIDDEN, 16), linear(16, FFN)
+        self.base.requires_grad_(False)
+        self.detach = detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x.detach() if self.detach else x))
+
+
+class Halves(nn.Module):
+    """Two halves of a batch in turn, of which the second is detached."""
+
+    def __init__(self, linear: Any, detach: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.detach = linear(HIDDEN, FFN), linear(FFN, HIDDEN), detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.down(self.up(half).relu()) for half in x.chunk(2))
+        return torch.cat([first, second.detach() if self.detach else second])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [(Adapted, "the 1st 'linear' of a;"), (Halves, "the 2nd operand of the 1st 'cat' of the module;")],
+)
+def test_what_is_detached_where_values_fork_or_join_is_told(module, told, precision):
+    def factory(te: Any, **_: Any) -> parity.Pair:
+        plain, port = module(nn.Linear, False), module(te.Linear, True)
+        names = {name: name for name, _ in plain.named_parameters()}
+        return parity.Pair(plain, port, lambda rng: rng.normal(64, HIDDEN), weights=names)
+
+    (one,) = parity.compare(parity.Case("detached", factory, sizes=({},)), [precision])
+    assert one.findings[0].title == "gradient-path-missing"
+    assert f"what comes back through {told}" in one.findings[0].message

@@ -105,3 +105,9 @@ def test_tes_gelu_is_told_as_the_one_that_te_computes(precision):
 
     (result,) = parity.compare(parity.Case("mlp", factory, sizes=({},)), [precision])
     assert "it computes gelu (tanh)" in result.findings[0].message
+
+
+def test_a_leaky_relu_in_the_place_of_another_activation_is_told_with_its_slope():
+    ((title, message),) = found(Gated, dict(act=F.relu), dict(act=lambda x: F.leaky_relu(x, 0.1)))
+    assert title == "activation"
+    assert message.startswith("it computes a leaky relu of slope 0.1")

@@ -90,3 +90,77 @@ def test_the_call_and_what_is_wrong_with_it_are_told(module, port, told, precisi
 @pytest.mark.parametrize("module", [Modulated, Timed, Pooled])
 def test_right_ports_have_none_to_tell(module):
     assert found(module) == [("passed", "")]
+
+
+class Leaky(nn.Module):
+    """An activation with a number of its own."""
+
+    def __init__(self, linear, slope: float = 0.2) -> None:
+        super().__init__()
+        self.up, self.down, self.slope = linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN), slope
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.down(F.leaky_relu(self.up(x), self.slope))
+
+
+class Shifted(nn.Module):
+    """A product of neighbours in windows that are shifted by half of one, as Swin's."""
+
+    def __init__(self, linear, shift: int = 4) -> None:
+        super().__init__()
+        self.linear, self.shift = linear(HIDDEN, HIDDEN), shift
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = x.roll(-self.shift, 1) if self.shift else x
+        y = self.linear(y.unflatten(1, (-1, 8)).cumsum(2)).flatten(1, 2)
+        return x + (y.roll(self.shift, 1) if self.shift else y)
+
+
+class Averaged(nn.Module):
+    """The mean over a sequence."""
+
+    def __init__(self, linear, place: int | None = None) -> None:
+        super().__init__()
+        self.linear, self.place = linear(HIDDEN, HIDDEN), place
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.mean(1) if self.place is None else y[:, self.place]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("module", "port", "told"),
+    [
+        (
+            Leaky,
+            dict(slope=0.05),
+            "the 1st 'leaky_relu' of the module as the reference does; its negative_slope is 0.05",
+        ),
+        (Leaky, dict(slope=0.0), "the 1st 'leaky_relu' of the module as the reference does; it is relu"),
+        (
+            Shifted,
+            dict(shift=0),
+            "the 1st 'roll' of the module and of 1 more like it as the reference does; it is left",
+        ),
+        (
+            Averaged,
+            dict(place=0),
+            "the 1st 'mean' of the module as the reference does; it takes the first of dimension",
+        ),
+        (
+            Averaged,
+            dict(place=-1),
+            "the 1st 'mean' of the module as the reference does; it takes the last of dimension",
+        ),
+    ],
+)
+def test_a_number_a_shift_and_a_mean_that_are_others_are_told(module, port, told, precision):
+    title, message = found(module, precision, **port)[0]
+    assert title == "operation"
+    assert told in message
+
+
+@pytest.mark.parametrize("module", [Leaky, Shifted, Averaged])
+def test_right_ports_of_these_have_none_to_tell(module):
+    assert found(module) == [("passed", "")]

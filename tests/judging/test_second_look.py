@@ -265,3 +265,31 @@ def test_a_small_mistake_fails_at_second_look_too():
 def verdicts(margin):
     (result,) = parity.compare(case(), precisions=["fp16"])
     return tuple(dataclasses.replace(tensor, margin=margin) for tensor in result.tensors)
+
+
+class Standardized(nn.Module):
+    """Lines of the port's own before a layer whose weight is used twice."""
+
+    def __init__(self, layer, tied=True):
+        super().__init__()
+        self.layer, self.tied = layer, tied
+
+    def forward(self, x):
+        y = torch.relu(self.layer((x - 0.7) / 1.3))
+        weight = self.layer.weight if self.tied else self.layer.weight.detach()
+        return torch.nn.functional.linear(y, weight.T) * 1.3 + 0.7, y
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_beside_a_mistake_what_the_ports_own_lines_round_is_expected_all_the_same(precision):
+    def factory(te, **_):
+        return parity.Pair(
+            Standardized(nn.Linear(96, 64)),
+            Standardized(te.Linear(96, 64), tied=False),
+            lambda rng: rng.normal(40, 96),
+            weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
+        )
+
+    for result in parity.compare(parity.Case("standardized", factory, sizes=({},)), [precision], seeds=range(4)):
+        assert {tensor.label for tensor in result.tensors if not tensor.passed} == {"d layer.weight"}
+        assert [finding.title for finding in result.findings] == ["gradient-path-missing"]

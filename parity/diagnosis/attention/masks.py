@@ -70,7 +70,8 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
             yield MaskMistake(title, name, repair, _band_instead(other, padded))
             if other.right < band.right:  # queries that would see nothing may have been spared
                 yield MaskMistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
-        yield from map(_window_instead(band, padded), _other_windows(band, hidden.shape[-1]))
+        own = _own_key(band, *hidden.shape[-2:])
+        yield from map(_window_instead(band, own, padded), _other_windows(_moved_by(band, -own), hidden.shape[-1]))
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
             yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
@@ -268,18 +269,30 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
     for by, seen in ((-1, "one key too few"), (1, "one key too many")):
         repair = f"move the causal mask by one; a query sees {seen}"
         yield replace(band, right=band.right + by), "mask", f"causal mask off by {by:+d}", repair
-    if band.right > 0:
-        repair = f"{_right_window(band)}; it sees none after it"
-        yield replace(band, right=0), "window", "window before the query alone", repair
+    own = _own_key(band, queries, keys)
+    right_window, left = _right_window(_moved_by(band, -own)), band.left + own
+    if band.right > own:
+        repair = f"{right_window}; it sees none after it"
+        yield replace(band, right=own), "window", "window before the query alone", repair
         for by in (-1, 1) if math.isfinite(band.left) else ():
-            repair = f"{_right_window(band)}; it sees {band.left + by:g} and {band.right + by:g}"
+            repair = f"{right_window}; it sees {left + by:g} and {band.right - own + by:g}"
             other = Band(band.left + by, band.right + by)
             yield other, "window", f"window off by {by:+d} on both sides", repair
     if math.isfinite(band.left):
         for by in (-1, 1):
-            repair = f"{_right_window(band)}; it sees {band.left + by:g}"
+            repair = f"{right_window}; it sees {left + by:g}"
             yield replace(band, left=band.left + by), "window", f"window off by {by:+d}", repair
-        yield replace(band, left=math.inf), "window", "window missing", f"{_right_window(band)}; it sees all"
+        yield replace(band, left=math.inf), "window", "window missing", f"{right_window}; it sees all"
+
+
+def _own_key(band: Band, queries: int, keys: int) -> int:
+    """How far right of a query's number its own key is: not at all, or at the bottom right corner of the mask."""
+    corner = keys - queries
+    return corner if 0 < corner == band.right != band.left else 0
+
+
+def _moved_by(band: Band, places: int) -> Band:
+    return Band(band.left - places, band.right + places)
 
 
 def _other_windows(band: Band, keys: int) -> Iterator[float]:
@@ -290,16 +303,17 @@ def _other_windows(band: Band, keys: int) -> Iterator[float]:
     yield from (size for size in sizes if 1 <= size < keys)
 
 
-def _window_instead(band: Band, padded: bool) -> Callable[[float], MaskMistake]:
-    """A window of so many keys; on both sides where later keys are seen."""
+def _window_instead(band: Band, own: int, padded: bool) -> Callable[[float], MaskMistake]:
+    """A window of so many keys before a query's own one; on both sides where later keys are seen."""
+    right = _moved_by(band, -own)
 
     def of_size(size: float) -> MaskMistake:
         left = max(round(size), 1)
         return MaskMistake(
             "window",
             f"window of {left}",
-            f"{_right_window(band)}; it sees {left}",
-            _band_instead(Band(left, 0 if band.right == 0 else left), padded),
+            f"{_right_window(right)}; it sees {left}",
+            _band_instead(_moved_by(Band(left, 0 if right.right == 0 else left), own), padded),
             size,
             of_size,
         )

@@ -48,6 +48,7 @@ OF_TE = ("gelu (erf)", "gelu (tanh)", "quick gelu", "silu", "relu", "squared rel
 """What TE's modules compute; the others are the reference's alone, or a plain module's."""
 
 GPT_OSS_LIMIT = 7.0
+_SLOPE = 0.01  # PyTorch's, of leaky ReLU
 
 _NONLINEAR = frozenset(
     {"gelu", "silu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_min", "maximum"}
@@ -179,12 +180,25 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             f"give TE the reference's activation, {right}; it computes {name}",
             _named(name),
             subtle=name in GELUS and all(one.name in GELUS for one in found),
+            value=_SLOPE if name == "leaky relu" else None,
+            tuned=_leaky if name == "leaky relu" else None,
         )
     yield Mistake(
         "activation",
         "activation missing",
         f"give TE the reference's activation, {right}; it computes none",
         lambda one: (edit(one.call, (one.x,), lambda was, x: x.to(was.dtype)),),
+    )
+
+
+def _leaky(slope: float) -> Mistake[Activation]:
+    return Mistake(
+        "activation",
+        f"activation leaky relu of slope {slope:.4g}",
+        f"give TE the reference's activation; it computes a leaky relu of slope {slope:.4g}",
+        lambda one: (edit(one.call, (one.x,), lambda was, x: F.leaky_relu(x, slope).to(was.dtype)),),
+        value=slope,
+        tuned=_leaky,
     )
 
 

@@ -6,8 +6,8 @@ cosine, the last token stands for the first, a dimension is split the other way 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from parity.diagnosis.walk import CASTS, RESHAPES, binary, with_number
+from parity.diagnosis.functions.other_numbers import Alternative, Compute, other_numbers
+from parity.diagnosis.walk import CASTS, RESHAPES, binary
 from parity.watching.trace import Call, Trace, Value
-
-Compute = Callable[..., Any]
 
 LEFT_OUT = "it is left out"
 """Of a call that changes a tensor and keeps its shape."""
@@ -37,28 +36,11 @@ _SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_siz
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """What a call returns instead.
-
-    Attributes:
-        described: as the end of a sentence that begins with the call.
-        compute: from what the call returned, and every tensor that it was given, in order.
-        value: a number of the call that it is about, where it is about one; positive.
-        tuned: the same with another number.
-    """
-
-    described: str
-    compute: Compute
-    value: float | None = None
-    tuned: Callable[[float], Alternative] | None = None
-
-
 def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
     """Every known way to get a call wrong."""
     yield from _operands(call)
     yield from _selections(call)
-    yield from _numbers(call)
+    yield from other_numbers(call)
     yield from _left_out(trace, call)
     yield from _other_functions(call)
     yield from _dimensions(trace, call)
@@ -73,7 +55,7 @@ def _operands(call: Call) -> Iterator[Alternative]:
     """Operands that are missing, exchanged, or of the other sign."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
-            of_two = _of_two(call, left, right)
+            of_two = functools.partial(of_operands, call)
         case _:
             return
     if isinstance(left, Value) and isinstance(right, Value):
@@ -103,32 +85,6 @@ def _selections(call: Call) -> Iterator[Alternative]:
         )
 
 
-def _numbers(call: Call) -> Iterator[Alternative]:
-    """Another number in the place of a positive one."""
-    match with_number(call):
-        case (("add" | "sub" | "mul" | "div" | "pow") as name, _, number) if number > 0.0:
-            pass
-        case _:
-            return
-    functions: dict[str, Compute] = {
-        "add": torch.add,
-        "sub": torch.sub,
-        "mul": torch.mul,
-        "div": torch.div,
-        "pow": torch.pow,
-    }
-
-    def with_another(value: float) -> Alternative:
-        return Alternative(
-            f"its number is {value:.4g} for {number:.4g}",
-            lambda was, x: functions[name](x, value),
-            value,
-            with_another,
-        )
-
-    yield from map(with_another, (0.9 * number, 1.1 * number))
-
-
 def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
     """What changes a tensor and keeps its shape."""
     if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
@@ -155,6 +111,11 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
         arguments: dict[str, Any] = {"dims" if call.name == "flip" else "dim": dim}
         if call.name in _REDUCTIONS:
             arguments["keepdim"] = result.dim() == x.dim()
+            for described, place in (("first", 0), ("last", -1)):
+                yield Alternative(
+                    f"it takes the {described} of dimension {dim}",
+                    lambda was, x, dim=dim, place=place: x.select(dim, place).view_as(was),
+                )
         yield Alternative(
             f"it is along dimension {dim}",
             lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
@@ -339,19 +300,22 @@ def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
         )
 
 
-def _of_two(call: Call, left: Any, right: Any) -> Callable[[Compute], Compute]:
-    """From a function of the result and both operands to one of the result and the call's tensors."""
+def of_operands(call: Call, compute: Compute) -> Compute:
+    """From a function of the result, or what is in its place, and both operands to one of it and the call's tensors.
 
-    def compute_with(compute: Compute) -> Compute:
-        def computed(was: Tensor, *inputs: Tensor) -> Tensor:
-            given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
-            x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
-            result: Tensor = compute(was, x, y)
-            return result
+    Args:
+        call: a function of two operands, as ``binary`` knows it.
+        compute: called with numbers where operands are numbers.
+    """
+    _, left, right = binary(call) or ("", None, None)
 
-        return computed
+    def computed(was: Tensor, *inputs: Tensor) -> Tensor:
+        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+        x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
+        result: Tensor = compute(was, x, y)
+        return result
 
-    return compute_with
+    return computed
 
 
 def _again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from parity.diagnosis.functions.alternatives import LEFT_OUT, Alternative, alternatives
+from parity.diagnosis.functions.alternatives import LEFT_OUT, alternatives
+from parity.diagnosis.functions.other_numbers import Alternative
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import with_number
 from parity.watching.trace import Call, Trace, edit
@@ -25,7 +26,7 @@ def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
         for described in by_call[0]:
             if all(described in ones for ones in by_call):
                 yield _otherwise(calls, [ones[described] for ones in by_call], module)
-    for calls in _of_one_number(trace):
+    for calls in (*_of_one_number(trace), *_there_and_back(trace)):
         left_out = [one for call in calls for one in alternatives(trace, call) if one.described == LEFT_OUT]
         if len(left_out) == len(calls):
             yield _otherwise(calls, left_out, module)
@@ -45,6 +46,17 @@ def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
         several = [some for some in by_layer.values() if len(some) > 1]
         for some in [*several, same] if len(by_layer) > 1 else several:
             yield [call for calls in some for call in calls]
+
+
+def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
+    """Calls that move elements, and move them back, as for Swin's shifted windows."""
+    by_module: dict[str, list[list[Call]]] = {}
+    for calls in alike(trace):
+        if calls[0].name in ("roll", "flip"):
+            by_module.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+    for same in by_module.values():
+        if len(same) > 1:
+            yield [call for calls in same for call in calls]
 
 
 def alike(trace: Trace) -> list[list[Call]]:

@@ -70,6 +70,12 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
             f"score the experts as the reference does; they are scored by a {name}",
             _activated_by(name, activation),
         )
+        yield Mistake(
+            "routing-weights",
+            f"routing scores by {name}, elsewhere as they are",
+            f"score the experts as the reference does, where they are chosen; they are scored by a {name} there",
+            _chosen_by_activated(name, activation),
+        )
 
 
 def _bias_mistakes() -> Iterator[Mistake[Router]]:
@@ -176,6 +182,18 @@ def _activated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Callable
         if own is None or own.name == name:
             return ()
         return (edit(own, own.inputs[:1], lambda was, logits: activation(logits.to(was.dtype))),)
+
+    return edits
+
+
+def _chosen_by_activated(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    """As above, where something else reads the scores, such as an auxiliary loss, which TE computes by itself."""
+
+    def edits(router: Router) -> _Edits:
+        own = router.activation
+        if own is None or own.name == name or router.taken is not None or router.bias is not None:
+            return ()
+        return _chosen_by(router, (own.inputs[0],), activation)
 
     return edits
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, takewhile
 
 from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis, Scope
-from parity.diagnosis.weight_maps.weight_readings import Heads, Reading, Shapes, readings
+from parity.diagnosis.weight_maps.weight_readings import GATE_FIRST, Heads, Reading, Shapes, readings
 from parity.weights import WeightMap
 from parity.weights.sides import describe, names, pack, shape_of, unpack
 from parity.weights.terms import Side
@@ -66,6 +66,7 @@ def weight_hypotheses(
     heads: Heads | None,
     module: nn.Module,
     unused: Container[str] = (),
+    gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with one entry of this weight map, or two that were exchanged.
 
@@ -76,8 +77,9 @@ def weight_hypotheses(
         heads: of the reference's attention; None where it has none.
         module: the reference.
         unused: TE's parameters without a gradient, which the reference gives one.
+        gated: names of the reference's parameters from which its gated units are computed.
     """
-    for entries in _misread(weights, shapes, candidate_shapes, heads, unused):
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
         yield from (_hypothesis([entry], shapes, module) for entry in entries)
     yield from (_exchanged([exchange], shapes, module) for exchange in _exchanges(weights, shapes))
 
@@ -89,13 +91,14 @@ def repeated_weight_hypotheses(
     heads: Heads | None,
     module: nn.Module,
     unused: Container[str] = (),
+    gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with several entries alike; arguments as ``weight_hypotheses``.
 
     An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
     """
     same: dict[tuple[str, str, int], list[_Misread]] = defaultdict(list)
-    for entries in _misread(weights, shapes, candidate_shapes, heads, unused):
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
         alike: Counter[tuple[str, str]] = Counter()
         for entry in entries:
             what = entry.reading.title, entry.reading.name
@@ -113,12 +116,29 @@ def repeated_weight_hypotheses(
 
 
 def _misread(
-    weights: WeightMap, shapes: Shapes, candidate_shapes: Shapes, heads: Heads | None, unused: Container[str]
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    unused: Container[str],
+    gated: Collection[str],
 ) -> Iterator[list[_Misread]]:
     """By entry of the map, every other reading of it."""
     for left, right in weights.items():
         if any(names(left)):
-            yield [_Misread(one, left, right) for one in readings(left, right, shapes, candidate_shapes, heads, unused)]
+            others = readings(left, right, shapes, candidate_shapes, heads, unused)
+            yield [_Misread(_of_its_subject(one, left, heads, gated), left, right) for one in others]
+
+
+def _of_its_subject(reading: Reading, left: Side, heads: Heads | None, gated: Collection[str]) -> Reading:
+    """The reading, which speaks of gates and heads only where the entry is of a gated unit, or of attention."""
+    parameters = set(names(left))
+    is_gated = not parameters.isdisjoint(gated)
+    is_attentions = heads is not None and parameters <= heads.rows | heads.columns
+    known = {"gate-up-swapped": is_gated, "heads-transposed": is_attentions, "heads-permuted": is_attentions}
+    if known.get(reading.title, True):
+        return reading
+    return replace(reading, title="stacked-in-another-order", repair=reading.repair.removesuffix(GATE_FIRST))
 
 
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:

@@ -65,6 +65,11 @@ class Heads:
         return (self.query + 2 * self.groups) * self.head_dim
 
 
+_BLOCK = 32  # rows of gate and up that take turns, for the kernels of TE's grouped MLP
+GATE_FIRST = ": the gate, which is activated, comes first"
+"""Ends the repair of a gated unit's weight whose halves changed places."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Another reading of what one entry packs.
@@ -320,7 +325,7 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
     if rows % 2 == 0 and rows > 2 and not is_of_attention:
         dim = -2 if len(shape) in _MATRICES else 0
         if isinstance(left, str):
-            repair = f"exchange the halves of {where}: the gate, which is activated, comes first"
+            repair = f"exchange the halves of {where}{GATE_FIRST}"
             yield Reading("gate-up-swapped", "halves swapped", repair, _moved(dim, lambda x: x.roll(len(x) // 2, 0)))
         repair = f"put the gate's rows of {where} before up's; they take turns"
         for name, move in (
@@ -328,6 +333,7 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
             ("halves apart", lambda x: _transposed_rows(x, len(x) // 2)),
         ):
             yield Reading("gate-up-interleaved", name, repair, _moved(dim, move))
+        yield from _in_blocks(where, rows, dim)
     if heads is not None:
         for dim, parameters in ((0, heads.rows), (1, heads.columns)):
             if set(names(left)) <= parameters and len(shape) > dim:
@@ -338,6 +344,23 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
 
 def _is_bias(left: Side) -> bool:
     return all(name.endswith("bias") for name in names(left))
+
+
+def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
+    """Gate and up that take turns in blocks, as TE's ``glu_interleave_size`` has them, on one side alone."""
+    if rows % (2 * _BLOCK) or rows == 2 * _BLOCK:
+        return
+    shapes = {
+        f"lay out {where} with te.interleave_glu_tensor, as glu_interleave_size={_BLOCK} reads it": (-1, 2, _BLOCK),
+        f"give TE glu_interleave_size={_BLOCK}, or {where} without blocks of that size": (2, -1, _BLOCK),
+    }
+    for repair, shape in shapes.items():
+        yield Reading(
+            "gate-up-interleaved",
+            f"blocks of {_BLOCK} {'apart' if shape[1] == 2 else 'in turns'}",
+            repair,
+            _moved(dim, lambda x, shape=shape: x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)),  # type: ignore[misc]
+        )
 
 
 def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:
