@@ -28,7 +28,7 @@ def test_rope_that_some_layers_lack_is_told_with_these_layers(roped, precision):
 @pytest.mark.parametrize(
     ("port", "told"),
     [
-        (None, "query and key are rotated"),
+        (None, "query and key are rotated in layers.0, layers.2"),
         ((0, 1), "in layers.1"),
         ((1, 2), "in layers.2; each layer is rotated, or not, as the one before it"),
     ],

@@ -53,7 +53,8 @@ def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequen
             "pass TE no rotary_pos_emb where the reference rotates nothing; query and key are rotated",
             lambda one, like=like: one.edits(like),  # type: ignore[misc]
         )
-        yield from everywhere_and_somewhere([mistake], plain, module, lambda one: one.name)
+        where = f" in {', '.join(one.name for one in plain)}"
+        yield from everywhere_and_somewhere([mistake], plain, module, lambda one: one.name, where=where)
         yield from _shifted(trace, module, kind, plain)
 
 
