@@ -49,6 +49,7 @@ CODES = {
     "attention-bias": "PAR220",
     "rope-layout": "PAR221",
     "rope-missing": "PAR222",
+    "rope-unwanted": "PAR222",
     "rope-one-side": "PAR223",
     "rope-twice": "PAR224",
     "rope-position": "PAR225",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from language_model import HEAD_DIM, Options, first, result
 import parity
 
 LOGITS = Options(layers=3, loss=False)
+ROPED = {None: (1,), (0, 1): (0,), (1, 2): (0, 1)}  # the reference's layers, by the port's
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,22 @@ def test_rope_that_some_layers_lack_is_told_with_these_layers(roped, precision):
     assert first(one) == "rope-missing"
     for number in range(3):
         assert (f"layers.{number}" in one.findings[0].message) == (number not in roped)
+
+
+@pytest.mark.parametrize(
+    ("port", "told"),
+    [
+        (None, "query and key are rotated in layers.0, layers.2"),
+        ((0, 1), "in layers.1"),
+        ((1, 2), "in layers.2; each layer is rotated, or not, as the one before it"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rope_in_layers_that_have_none_is_told_with_these_layers(port, told, precision):
+    """As in SmolLM3, Cohere 2 and Llama 4, some of whose layers have no positions (NoPE)."""
+    one = result(replace(LOGITS, roped=ROPED[port]), precision, roped=port)
+    assert first(one) == "rope-unwanted"
+    assert told in one.findings[0].message
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -14,6 +14,7 @@ from parity.diagnosis.low_dtypes import low_dtypes, short
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.rope.rope_positions import Edits, Phases, position_mistakes, restart_mistakes, with_angles
 from parity.diagnosis.rope.rope_scaling import scaling_mistakes
+from parity.diagnosis.rope.rope_unrotated import unrotated_hypotheses
 from parity.diagnosis.rope.rotation import Form, Rotation, frequencies, rotations
 from parity.formats import tf32
 from parity.watching.trace import Edit, Site, Trace
@@ -48,6 +49,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
         yield from everywhere_and_somewhere(
             map(_in_layer, mistakes), of_kind, module, lambda one: one.name, where=where
         )
+    yield from unrotated_hypotheses(trace, module, kinds)
     # One table of angles serves all layers.
     restarts = restart_mistakes(len(found[0].angles))
     yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
