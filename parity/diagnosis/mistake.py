@@ -42,7 +42,7 @@ def everywhere_and_somewhere(
     operations: Sequence[Operation],
     module: nn.Module,
     place: Callable[[Operation], str] | None = None,
-    kind: Callable[[Operation], str] = lambda operation: "",
+    kinds: Callable[[Operation], Sequence[str]] = lambda operation: (),
     where: str = "",
 ) -> Iterator[Hypothesis]:
     """Each mistake made with all operations at once, with those of each kind, and with each alone if they are few.
@@ -52,7 +52,7 @@ def everywhere_and_somewhere(
         operations: those of one sort in the reference.
         module: the reference.
         place: of an operation, for names and messages; None to try all at once only.
-        kind: of an operation, for names and messages, where one argument of TE is for some of them.
+        kinds: of an operation, for names and messages, where one argument of TE is for some of them.
         where: the operations are, for names and messages; empty where they are all of their sort.
     """
     for mistake in mistakes:
@@ -60,15 +60,26 @@ def everywhere_and_somewhere(
         if not changed:
             continue
         yield _made(mistake, operations, module, where=where)
-        kinds: dict[str, list[Operation]] = defaultdict(list)
-        for operation in changed:
-            kinds[kind(operation)].append(operation)
-        for name, some in kinds.items() if len(kinds) > 1 else ():
-            if len(some) > 1:
-                yield _made(mistake, some, module, "kind", f" in {name}")
+        for name, some in _by_kind(changed, kinds).items():
+            yield _made(mistake, some, module, "kind", f" in {name}")
         if place is not None and 1 < len(changed) <= MOST_PLACES:
             for operation in changed:
                 yield _made(mistake, [operation], module, "one", place=place(operation))
+
+
+def _by_kind(
+    operations: Sequence[Operation], kinds: Callable[[Operation], Sequence[str]]
+) -> dict[str, list[Operation]]:
+    """Some of the operations, more than one, by their kind; kinds that are of the same ones are one."""
+    by_kind: dict[str, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        for kind in kinds(operation):
+            by_kind[kind].append(operation)
+    found: dict[tuple[int, ...], str] = {}
+    for name, some in by_kind.items():
+        if 1 < len(some) < len(operations):
+            found.setdefault(tuple(map(id, some)), name)
+    return {name: by_kind[name] for name in found.values()}
 
 
 def _made(

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 from language_model import HEAD_DIM, Options, first, result
+from torch import nn
 
 import parity
 
@@ -87,3 +88,34 @@ def test_a_layer_that_is_left_out_is_told_by_what_gets_no_gradient():
     one = result(LOGITS, "bf16", skipped=(1,))
     assert first(one) == "branch-missing"
     assert "layers.1" in one.findings[0].message
+
+
+class Normed(nn.Module):
+    """Branches behind norms, and a norm at the end, of a stream as small as embeddings are."""
+
+    def __init__(self, linear, norm, last):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(norm(64), linear(64, 64)) for _ in range(3))
+        self.norm = last(64)
+
+    def forward(self, x):
+        x = 1e-3 * x
+        for layer in self.layers:
+            x = x + 1e-3 * layer(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_eps_of_all_layers_is_told_with_their_list_where_the_last_norm_is_right(precision):
+    def build(te, **_):
+        def right(width):
+            return te.RMSNorm(width, eps=1e-6)
+
+        plain = Normed(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-6), lambda width: nn.RMSNorm(width, eps=1e-6))
+        ported = Normed(te.Linear, te.RMSNorm, right)
+        same = {name: name for name, _ in plain.named_parameters()}
+        return parity.Pair(plain, ported, lambda rng, batch, seq: rng.normal(batch, seq, 64), same)
+
+    (one,) = parity.compare(parity.Case("normed", build, sizes=(dict(batch=2, seq=32),), probe=False), [precision])
+    assert [finding.title for finding in one.findings] == ["norm-eps"]
+    assert "it computes with eps=1e-05 in norms of 64 channels in layers" in one.findings[0].message

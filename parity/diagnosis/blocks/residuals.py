@@ -61,7 +61,7 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
         found,
         module,
         lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",
-        lambda one: f"each layer's {ordinal(one.number)} sum",
+        lambda one: (f"each layer's {ordinal(one.number)} sum",),
     )
     yield from _order_of_blocks(found, _blocks_in_a_row(trace, found), module)
     moved = _output_layer_norms(found)

@@ -64,7 +64,7 @@ def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
             residuals(trace),
             module,
             lambda one: f"{one.call.module} (sum {one.number})",
-            lambda one: f"each layer (sum {one.number})",
+            lambda one: (f"each layer (sum {one.number})",),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
 
 _LARGE_EPSILONS = (1e-4, 1e-3)
 """Those of others, as of Keras. No matched filter of outputs looks for them: they change what the usual ones change."""
+
+_IN_LIST = re.compile(r"(.+?)\.\d+\.")  # the path of what is in a list of layers
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,15 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
             found,
             module,
             lambda norm: norm.call.module,
-            lambda norm: f"norms of {trace.tensor(norm.x).shape[-1]} channels",
+            lambda norm: _kinds(norm, trace.tensor(norm.x).shape[-1]),
         )
+
+
+def _kinds(norm: Norm, channels: int) -> list[str]:
+    """Those of queries and keys have few channels; the last norm of a model is beside its list of layers."""
+    of_size = f"norms of {channels} channels"
+    in_list = _IN_LIST.match(f"{norm.call.module}.")
+    return [of_size, *([f"{of_size} in {in_list[1]}"] if in_list else [])]
 
 
 def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Norm]]:
