@@ -12,7 +12,7 @@ from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.divergence.divergence import first_divergence
 from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure, few_outputs
-from parity.diagnosis.gradients import gradient_findings
+from parity.diagnosis.gradients import gradient_findings, partly_scaled_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.loss_search import loss_explanations
@@ -105,7 +105,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
         return _by_chance(failure) or list(_told(_of_one_number(failure, trace, search), failure))
-    if all(result.passed for result in failure.outputs):
+    outputs_passed = all(result.passed for result in failure.outputs)
+    if outputs_passed:
         causes += [lambda: gradient_findings(failure, trace, Budget(rest))]
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
@@ -120,6 +121,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: _told(restart_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, Budget(rest)),
+        lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
     return next(filter(None, (list(cause()) for cause in causes)), [])
 

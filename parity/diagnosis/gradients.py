@@ -38,11 +38,29 @@ def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Fi
         detached_path_findings,
         _one_microbatch,
         _rounded_sums,
-        _scaled_in_part,
     ):
         if not budget.spent() and (found := list(explain(failure, failed, trace, budget))):
             return found
     return []
+
+
+def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if some failed gradients are the right ones times one factor, which spoils those that come before.
+
+    Other mistakes may look like it, so it is for what nothing else explains; outputs are right.
+    """
+    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    alike = [result for result in failed if factor_of(failure, result)]
+    factor = shared_factor(failure, alike)
+    if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:
+        return
+    where = commonpath([result.name.replace(".", "/") for result in alike]).replace("/", ".")
+    yield finding(
+        "gradient-scale",
+        f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
+        f"what they should be, and right but for that; look for what scales the gradient behind {where or 'these'}, "
+        "or of a branch. What comes before is wrong for that reason",
+    )
 
 
 def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
@@ -61,23 +79,6 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
         "gradient-scale",
         f"{which} is {readable(factor)} times what it should be, and right but for that; "
         + ("nothing flows back there" if factor == 0.0 else "divide by it (a loss scale, a number of tokens or ranks)"),
-    )
-
-
-def _scaled_in_part(
-    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
-) -> Iterator[Finding]:
-    """Some failed gradients are the right ones times one factor: it is where these begin, and spoils those before."""
-    alike = [result for result in failed if factor_of(failure, result)]
-    factor = shared_factor(failure, alike)
-    if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:
-        return
-    where = commonpath([result.name.replace(".", "/") for result in alike]).replace("/", ".")
-    yield finding(
-        "gradient-scale",
-        f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
-        f"what they should be, and right but for that; look for what scales the gradient behind {where or 'these'}, "
-        "or of a branch. What comes before is wrong for that reason",
     )
 
 
