@@ -35,6 +35,7 @@ from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
 from parity.diagnosis.losses.losses import loss_hypotheses
 from parity.diagnosis.mixture.routing import routing_hypotheses
 from parity.diagnosis.norms.extra_norms import extra_norm_hypotheses
+from parity.diagnosis.norms.norm_groups import norm_group_hypotheses
 from parity.diagnosis.norms.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms.norms import norm_hypotheses
 from parity.diagnosis.norms.pre_norms import branch_norm_hypotheses, pre_norm_hypotheses
@@ -90,6 +91,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from packed_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module, stored_dtype(prepared))
     yield from norm_order_hypotheses(trace, module)
+    yield from norm_group_hypotheses(trace, module)
     yield from residual_hypotheses(trace, module)
     yield from pre_norm_hypotheses(trace, module)
     yield from branch_norm_hypotheses(trace, module)

@@ -37,6 +37,7 @@ CODES = {
     "norm-kind": "PAR205",
     "norm-missing": "PAR206",
     "norm-order": "PAR207",
+    "norm-groups": "PAR208",
     "mask": "PAR211",
     "mask-corner": "PAR212",
     "mask-polarity": "PAR213",

@@ -59,14 +59,21 @@ class Norm:
 
     def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """The norm of ``x``, given those of gain and bias that there are."""
-        affine = iter(parameters)
+        return self.scaled(self.normalized(x), *parameters)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """The norm of ``x`` before gain and bias."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         if self.centred:
             x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
         squares = x.square()
         size = squares.sum(-1, keepdim=True) if self.summed else squares.mean(-1, keepdim=True)
         reciprocal = rounded_to(torch.rsqrt(rounded_to(size, self.statistics) + eps), self.root)
-        y = rounded_to(x * reciprocal, self.before_gain)
+        return rounded_to(x * reciprocal, self.before_gain)
+
+    def scaled(self, y: Tensor, *parameters: Tensor) -> Tensor:
+        """What is normalised times the gain, plus the bias, given those that there are."""
+        affine = iter(parameters)
         y = y if self.gain is None else y * next(affine)
         return y if self.bias is None else y + next(affine)
 
@@ -109,13 +116,13 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
             found,
             module,
             lambda norm: norm.call.module,
-            lambda norm: _kinds(norm, trace.tensor(norm.x).shape[-1]),
+            lambda norm: kinds(norm, trace),
         )
 
 
-def _kinds(norm: Norm, channels: int) -> list[str]:
+def kinds(norm: Norm, trace: Trace) -> list[str]:
     """Those of queries and keys have few channels; the last norm of a model is beside its list of layers."""
-    of_size = f"norms of {channels} channels"
+    of_size = f"norms of {trace.tensor(norm.x).shape[-1]} channels"
     in_list = _IN_LIST.match(f"{norm.call.module}.")
     return [of_size, *([f"{of_size} in {in_list[1]}"] if in_list else [])]
 
