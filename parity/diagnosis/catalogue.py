@@ -24,6 +24,7 @@ from parity.diagnosis.blocks.unused_branches import (
 )
 from parity.diagnosis.functions.activations import activation_hypotheses, gated_units
 from parity.diagnosis.functions.clamps import clamp_hypotheses
+from parity.diagnosis.functions.exchanged_factors import exchanged_factor_hypotheses
 from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
@@ -80,6 +81,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
     yield from step_order_hypotheses(trace, prepared.reference)
+    yield from exchanged_factor_hypotheses(trace, prepared.reference)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:

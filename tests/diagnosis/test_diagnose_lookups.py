@@ -32,17 +32,22 @@ class Embedded(nn.Module):
 
 
 class Patches(nn.Module):
-    """A class token in front of patches, and a table of positions that is added, as in ViT."""
+    """Class tokens in front of patches, and a table of positions that is added, as in ViT."""
 
-    def __init__(self, linear, roll: int = 0, adds: bool = True) -> None:
+    def __init__(
+        self, linear, tokens: int = 1, roll: int = 0, adds: bool = True, patch_rows: slice | None = None
+    ) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, HIDDEN))
-        self.table = nn.Parameter(torch.randn(1, SEQ + 1, HIDDEN))
+        self.token = nn.Parameter(torch.randn(1, tokens, HIDDEN))
+        self.table = nn.Parameter(torch.randn(1, SEQ + tokens, HIDDEN))
         self.linear = linear(HIDDEN, HIDDEN)
-        self.roll, self.adds = roll, adds
+        self.roll, self.adds, self.patch_rows = roll, adds, patch_rows
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1)
+        token = self.token.expand(len(x), -1, -1)
+        if self.patch_rows is not None:
+            return self.linear(torch.cat((token, x + self.table[:, self.patch_rows]), 1))
+        x = torch.cat((token, x), 1)
         table = self.table.roll(self.roll, 1) if self.roll else self.table
         return self.linear(x + table if self.adds else x)
 
@@ -129,6 +134,17 @@ def test_an_embedding_that_is_not_added_is_found():
 )
 def test_a_table_that_is_added_otherwise_is_found(port, title):
     assert found(lambda: Patches(nn.Linear), lambda te: Patches(te.Linear, **port), patches)[0][0] == title
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("first", "message"), [(0, "the table begins after them"), (1, "add the table's rows to special tokens, too")]
+)
+def test_a_table_that_special_tokens_do_not_get_is_found(first, message, tokens):
+    rows = slice(first * tokens, first * tokens + SEQ)
+    reference = lambda: Patches(nn.Linear, tokens)  # noqa: E731
+    ((title, told),) = found(reference, lambda te: Patches(te.Linear, tokens, patch_rows=rows), patches)
+    assert (title, message in told) == ("embedding-position", True)
 
 
 @pytest.mark.parametrize(("reference", "port"), [(True, False), (False, True)])

@@ -24,6 +24,7 @@ Reindex = Callable[[Tensor], Tensor]
 
 _SHIFTS = (-2, -1, 1, 2)
 _FEW_ROWS = 32  # of a table of token types or segments, not of words
+_SPECIAL_TOKENS = (1, 2, 5)  # of ViT's: the class token, DeiT's two, the class token and four registers
 _FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # distances from which on T5 tells none from another; its own is 128
 
 
@@ -100,7 +101,8 @@ def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     yield from everywhere_and_somewhere([_first_row()], few, module, lambda one: one.call.module)
     for one in found:
         yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one], module)
-    yield from everywhere_and_somewhere(map(_rolled, (-1, 1)), additions(trace), module, lambda one: one.call.module)
+    moved = [*map(_rolled, (-1, 1)), *map(_without_first, _SPECIAL_TOKENS), *map(_from_position, _SPECIAL_TOKENS)]
+    yield from everywhere_and_somewhere(moved, additions(trace), module, lambda one: one.call.module)
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
@@ -212,6 +214,32 @@ def _rolled(by: int) -> Mistake[Addition]:
         f"add the row of each position that the reference does; they are off by {-by:+d}",
         lambda one: one.edits(lambda table: table.roll(by, -2)),
     )
+
+
+def _without_first(count: int) -> Mistake[Addition]:
+    """As where a table is added to patches, before special tokens come in front of them."""
+    return Mistake(
+        "embedding-position",
+        f"table without its first {count}",
+        f"add the table's rows to special tokens, too, as the reference does; the first {count} positions get none",
+        lambda one: one.edits(lambda table: _after(count, table[..., count:, :], table)),
+    )
+
+
+def _from_position(count: int) -> Mistake[Addition]:
+    """As where these patches have a table of their own, which begins with the first patch."""
+    return Mistake(
+        "embedding-position",
+        f"table from position {count} on",
+        f"add the row of each position that the reference does; the first {count} get none, the table begins after "
+        "them",
+        lambda one: one.edits(lambda table: _after(count, table[..., :-count, :], table)),
+    )
+
+
+def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
+    """Zeros for so many positions, then the rows."""
+    return torch.cat((torch.zeros_like(table[..., :count, :]), rows), -2)
 
 
 def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
