@@ -14,9 +14,10 @@ class Router:
 
     Attributes:
         choice: the call that chooses, which returns values and indices.
-        scores: among which it chooses, ``[..., experts]``.
-        unbiased: the scores before ``bias`` is added; ``scores`` where none is.
+        scores: among which it chooses, ``[..., experts]``; those of groups that are not chosen may be masked.
+        unbiased: the scores before masks, and before a bias is added.
         bias: ``[experts]``, a parameter or a buffer; None where none is added.
+        biasing: the call that adds it; ditto.
         taken: the ``gather`` of weights by the choice's indices; None where they are the values that it returns.
         source: what ``taken`` gathers from; None where it is None.
         weighting: the call that returns the chosen experts' weights, ``[..., k]``: ``choice`` itself, ``taken``, or
@@ -30,6 +31,7 @@ class Router:
     scores: Value
     unbiased: Value
     bias: Value | None
+    biasing: Call | None
     taken: Call | None
     source: Value | None
     weighting: Call
@@ -56,7 +58,7 @@ def _router(trace: Trace, call: Call) -> Router | None:
     values, indices = call.outputs
     if trace.tensor(scores).dim() < 2 or not users(trace, indices, RESHAPES):
         return None
-    unbiased, bias = _without_bias(trace, scores)
+    unbiased, bias, biasing = _without_bias(trace, _unmasked(trace, scores))
     taken, weights = None, values
     for user, _ in users(trace, indices):
         if user.name == "gather" and len(user.outputs) == 1:
@@ -74,18 +76,30 @@ def _router(trace: Trace, call: Call) -> Router | None:
     source = trace.producer(back(trace, unbiased))
     activation = source if source is not None and source.name in ("softmax", "sigmoid") else None
     gathered = taken.inputs[0] if taken is not None else None
-    return Router(call, scores, unbiased, bias, taken, gathered, weighting, total, activation, is_softmax)
+    return Router(call, scores, unbiased, bias, biasing, taken, gathered, weighting, total, activation, is_softmax)
 
 
-def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None]:
-    """The scores and what is added to all tokens' scores alike, where something is."""
-    match binary(trace.producer(back(trace, scores))):
+def _unmasked(trace: Trace, scores: Value) -> Value:
+    """The scores before those of some experts are masked, as DeepSeek's of groups that are not chosen."""
+    shape = trace.tensor(scores).shape
+    while (call := trace.producer(back(trace, scores))) is not None and call.name in ("masked_fill", "where"):
+        masked = [x for x in call.inputs if trace.tensor(x).is_floating_point() and trace.tensor(x).shape == shape]
+        if len(masked) != 1:
+            break
+        scores = masked[0]
+    return scores
+
+
+def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Call | None]:
+    """The scores, what is added to all tokens' scores alike, and the call that adds it, where something is."""
+    call = trace.producer(back(trace, scores))
+    match binary(call):
         case ("add", Value() as left, Value() as right):
             width = trace.tensor(scores).shape[-1]
             for value, bias in ((left, right), (right, left)):
                 if trace.tensor(bias).numel() == width < trace.tensor(value).numel():
-                    return value, bias
-    return scores, None
+                    return value, bias, call
+    return scores, None, None
 
 
 def _is_sum(trace: Trace, value: Value, of: Value) -> bool:

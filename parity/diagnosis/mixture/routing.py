@@ -85,7 +85,7 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
         "routing-bias",
         "routing bias in the weights",
         right + "for the choice alone; the weights are of scores with the bias",
-        lambda one: _taken_from(one, one.scores) if one.source == one.unbiased != one.scores else (),
+        lambda one: _taken_from(one, one.biasing.outputs[0]) if one.biasing and one.source == one.unbiased else (),
     )
     yield Mistake(
         "routing-bias",
@@ -97,7 +97,7 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
         "routing-bias",
         "routing bias missing",
         right + "for the choice; experts are chosen without it",
-        lambda one: _chosen_by(one, (one.unbiased,), lambda scores: scores) if one.bias else (),
+        _with_bias(lambda scores, bias: scores),
     )
     yield Mistake(
         "routing-bias",
@@ -109,7 +109,7 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
         "routing-bias",
         "routing bias added to the logits",
         right + "for the choice; it is added to the logits, of which the scores are made",
-        _chosen_by_biased_logits,
+        _biased_logits,
     )
 
 
@@ -191,9 +191,16 @@ def _chosen_by_activated(name: str, activation: Callable[[Tensor], Tensor]) -> C
 
     def edits(router: Router) -> _Edits:
         own = router.activation
-        if own is None or own.name == name or router.taken is not None or router.bias is not None:
+        if own is None or own.name == name or router.taken is not None or router.scores != router.unbiased:
             return ()
-        return _chosen_by(router, (own.inputs[0],), activation)
+
+        def chosen(was: Any, logits: Tensor) -> Any:
+            values, indices = torch.topk(
+                activation(logits), was[0].shape[-1] if router.choice.name == "topk" else 1, -1
+            )
+            return type(was)((values.view_as(was[0]), indices.view_as(was[1])))
+
+        return (edit(router.choice, own.inputs[:1], chosen),)
 
     return edits
 
@@ -209,28 +216,29 @@ def _weights_without_bias(router: Router) -> _Edits:
     if router.bias is None:
         return ()
     if router.taken is not None:
-        return _taken_from(router, router.unbiased) if router.source == router.scores else ()
+        return _taken_from(router, router.unbiased) if router.source != router.unbiased else ()
     return (edit(router.choice, (router.unbiased,), lambda was, x: type(was)((x.gather(-1, was[1]), was[1]))),)
 
 
-def _chosen_by(router: Router, needs: tuple[Value, ...], scores: Callable[..., Tensor]) -> _Edits:
-    """Experts are chosen by other scores, as many."""
-
-    def chosen(was: Any, *given: Tensor) -> Any:
-        values, indices = torch.topk(scores(*given), was[0].shape[-1] if router.choice.name == "topk" else 1, -1)
-        return type(was)((values.view_as(was[0]), indices.view_as(was[1])))
-
-    return (edit(router.choice, needs, chosen),)
-
-
 def _with_bias(scores: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    return lambda one: () if one.bias is None else _chosen_by(one, (one.unbiased, one.bias), scores)
+    """The bias is to be added otherwise; whatever is made of the sum, such as masks of groups, follows."""
+
+    def edits(router: Router) -> _Edits:
+        if router.biasing is None or router.bias is None:
+            return ()
+        needs = router.unbiased, router.bias
+        return (edit(router.biasing, needs, lambda was, x, bias: scores(x, bias).expand_as(was).to(was.dtype)),)
+
+    return edits
 
 
-def _chosen_by_biased_logits(router: Router) -> _Edits:
-    if router.bias is None or router.activation is None:
+def _biased_logits(router: Router) -> _Edits:
+    own = router.activation
+    if router.biasing is None or router.bias is None or own is None:
         return ()
-    return _chosen_by(router, (router.activation.inputs[0], router.bias), torch.add)
+    activation = _ACTIVATIONS[own.name]
+    needs = own.inputs[0], router.bias
+    return (edit(router.biasing, needs, lambda was, logits, bias: activation(logits + bias).to(was.dtype)),)
 
 
 def _with_more(more: int) -> Callable[[Router], _Edits]:
