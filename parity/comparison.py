@@ -28,7 +28,7 @@ from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
 from parity.judging.second_look import choosing_alike, remark, second_look
 from parity.modes import usual_modes
-from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
+from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
 from parity.result import Determinism, Result, Status, TensorResult
@@ -269,14 +269,15 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
         return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
 
     first_look, models, port = judge_by(ran.models), ran.models, Port()
-    if not all(tensor.passed for tensor in first_look):
+    passed = all(tensor.passed for tensor in first_look)
+    if not passed or rounding_chooses(prepared, precision.rounding):
         port = _seen_of_port(ran, precision)
-        if port.steps is not None:
+        if port.steps is not None and not passed:
             models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
             first_look = judge_by(models)
     alike = first_look
     if port.choices.compared:
-        models = [*models, *choosing_alike(prepared, precision.rounding, port)]
+        models = choosing_alike(prepared, precision.rounding, port)
         alike = judge_by(models)
     tensors = second_look(alike, models, judge_by, prepared, precision.rounding, port)
     if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):

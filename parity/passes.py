@@ -20,7 +20,7 @@ from parity.precision import Precision
 from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.result import PROBED, Kind
 from parity.rounding.choices import Choices, Chosen
-from parity.rounding.freedom import Freedom
+from parity.rounding.freedom import FUSED, Freedom
 from parity.rounding.kinks import Kinks
 from parity.rounding.model import rounded
 from parity.rounding.operands_read import OperandsRead
@@ -73,10 +73,27 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
     if any(kept != rounding for kept, _ in models):
         models.clear()
     if (rounding, freedom) not in models:
-        models[rounding, freedom] = run_model(prepared, rounding, freedom)
-        prepared.held["models"] = size_in_bytes(list(models.values()))
+        chosen = Chosen()
+        models[rounding, freedom] = run_model(prepared, rounding, freedom, chosen=chosen), chosen
+        prepared.held["models"] = size_in_bytes([tensors for tensors, _ in models.values()])
         prepared.held["weights read"] = _weights_read(prepared, rounding).held
-    return models[rounding, freedom]
+    tensors: Tensors = models[rounding, freedom][0]
+    return tensors
+
+
+def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
+    """Whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
+    runs = [chosen for (kept, _), (_, chosen) in prepared.kept.get(model_tensors, {}).items() if kept == rounding]
+    return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
+
+
+def unrounded_choices(prepared: Prepared) -> Chosen:
+    """Those of a run of the model without roundings; kept for the next precision."""
+    if unrounded_choices not in prepared.kept:
+        exact = prepared.kept[unrounded_choices] = Chosen()
+        run_model(prepared, Rounding(torch.float32), FUSED, chosen=exact)
+    chosen: Chosen = prepared.kept[unrounded_choices]
+    return chosen
 
 
 def run_model(

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from parity.judging.judge import NONE_DRAWN, Drawn
-from parity.passes import Tensors, golden_tensors, run_model
+from parity.passes import Tensors, golden_tensors, run_model, unrounded_choices
 from parity.prepare import Prepared
 from parity.result import TensorResult
 from parity.rounding.choices import Chosen
@@ -58,7 +58,7 @@ def second_look(
     Args:
         tensors: the verdicts at first look.
         models: the rounding model's tensors at first look; where the port chose the largest of many numbers, those of
-            runs that choose as it did as well.
+            runs that choose as it did.
         judge: from models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
@@ -68,7 +68,7 @@ def second_look(
         return tensors
     looked, judged, both = list(models), tensors, port.freedoms
     if port.plain:
-        looked.append(run_model(prepared, rounding, both[1]))
+        looked.append(run_model(prepared, rounding, both[1], chosen=_following(prepared, port)))
         judged = judge(looked, NONE_DRAWN)
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
@@ -76,7 +76,7 @@ def second_look(
     for kinks, freedom in _looks(prepared, both):
         if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
             break
-        looked.append(run_model(prepared, rounding, freedom, kinks, port.choices.following()))
+        looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
         judged = judge(looked, NONE_DRAWN)
         if all(tensor.passed for tensor in judged):
             return judged
@@ -84,7 +84,7 @@ def second_look(
         return tensors
     with optimizers_recorded() as optimizers:
         noisy = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
-        drawn = [_drawn(prepared, rounding, freedom, port.choices.following()) for freedom in noisy]
+        drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in noisy]
     of_outputs = bool(optimizers) and rounding.storage is not torch.float32
     judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
@@ -92,9 +92,13 @@ def second_look(
 
 def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
     """Runs of the model as both kinds of kernels, with the port's choices where rounding explains these."""
-    run_model(prepared, Rounding(torch.float32), FUSED, chosen=port.choices.exact)
     both = Port(steps=port.steps).freedoms
-    return [run_model(prepared, rounding, freedom, chosen=port.choices.following()) for freedom in both]
+    return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in both]
+
+
+def _following(prepared: Prepared, port: Port) -> Chosen | None:
+    """The port's choices for another run of the model; None where it chose nothing."""
+    return port.choices.following(unrounded_choices(prepared)) if port.choices.compared else None
 
 
 def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:

@@ -1,10 +1,11 @@
 """Choices: which of many numbers are the largest, such as a token's experts, where rounding decides it.
 
 A choice that falls otherwise is no small error: the token is another expert's. Which tokens these are is chance, so
-that a run of the rounding model makes other ones than a faithful port. So what a port chose is seen while it runs, and
-the model chooses alike wherever the numbers are nearer to each other than their errors. These are measured, call by
-call, as in ``parity.rounding.kinks``. A choice that rounding does not explain stays the port's own, and its error a
-mistake's.
+that a run of the rounding model makes other ones than a faithful port: it expects errors that a port does not have,
+which would hide mistakes, and none where a port has them. So what a port chose is seen while it runs, wherever the
+model's choices are rounding's or the port fails, and the model chooses alike wherever the numbers are nearer to each
+other than their errors. These are measured, call by call, as in ``parity.rounding.kinks``. A choice that rounding does
+not explain stays the port's own, and its error a mistake's.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ class Choices:
     Args:
         made: by the port, ``[rows, chosen]`` of each call; what it made elsewhere is left to the model.
         exact: the numbers, as a pass without the precision's roundings has them.
+
+    Attributes:
+        values: the numbers of each call, ``[rows, numbers]``.
+        own: which are the largest of them, ``[rows, chosen]``, in no order.
     """
 
     def __init__(self, made: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()) -> None:
         self.values: list[Tensor] = []
+        self.own: list[Tensor] = []
         self._made, self._exact = made, exact
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -50,14 +56,15 @@ class Choices:
         if count is None:
             return result
         values = args[0].detach().flatten(0, -2)
+        own = result[1].flatten(0, -2)
         self.values.append(values)
+        self.own.append(own)
         place = len(self.values) - 1
         if place >= min(len(self._made), len(self._exact)):
             return result
         made, exact = self._made[place].to(values.device), self._exact[place]
         if made.shape != (len(values), count) or exact.shape != values.shape or count == values.shape[1]:
             return result
-        own = result[1].flatten(0, -2)
         follows = _nearer_than(values, own, made, _WIDTH * _noise(values, exact.to(values), own))
         order = values.gather(1, made).argsort(1, descending=True)
         chosen = torch.where(follows[:, None], made.gather(1, order), own).view_as(result[1])
@@ -71,6 +78,11 @@ class Chosen:
     compared: Choices = field(default_factory=Choices)
     probed: Choices = field(default_factory=Choices)
 
+    def is_as(self, other: Chosen) -> bool:
+        """Whether both passes chose the same numbers as another's."""
+        pairs = ((self.compared.own, other.compared.own), (self.probed.own, other.probed.own))
+        return all(len(one) == len(two) and all(map(_same_sets, one, two)) for one, two in pairs)
+
 
 @dataclass(frozen=True, eq=False)
 class PortsChoices:
@@ -79,19 +91,18 @@ class PortsChoices:
     Attributes:
         compared: in the pass on the inputs.
         probed: in the one on the probing inputs.
-        exact: has seen a run of the model without roundings.
     """
 
     compared: tuple[Tensor, ...] = ()
     probed: tuple[Tensor, ...] = ()
-    exact: Chosen = field(default_factory=Chosen)
 
-    def following(self) -> Chosen | None:
-        """For another run of the model, which is to choose alike; None where the port chose nothing."""
-        if not self.compared:
-            return None
+    def following(self, exact: Chosen) -> Chosen:
+        """For another run of the model, which is to choose alike.
+
+        Args:
+            exact: has seen a run of the model without roundings.
+        """
         probed = self.probed[-len(self.compared) :]  # before them, those of passes that settle scales
-        exact = self.exact
         return Chosen(Choices(self.compared, exact.compared.values), Choices(probed, exact.probed.values))
 
 
@@ -139,6 +150,11 @@ def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
         return None
     dim, largest = (args[2] if len(args) > 2 else -1), (args[3] if len(args) > 3 else True)
     return int(args[1]) if largest and dim in (-1, args[0].dim() - 1) else None
+
+
+def _same_sets(one: Tensor, other: Tensor) -> bool:
+    """Whether the same numbers are in each row, in whatever order."""
+    return torch.equal(one.sort(-1).values, other.sort(-1).values)
 
 
 def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:

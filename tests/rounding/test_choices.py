@@ -123,3 +123,36 @@ def test_right_mixtures_pass_on_every_seed_though_some_tokens_go_to_other_expert
 def test_a_mistake_in_a_mixture_is_found_all_the_same():
     (result,) = parity.compare(mixture(norm_topk=True), ["bf16"])
     assert [finding.title for finding in result.findings][:1] == ["routing-weights"]
+
+
+class RoutedInFp32(nn.Module):
+    """As routers should be: no token of a right port goes to another expert than in FP64."""
+
+    def __init__(self, linear, weighed_by=1.0):
+        super().__init__()
+        self.router = nn.Linear(64, 8, bias=False)
+        self.experts = nn.ModuleList(linear(64, 64) for _ in range(8))
+        self.weighed_by = weighed_by
+
+    def forward(self, x):
+        scores = nn.functional.linear(x.float(), self.router.weight.float()).softmax(-1)
+        weights, places = scores.topk(2, -1)
+        share = torch.zeros_like(scores).scatter(-1, places, weights * self.weighed_by).to(x.dtype)
+        return sum(share[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize(("weighed_by", "status"), [(1.0, "passed"), (1.03, "failed")])
+def test_what_other_experts_cost_is_not_expected_of_a_port_that_chooses_the_right_ones(weighed_by, status):
+    def factory(te, **_):
+        reference = RoutedInFp32(lambda *widths: nn.Linear(*widths, bias=False))
+        return parity.Pair(
+            reference,
+            RoutedInFp32(lambda *widths: te.Linear(*widths, bias=False), weighed_by),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
+        )
+
+    results = parity.compare(parity.Case("mixture", factory, sizes=(dict(batch=2, seq=64),)), ["bf16"], seeds=range(4))
+    (output,) = zip(*(result.tensors[:1] for result in results), strict=True)
+    assert [result.status for result in results] == [status] * 4
+    assert max(tensor.expected.relative_l2 for tensor in output) < 0.01
