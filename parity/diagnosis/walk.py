@@ -83,6 +83,18 @@ def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
     return value
 
 
+def back_along(trace: Trace, value: Value, names: Collection[str]) -> Value:
+    """As ``back``; of two operands the one that is as large as the result: a gate or a gain stands on either side."""
+    call = trace.producer(value)
+    while call is not None and call.inputs and ((binary(call) or (call.name,))[0] in names or call.name in names):
+        size = trace.tensor(value).numel()
+        given = next((given for given in call.inputs if trace.tensor(given).numel() == size), call.inputs[0])
+        if given == value:  # it was written to in place
+            break
+        value, call = given, trace.producer(given)
+    return value
+
+
 def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterator[Value]:
     """``value``, and what is made from it by calls of these names alone."""
     yield value

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms.norms import Norm, norms
-from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, users
+from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _THROUGH = CASTS | {"dropout"}
@@ -135,9 +135,9 @@ def _terms(trace: Trace, call: Call) -> Iterator[Value]:
 
 def ends_a_branch(trace: Trace, value: Value) -> bool:
     """Whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
-    call = trace.producer(back(trace, value, _ENDS))
+    call = trace.producer(back_along(trace, value, _ENDS))
     while call is not None and call.outputs and _adds_parameter(trace, call):
-        call = trace.producer(back(trace, call.inputs[0], _ENDS))
+        call = trace.producer(back_along(trace, call.inputs[0], _ENDS))
     return call is not None and call.name in LINEAR
 
 

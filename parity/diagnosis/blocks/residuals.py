@@ -14,7 +14,7 @@ from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms.norms import Norm, norms
-from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, binary
+from parity.diagnosis.walk import CASTS, LINEAR, ancestors, back, back_along, binary
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _THROUGH = CASTS | {"dropout"}
@@ -29,6 +29,7 @@ class Residual:
         call: the sum.
         stream: what goes around the branch.
         branch: what is added.
+        product: the linear layer that ends the branch, before what scales it.
         norm: of the stream, from which the branch is made; None where it has none.
         norm_before: which makes the stream, as after each sum of BERT; None where none does.
         number: among those of one call of its submodule, from 1.
@@ -37,6 +38,7 @@ class Residual:
     call: Call
     stream: Value
     branch: Value
+    product: Call
     norm: Norm | None
     norm_before: Norm | None
     number: int = 1
@@ -183,17 +185,18 @@ def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | No
             continue
         source = back(trace, stream, _THROUGH)
         before = ancestors(trace, branch, _MOST_ANCESTORS)
-        if source not in before or not _is_product(trace, branch):
+        product = _product(trace, branch)
+        if source not in before or product is None:
             continue
         norm_before = next((norm for norm in normed if norm.call.outputs[0] == source), None)
-        return Residual(call, stream, branch, _norm_between(trace, stream, before, normed), norm_before)
+        return Residual(call, stream, branch, product, _norm_between(trace, stream, before, normed), norm_before)
     return None
 
 
-def _is_product(trace: Trace, branch: Value) -> bool:
-    """Whether a linear layer ends the branch; the sum inside a rotation or a GELU is no residual."""
-    call = trace.producer(back(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
-    return call is not None and call.name in LINEAR
+def _product(trace: Trace, branch: Value) -> Call | None:
+    """The linear layer that ends the branch, if one does; the sum inside a rotation or a GELU is no residual."""
+    call = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
+    return call if call is not None and call.name in LINEAR else None
 
 
 def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: Sequence[Norm]) -> Norm | None:

@@ -24,7 +24,7 @@ LEFT_OUT = "it is left out"
 
 _MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
 _MOST_PARTS = 8
-_FUNCTIONS = {
+FUNCTIONS = {
     "sin": ("cos",),
     "cos": ("sin",),
     "tanh": ("sigmoid", "relu"),
@@ -95,7 +95,7 @@ def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _other_functions(call: Call) -> Iterator[Alternative]:
-    for name in (*_FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
+    for name in (*FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
         other = getattr(torch, name)
         with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
         yield Alternative(f"it is {name}", _again(call, with_other))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from parity.diagnosis.functions.alternatives import LEFT_OUT, alternatives
+from parity.diagnosis.functions.alternatives import FUNCTIONS, LEFT_OUT, alternatives
 from parity.diagnosis.functions.other_numbers import Alternative
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import with_number
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+")
 
 def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every call of the reference, with each of its alternatives."""
-    for calls in alike(trace):
+    for calls in (*alike(trace), *_of_one_function(trace)):
         by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
         for described in by_call[0]:
             if all(described in ones for ones in by_call):
@@ -30,6 +30,17 @@ def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
         left_out = [one for call in calls for one in alternatives(trace, call) if one.described == LEFT_OUT]
         if len(left_out) == len(calls):
             yield _otherwise(calls, left_out, module)
+
+
+def _of_one_function(trace: Trace) -> Iterator[list[Call]]:
+    """Calls of a function that models have once or twice in a layer, such as the tanh of Llama 3.2's gates, in all."""
+    groups: dict[str, list[list[Call]]] = {}
+    for calls in alike(trace):
+        if calls[0].name in FUNCTIONS:
+            groups.setdefault(calls[0].name, []).append(calls)
+    for same in groups.values():
+        if len(same) > 1:
+            yield [call for calls in same for call in calls]
 
 
 def _of_one_number(trace: Trace) -> Iterator[list[Call]]:

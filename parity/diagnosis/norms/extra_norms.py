@@ -58,7 +58,7 @@ def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
         module,
         lambda one: one.call.module,
     )
-    for mistake in (_of_branch, _after_sum):
+    for mistake in (_of_branch, _of_product, _after_sum):
         yield from everywhere_and_somewhere(
             (mistake(*named) for named in _KINDS.items()),
             residuals(trace),
@@ -83,6 +83,22 @@ def _of_branch(kind: str, norm: _Compute) -> Mistake[Residual]:
         f"{kind} before a sum",
         f"add what the branch computes as it is, as the reference does; a {kind} comes before the sum",
         lambda one: (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x + norm(y)).to(was.dtype)),),
+    )
+
+
+def _of_product(kind: str, norm: _Compute) -> Mistake[Residual]:
+    """As above, before a gate, a gain or a number scales it."""
+
+    def edits(one: Residual) -> tuple[Edit, ...]:
+        if one.product.outputs[0] == one.branch:
+            return ()
+        return (edit(one.product, (), lambda was: norm(was).to(was.dtype)),)
+
+    return Mistake(
+        "norm-missing",
+        f"{kind} before the scale of a branch",
+        f"scale what the branch computes as it is, as the reference does; a {kind} comes before",
+        edits,
     )
 
 
