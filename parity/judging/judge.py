@@ -13,7 +13,7 @@ from parity.calibration.table import Table
 from parity.errors import Measures
 from parity.judgeable import overflows_within
 from parity.judging.directions import Direction, resemblance
-from parity.judging.statistics import Statistic, least_error, statistics
+from parity.judging.statistics import Statistic, least_error, scatters, statistics
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
@@ -30,8 +30,8 @@ class Drawn:
 
     Attributes:
         count: how many of the models, the last ones.
-        of_outputs: whether outputs are judged by them as well. Gradients are in any case: few numbers of a loss scale
-            them all.
+        of_outputs: whether all outputs are judged by them as well. Gradients are in any case, since few numbers of a
+            loss scale them all, and outputs on which few roundings decide.
     """
 
     count: int = 0
@@ -114,10 +114,14 @@ def _deviations(
     drawn: Drawn = NONE_DRAWN,
 ) -> Deviations:
     """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
-    judging = models if drawn.of_outputs or key[0].endswith("gradient") else models[: len(models) - drawn.count]
-    found = golden[key].deviations([tensors[key] for tensors in (candidate, *judging)])
-    for error in found.errors[1 + len(models) - drawn.count :]:
-        error.is_drawn, error.leans = True, key[0].endswith("gradient")
+    found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
+    first_drawn = len(found.errors) - drawn.count
+    of_drawn = found.errors[first_drawn:]
+    leans = key[0].endswith("gradient") or scatters(of_drawn)
+    if not leans and not drawn.of_outputs:
+        del found.errors[first_drawn:]
+    for error in of_drawn:
+        error.is_drawn, error.leans = True, leans
     if key in floors:
         found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
     return found

@@ -11,11 +11,12 @@ runs loses is expected as well. A mistake is none that these make: its error sta
 
 Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
 average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
-leans otherwise. Nor do the roundings of a few tokens average out, and a port that scales tokens before a layer, where
-the reference does after it, rounds other numbers. So last the model runs with roundings that are drawn independently,
-which says how large such errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own
-magnitude: where rounding decides a gradient's sign, it decides a whole step. So where the reference makes steps of an
-optimizer, what these runs lose is expected as well.
+leans otherwise. So do the scores of a saturated softmax, on which outputs hang as well. Nor do the roundings of a few
+tokens average out, and a port that scales tokens before a layer, where the reference does after it, rounds other
+numbers. So last the model runs with roundings that are drawn independently, which says how large such errors are, and
+how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude: where rounding decides a
+gradient's sign, it decides a whole step. So where the reference makes steps of an optimizer, what these runs lose is
+expected as well.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from parity.watching.optimizers import optimizers_recorded
 LOOKS = 8
 # Enough to tell a deviation by; half of them as each kind of kernel.
 DRAWS = 8
-# Jitter multiplies no statistic by so much: it moves single values, whose share of a tensor's error is expected.
+# Jitter multiplies no error by so much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
+# Of these the margin counts deviations, which are small where a few scores of a saturated softmax scale all gradients.
+_IN_DEVIATIONS = frozenset({"gain", "mistake"})
 
 
 def second_look(
@@ -74,13 +77,13 @@ def second_look(
         return judged
     tensors = judged
     for kinks, freedom in _looks(prepared, both):
-        if freedom.jitter is not None and max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
+        if freedom.jitter is not None and _is_hopeless(judged):
             break
         looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
         judged = judge(looked, NONE_DRAWN)
         if all(tensor.passed for tensor in judged):
             return judged
-    if max(tensor.margin for tensor in judged) > HOPELESS_MARGIN:
+    if _is_hopeless(judged):
         return tensors
     with optimizers_recorded() as optimizers:
         noisy = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
@@ -115,6 +118,12 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Cho
 def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
     """The two in turn, with noise."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
+
+
+def _is_hopeless(tensors: Sequence[TensorResult]) -> bool:
+    """Whether an error is larger than any noise makes it."""
+    checks = (check for tensor in tensors for check in tensor.checks if check.statistic not in _IN_DEVIATIONS)
+    return any(check.margin > HOPELESS_MARGIN for check in checks)
 
 
 def _are_finite(tensors: Sequence[TensorResult]) -> bool:

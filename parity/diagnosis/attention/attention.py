@@ -44,6 +44,7 @@ class Attention:
         softcap: infinite for none.
         is_causal: whether scaled_dot_product_attention makes the mask itself.
         mask: from the bias to what is added to the scores instead; None for the bias itself.
+        hidden_score: what the scores of hidden keys are, and not much less than any other's; None for that.
         arrange: what is done to query, key, value and context, in the layout of ``to_heads``; None for nothing.
         sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None where there is none.
         sink: whether this term is the reference's ``own``, has score ``zero``, or is left out (``none``).
@@ -61,6 +62,7 @@ class Attention:
     softcap: float = math.inf
     is_causal: bool = False
     mask: Bias | None = None
+    hidden_score: float | None = None
     arrange: tuple[Rearrange | None, ...] = (None,) * 4
     added: tuple[Value, ...] = ()
     mask_scales: tuple[float, ...] = ()
@@ -86,6 +88,8 @@ class Attention:
         bias = self.bias(scores, *biases)
         bias = bias if self.mask is None else self.mask(bias)
         scores = _in_batches_of(bias, scores) + bias
+        if self.hidden_score is not None:
+            scores = scores.masked_fill(hidden_keys(bias), self.hidden_score)
         if self.sink == "zero":
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
         elif self.sink == "own" and self.sinks is not None:

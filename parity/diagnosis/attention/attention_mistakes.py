@@ -22,6 +22,8 @@ USUAL_CAPS = (30.0, 50.0)
 
 _NEAR = (0.9, 1.1)  # times the reference's number; no known mistakes: from one of them the port's own is looked for
 
+_TES_HIDDEN_SCORE = -10000.0
+
 
 def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every known mistake that could have been made with the reference's attention."""
@@ -39,6 +41,7 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
     query, key, value = heads_of(trace, first)
     mistakes = chain(
         _masks(traced_bias(trace, first)),
+        _hidden_scores(),
         _steps(query, key),
         _scales(first, query, value),
         _softmax(first),
@@ -94,6 +97,18 @@ def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
             f"attend to keys and values of the reference's positions; each is that of {described}",
             _arranged(keys=lambda x, by=by: x.roll(by, -2)),  # type: ignore[misc]
         )
+
+
+def _hidden_scores() -> Iterator[Mistake[Attention]]:
+    """Keys hidden by a score that others may be below: TE's ``attention_mask_func`` (``pytorch/utils.py``)."""
+    yield Mistake(
+        "mask",
+        f"hidden scores of {_TES_HIDDEN_SCORE:g}",
+        f"keep scores far above {_TES_HIDDEN_SCORE:g}, which TE's unfused attention gives to hidden keys (normalise "
+        "queries and keys, or take a fused backend, in 16 bits): here a query's other scores are below, and it sees "
+        "what is hidden",
+        _with(hidden_score=_TES_HIDDEN_SCORE),
+    )
 
 
 def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
