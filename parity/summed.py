@@ -84,6 +84,10 @@ class Summed:
             self._products[other] = torch.dot(one, two).item()
         return self._products[other]
 
+    def dots_in_rows(self, other: Summed) -> Tensor:
+        """The inner products along the last dimension with a tensor of the same shape."""
+        return (self.values * other.values).sum(-1) if self.values.dim() else self.values * other.values
+
 
 def over_rows(x: Tensor) -> Tensor:
     """The sums over all dimensions but the last, of two or more, as a product: in half the time that ``sum`` takes."""

@@ -51,6 +51,8 @@ _FP32_STEPS = 2.0
 _MEAN_ROUNDING = 0.5
 # Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
 _LEANING = 0.02
+# Of what a direction is granted, below which another part of it is not computed.
+_NEGLIGIBLE = 0.1
 # Of a direction's square in one element: where less is, what a regression takes out of the scatter is negligible.
 _LEVERAGE = 0.01
 # Times its median among drawn runs, beyond which the norm of a row's error hangs on few roundings.
@@ -111,7 +113,7 @@ def statistics(
         return
     total = max(*(model.total for model in model_errors), least**2 * golden.total)
     yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance(count))
-    yield _largest(error, model_errors, least * math.sqrt(golden.total / count))
+    yield _largest(error, model_errors, least * golden.max_abs)
     if has_component(golden):
         yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
     relative = total / golden.total if golden.total > 0 else 0.0
@@ -214,9 +216,12 @@ class Component:
         is_between = min(modelled) <= product <= max(modelled)
         self._outside = 0.0 if is_between else product - modelled[nearest]
         self._error, self._nearest, self._direction = error, model_errors[nearest], direction
-        # What a direction as a whole is granted: the leaning that rounding errors have, and a unit roundoff of golden,
-        # since a constant that a kernel rounds to FP32 may scale all of it.
-        self._granted = math.hypot(_LEANING * expected_norm * direction.norm, _UNIT * abs(golden.dot(direction)))
+        # What a direction is granted: the leaning that rounding errors have, and a unit roundoff of golden, since what
+        # a kernel rounds to FP32 may scale all of it, as a constant does, or a row, as a norm's root does.
+        leaning = _LEANING * expected_norm * direction.norm
+        self._granted = math.hypot(leaning, _UNIT * abs(golden.dot(direction)))
+        if _UNIT * golden.norm * direction.norm > _NEGLIGIBLE * leaning:
+            self._granted = math.hypot(self._granted, _UNIT * _norm(golden.dots_in_rows(direction)))
 
     @property
     def at_most(self) -> float:
