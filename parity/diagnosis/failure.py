@@ -33,6 +33,8 @@ class Failure:
         rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
         draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
         on_probe: the same failure as the probing inputs show it; None where they show none.
+        on_drawn: of a failure on probing inputs, the one on inputs as they were drawn, which its cause must explain
+            too; None where there is none.
         among: titles and names of the mistakes that may be its cause; None for every known one.
         freedoms: of the kernels that the candidate is judged by.
     """
@@ -46,6 +48,7 @@ class Failure:
     rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
     draws: bool = False
     on_probe: Failure | None = None
+    on_drawn: Failure | None = None
     among: Container[tuple[str, str]] | None = None
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
 

@@ -7,7 +7,7 @@ often is in BF16, no mistake can be told by outputs at all. What a parameter's g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import CHANGES, EXACT, FAITHFUL, TINY, Budget, Ranked
+from parity.diagnosis.screen import CHANGES, EXACT, FAITHFUL, TINY, Budget, Ranked, while_it_lasts
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.result import Kind
 
@@ -51,11 +51,12 @@ class GradientScreen:
         self._before = self._errors(self._golden)
         self._outputs_before = self._away(failure.prepared.golden.outputs)
 
-    def shares(self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
-        """Combinations with the share of the errors that each leaves; those with other outputs are left out."""
-        for combination in combinations:
-            if budget.spent():
-                return
+    def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
+        """Combinations with the share of the errors that each leaves; those with other outputs are left out.
+
+        Of an iterator, none is taken that the budget does not last for.
+        """
+        for combination in while_it_lasts(combinations, budget):
             # What is made at one of several places, or with another number, may be a part of what is wrong.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
             tensors = tensors_under(self._prepared, combination, only_if=partial(self._are_near, most))

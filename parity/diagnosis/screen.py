@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -41,10 +41,24 @@ class Budget:
     began: float = field(default_factory=time.process_time)
     exceeded: bool = False
 
+    def share(self, part: float) -> Budget:
+        """What is left until so much of it is spent."""
+        return Budget(part * self.seconds, self.began)
+
     def spent(self) -> bool:
         """Whether they are; remembered in ``exceeded``."""
         self.exceeded = self.exceeded or time.process_time() - self.began > self.seconds
         return self.exceeded
+
+
+def while_it_lasts(combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[tuple[Hypothesis, ...]]:
+    """Of combinations, those that a budget lasts for."""
+    left = iter(combinations)
+    while not budget.spent():
+        combination = next(left, None)
+        if combination is None:
+            return
+        yield combination
 
 
 Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it
@@ -69,11 +83,12 @@ class Screen:
         exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
         self._dtype = torch.float32 if exact else torch.float64
 
-    def shares(self, combinations: Sequence[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
-        """Combinations with the share of the error that each leaves; those that change nothing are left out."""
-        for combination in combinations:
-            if budget.spent():
-                return
+    def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
+        """Combinations with the share of the error that each leaves; those that change nothing are left out.
+
+        Of an iterator, none is taken that the budget does not last for.
+        """
+        for combination in while_it_lasts(combinations, budget):
             alone = self._is_alone(combination)
             outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
             if alone and outputs is None:

@@ -39,6 +39,7 @@ CHECKS_FOR_FILTERS = 2.0
 """Ditto for matched filters after all of these found nothing."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
+_SPENT_BY_STAGES = (0.5, 0.65, 0.9)  # of the budget, at the end of each; what is left out then comes after all of them
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
@@ -97,13 +98,16 @@ def explanations(
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     ranked: list[Ranked] = []
     tuned: list[Ranked] = []
-    for scopes in _STAGES:
+    stages = [iter(_nearest_first(failure, [one for one in known if one.scope in scopes])) for scopes in _STAGES]
+    # A model of many layers has so many weights to mistake that a budget may not last for more.
+    rounds = [*zip(stages, _SPENT_BY_STAGES, strict=True), *((stage, 1.0) for stage in stages)]
+    for stage, part in rounds:
         some: list[Ranked] = []
-        places = [(one,) for one in _nearest_first(failure, [one for one in known if one.scope in scopes])]
-        found = _screened(failure, screen, places, some, budget)
-        found = found or _screened(failure, screen, _at_several(some), some, budget)
-        with_constants = [] if found else _tuned(screen, some, budget)
-        found = found or _verified(failure, with_constants, budget)
+        spend = budget.share(part)
+        found = _screened(failure, screen, ((one,) for one in stage), some, spend)
+        found = found or _screened(failure, screen, _at_several(some), some, spend)
+        with_constants = [] if found else _tuned(screen, some, spend)
+        found = found or _verified(failure, with_constants, spend)
         if found:
             return found
         ranked += some
@@ -122,7 +126,7 @@ def explanations(
     if screened is not None:
         screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
         in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= _HELPS_LITTLE}
-        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.exceeded else in_vain)
+        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.spent() else in_vain)
     return []
 
 
@@ -175,7 +179,7 @@ def _shared(path: str, name: str) -> int:
 def _screened(
     failure: Failure,
     screen: Screen | GradientScreen,
-    combinations: Sequence[tuple[Hypothesis, ...]],
+    combinations: Iterable[tuple[Hypothesis, ...]],
     ranked: list[Ranked],
     budget: Budget,
 ) -> list[Explanation]:
@@ -289,5 +293,7 @@ def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> lis
 
 
 def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
-    by_name = {tuple(one.name for one in combination): combination for combination in reversed(combinations)}
-    return list(by_name.values())[::-1]
+    by_name: dict[tuple[str, ...], tuple[Hypothesis, ...]] = {}
+    for combination in combinations:
+        by_name.setdefault(tuple(one.name for one in combination), combination)
+    return list(by_name.values())

@@ -67,7 +67,9 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         return None
     judged = failure.judge(golden, computed)
     before = {(result.kind, result.name): result for result in failure.results}
-    if not _is_explained(failure, before, judged) or not _helps_on_probe(failure.on_probe, combination):
+    if not _is_explained(failure, before, judged, golden):
+        return None
+    if not _helps_on_probe(failure.on_probe, combination) or not _helps_as_drawn(failure.on_drawn, combination):
         return None
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
     misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
@@ -82,7 +84,10 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
 
 
 def _is_explained(
-    failure: Failure, before: Mapping[tuple[Kind, str], TensorResult], judged: Sequence[TensorResult]
+    failure: Failure,
+    before: Mapping[tuple[Kind, str], TensorResult],
+    judged: Sequence[TensorResult],
+    golden: Mapping[tuple[Kind, str], Tensor],
 ) -> bool:
     """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them.
 
@@ -90,7 +95,8 @@ def _is_explained(
     whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
     rounding: what only moves the one element that failed, as a cap does that is far above nearly all values, says
     nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
-    what beyond its norm is unlikely of it, a second look may put down to chance.
+    what beyond its norm is unlikely of it, a second look may put down to chance. A gradient that passes may be 0 under
+    the hypotheses, as of a key's bias: its error is small in itself then, and not relative to it.
     """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
@@ -104,8 +110,10 @@ def _is_explained(
     by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
 
     def explained(result: TensorResult) -> bool:
-        left = share[result.kind, result.name]
-        was = before[result.kind, result.name]
+        key = (result.kind, result.name)
+        left, was = share[key], before[key]
+        if result.passed and left > _HELPS_MUCH:
+            left = min(left, _share_left(failure, key, golden[key]))
         if result.kind == "output" and by_gradients:
             return result.passed
         if result.kind == "output" and not was.passed and not _takes_most(was, result):
@@ -122,7 +130,8 @@ def _is_explained(
 
 
 def _is_far_off(result: TensorResult) -> bool:
-    return result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
+    """Whether an error is far too large; a single number's may pass where its model happens to have hardly any."""
+    return not result.passed and result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
 
 
 def _is_small(result: TensorResult) -> bool:
@@ -134,6 +143,29 @@ def _takes_most(was: TensorResult, result: TensorResult) -> bool:
     """Whether most of an error goes that is more than a faithful port's; true where it is not more in norm."""
     before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
     return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
+
+
+def _helps_as_drawn(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
+    """Whether what explains probing inputs takes half of what is far too large on the others, gradients included."""
+    far_off = [] if failure is None else list(filter(_is_far_off, failure.results))
+    if failure is None or not far_off:
+        return True
+    golden = tensors_under(failure.prepared, combination)
+    if golden is None:
+        return False
+    return all(_share_left(failure, (one.kind, one.name), golden[one.kind, one.name]) <= _HELPS_MUCH for one in far_off)
+
+
+def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float:
+    """Of the norm of a tensor's error, what is left where ``right`` is the truth; infinite for one of another shape."""
+    candidate, was = failure.candidate[key].double(), failure.golden[key]
+    if right.shape != was.shape:
+        return math.inf
+    return _norm(candidate - right.double()) / max(_norm(candidate - was), TINY)
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:

@@ -42,7 +42,8 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
         return known_by_filter or found
     # What is far too large there shows in part at least what its cause is.
     among = screened.helping if is_loud(of_drawn) else None
-    probing = findings(dataclasses.replace(on_probe, among=among))
+    also = dataclasses.replace(of_drawn, on_probe=None)
+    probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among))
     return probing if _is_known(probing) else found
 
 

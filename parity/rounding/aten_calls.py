@@ -63,7 +63,7 @@ TABLES = (_aten.cos.default, _aten.sin.default)
 SAME_PLACE = (*POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
 REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)
 ELEMENTWISE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
-SUM_IN_PLACE = _aten.add_.Tensor
-SUMS = (_aten.add.Tensor, SUM_IN_PLACE)
+SUM, SUM_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
+SUMS = (SUM, SUM_IN_PLACE)
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "pow", "sqrt", "exp", "reciprocal"})
 """Of which PyTorch's own gradients are made, where a function has no kernel for its gradient."""

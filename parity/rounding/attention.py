@@ -30,6 +30,8 @@ class Attention:
         # By address; kept so that no address is given out again.
         # What scores become, and the softmax that it comes from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scores: dict[int, Tensor] = {}  # until the softmax
+        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # ditto: what scores become, these, and their bias
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
 
@@ -55,9 +57,31 @@ class Attention:
         """Whether the result is a softmax along keys, or made of one's numbers, each in its place."""
         if func in SOFTMAX and _is_along_last(result, func, args):
             self._probabilities[address(result)] = result, result
+            self._scores.clear()
+            self._biased.clear()
         elif func in SAME_PLACE:
             for source in addresses(args) & self._probabilities.keys():
                 self._probabilities[address(result)] = result, self._probabilities[source][1]
+            if addresses(args) & self._scores.keys():
+                self._scores[address(result)] = result
+
+    def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
+        """A sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a mask.
+
+        A fused kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum.
+        """
+        if address(scores) not in self._scores or not bias.requires_grad:
+            return add(scores, bias)
+        bias = self._storing.operand(bias, "attention")
+        _, without, first = self._biased.get(address(scores), (None, None, None))
+        is_kept = not self._storing.freedom.stores_scores
+        if is_kept and first is not None and without is not None and without.shape == scores.shape:
+            scores, bias = without, self._storing.store(first + bias, "attention")
+        result = add(scores, bias)
+        if result.shape == scores.shape:
+            self._scores[address(result)] = result
+            self._biased[address(result)] = result, scores, bias
+        return result
 
     def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them."""
@@ -74,9 +98,12 @@ class Attention:
             if address(left) in probabilities and not self._phase.backward:
                 self._contexts[address(left)] = result
             return result
+        scores = self._store_scores(result) if self._storing.freedom.stores_scores else result
         if self._phase.backward:
             self._output_gradients[address(result)] = (result, stored_left)
-        return self._store_scores(result) if self._storing.freedom.stores_scores else result
+        else:
+            self._scores[address(scores)] = scores
+        return scores
 
     def softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
         """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.

@@ -50,6 +50,7 @@ from parity.rounding.aten_calls import (
     RELU_IN_PLACE,
     SOFTMAX,
     SOFTMAX_BACKWARD,
+    SUM,
     SUM_IN_PLACE,
     SUMS,
     TABLES,
@@ -170,16 +171,21 @@ class _RoundingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        if self._kinks is None:
-            result = self._rounded(func, args, kwargs)
+        if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
+            result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
         else:
-            result = self._beside_kinks(self._kinks, func, args, kwargs)
+            result = self._computed(func, args, kwargs)
         if self._choices is not None:
             result = self._choices.follow(func, args, kwargs, result)
         if self._lineage is not None and not self.phase.backward:
             self._lineage.see(func, args, result)
             self._plain_lineage.see(func, args, result)
         return result
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self._kinks is None:
+            return self._rounded(func, args, kwargs)
+        return self._beside_kinks(self._kinks, func, args, kwargs)
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """The call, with the values moved that decide on which side of a kink they are."""
@@ -233,7 +239,7 @@ class _RoundingMode(TorchDispatchMode):
         if func is BIASED and is_linear and self._biases.made and not kwargs:
             return self._biases.result(self._product(MATRICES, (), *operands, (), {}), args[0])
         result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
-        if is_linear:
+        if is_linear or self._has_weights(left, right):
             return self._storing.store(result)
         return self._attention.result(result, left, right, operands[0])
 
@@ -324,6 +330,12 @@ class _RoundingMode(TorchDispatchMode):
                 result.add_(multiply(part, other), alpha=alpha)
         return result
 
+    def _has_weights(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a batch of products has a table of weights, as of relative positions: none that attention keeps."""
+        if self._lineage is None or self.phase.backward:
+            return False
+        return self._lineage.is_weight(left) or self._lineage.is_weight(right)
+
     def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product of two matrices has no weight, as similarities of embeddings and attention of one head.
 
@@ -334,6 +346,10 @@ class _RoundingMode(TorchDispatchMode):
         if self.phase.backward:
             return self._lineage.is_gradient_of_product(left, right)
         return self._lineage.is_product_of_activations(left, right)
+
+
+def _are_tensors(args: tuple[Any, ...]) -> bool:
+    return len(args) == 2 and all(isinstance(x, Tensor) for x in args)
 
 
 def _requires_grad(x: Any) -> bool:

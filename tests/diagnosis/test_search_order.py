@@ -11,6 +11,7 @@ from fakes import tensor
 from torch import nn
 
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.screen import Budget, while_it_lasts
 from parity.diagnosis.search import _nearest_first
 from parity.diagnosis.weight_maps.weight_mistakes import weight_hypotheses
 
@@ -39,3 +40,10 @@ def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one,
     shapes = dict.fromkeys((one, other), (8, 8))
     found = weight_hypotheses({one: one, other: other}, shapes, shapes, None, nn.Identity())
     assert [each.scope for each in found if each.title == "parameters-exchanged"] == [scope]
+
+
+def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():
+    budget, left = Budget(1e9), iter([(Hypothesis("title", name, "", nn.Identity()),) for name in ("one", "other")])
+    assert list(while_it_lasts(left, budget.share(0.0))) == []
+    assert [one.name for (one,) in while_it_lasts(left, budget)] == ["one", "other"]
+    assert not budget.exceeded

@@ -230,3 +230,32 @@ def test_a_stored_tensor_that_was_written_to_is_rounded_again():
         y = F.linear(hidden, weight)
     assert not torch.equal(hidden, bf16(hidden))
     assert torch.equal(y, bf16(F.linear(bf16(hidden), weight)))
+
+
+@pytest.mark.parametrize("freedom", [FUSED, UNFUSED])
+def test_a_product_with_a_table_of_relative_positions_is_stored_where_scores_may_stay_in_a_kernel(freedom):
+    queries, table = torch.randn(3, 4, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    with rounded(BF16, [table], freedom):
+        bias = queries @ table[:3].unsqueeze(2).expand(3, 64, 1)
+    assert torch.equal(bias, bf16(bias))
+
+
+def _biased(scores, *biases):
+    for bias in biases:
+        scores = scores + bias
+    return scores
+
+
+def test_a_fused_kernel_is_given_two_biases_of_scores_as_their_stored_sum():
+    q, k = torch.randn(3, 4, 64), torch.randn(3, 64, 4)
+    rows, columns = torch.randn(3, 4, 1, requires_grad=True), torch.randn(3, 1, 4, requires_grad=True)
+    with rounded(BF16, freedom=FUSED):
+        biased = _biased(q @ k, rows, columns)
+    assert torch.equal(biased, bf16(q) @ bf16(k) + bf16(bf16(rows) + bf16(columns)))
+
+
+def test_a_mask_that_is_added_to_scores_is_no_bias_to_round():
+    q, k, mask = torch.randn(3, 4, 64), torch.randn(3, 64, 4), torch.randn(4, 4)
+    with rounded(BF16, freedom=FUSED):
+        masked = _biased(q @ k, mask)
+    assert torch.equal(masked, bf16(q) @ bf16(k) + mask)

@@ -7,24 +7,27 @@ cosine, the last token stands for the first, a dimension is split the other way 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, permutations
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from parity.diagnosis.functions.other_numbers import Alternative, Compute, other_numbers
+from parity.diagnosis.functions.again import again, of_operands
+from parity.diagnosis.functions.other_numbers import Alternative, other_numbers
+from parity.diagnosis.functions.part_orders import joined_otherwise, split_otherwise
 from parity.diagnosis.walk import CASTS, RESHAPES, binary
 from parity.watching.trace import Call, Trace, Value
 
 LEFT_OUT = "it is left out"
 """Of a call that changes a tensor and keeps its shape."""
 
-_MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
-_MOST_PARTS = 8
-FUNCTIONS = {
+OTHER_WAY = "it moves the other way"
+"""Of a call that moves elements along a dimension."""
+
+_FUNCTIONS = {
     "sin": ("cos",),
     "cos": ("sin",),
     "tanh": ("sigmoid", "relu"),
@@ -32,8 +35,6 @@ FUNCTIONS = {
     "tril": ("triu",),
 }
 _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
-_SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
-_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 
 
 def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
@@ -44,10 +45,11 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
     yield from _left_out(trace, call)
     yield from _other_functions(call)
     yield from _dimensions(trace, call)
-    yield from _split_otherwise(trace, call)
-    yield from _joined_otherwise(call)
+    yield from split_otherwise(trace, call)
+    yield from joined_otherwise(call)
     yield from _other_elements(trace, call)
     yield from _moved(trace, call)
+    yield from _padded(trace, call)
     yield from _reshaped(trace, call)
 
 
@@ -69,6 +71,9 @@ def _operands(call: Call) -> Iterator[Alternative]:
         yield Alternative("its operands are added", of_two(lambda was, x, y: x + y))
     if name == "mul":
         yield Alternative("its result is negated", of_two(lambda was, x, y: -was))
+        if isinstance(left, Value) and isinstance(right, Value):  # 1 + gate, where the gate alone is due
+            yield Alternative("1 is added to its left operand", of_two(lambda was, x, y: (1 + x) * y))
+            yield Alternative("1 is added to its right operand", of_two(lambda was, x, y: x * (1 + y)))
     if name == "div":
         yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y / x))
         yield Alternative("its operands are multiplied", of_two(lambda was, x, y: x * y))
@@ -77,11 +82,11 @@ def _operands(call: Call) -> Iterator[Alternative]:
 def _selections(call: Call) -> Iterator[Alternative]:
     if call.name == "where" and len(call.args) == 3:
         yield Alternative(
-            "its branches are exchanged", _again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
+            "its branches are exchanged", again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
         )
     if call.name == "masked_fill":
         yield Alternative(
-            "its mask is inverted", _again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
+            "its mask is inverted", again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
         )
 
 
@@ -95,10 +100,10 @@ def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _other_functions(call: Call) -> Iterator[Alternative]:
-    for name in (*FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
+    for name in (*_FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
         other = getattr(torch, name)
         with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
-        yield Alternative(f"it is {name}", _again(call, with_other))
+        yield Alternative(f"it is {name}", again(call, with_other))
 
 
 def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
@@ -120,66 +125,6 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
             f"it is along dimension {dim}",
             lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
         )
-
-
-def _split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Parts of a tensor in another order, or every so many elements for those that follow each other."""
-    if call.name not in _SPLITS or not isinstance(call.result, (tuple, list)) or len(call.outputs) < 2:
-        return
-    shapes = [trace.tensor(x).shape for x in call.outputs]
-    for order in _orders(len(shapes)):
-        if [shapes[i] for i in order] == shapes:
-            yield Alternative(
-                f"its parts are in the order {_counted(order)}",
-                lambda was, x, order=order: tuple(was[i] for i in order),
-            )
-    x = trace.tensor(call.inputs[0])
-    differing = [dim for dim, size in enumerate(x.shape) if len(shapes[0]) == x.dim() and shapes[0][dim] != size]
-    if len(set(shapes)) == 1 and len(differing) == 1:
-        dim, count = differing[0], len(shapes)
-        yield Alternative(
-            "its parts lie in turns",
-            lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1),
-        )
-
-
-def _joined_otherwise(call: Call) -> Iterator[Alternative]:
-    if call.name not in _JOINS or len(call.inputs) < 2:
-        return
-
-    def in_order(order: Sequence[int]) -> Compute:
-        return _again(call, lambda args, kwargs: call.function([args[0][i] for i in order], *args[1:], **kwargs))
-
-    for order in _orders(len(call.inputs)):
-        yield Alternative(f"its parts are in the order {_counted(order)}", in_order(order))
-
-
-def _orders(count: int) -> list[tuple[int, ...]]:
-    """Other orders than the one there is."""
-    right = tuple(range(count))
-    if count <= _MOST_ORDERED:
-        return [order for order in permutations(right) if order != right]
-    if count > _MOST_PARTS:
-        return [right[::-1]]
-    exchanged = []
-    for one, other in combinations(right, 2):
-        order = list(right)
-        order[one], order[other] = other, one
-        exchanged.append(tuple(order))
-    return [*exchanged, *_halves_alike(count), right[::-1], (*right[1:], 0), (right[-1], *right[:-1])]
-
-
-def _halves_alike(count: int) -> list[tuple[int, ...]]:
-    """Both halves in one other order, or exchanged: shift, scale and gate of attention and of the MLP, as in DiT."""
-    half = count // 2
-    if count % 2 or half > _MOST_ORDERED:
-        return []
-    ordered = [(*order, *(half + i for i in order)) for order in permutations(range(half)) if order != (*range(half),)]
-    return [*ordered, (*range(half, count), *range(half))]
-
-
-def _counted(order: Sequence[int]) -> str:
-    return ", ".join(str(i + 1) for i in order)
 
 
 def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
@@ -245,6 +190,8 @@ def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
     """Dimensions that stay, or change places otherwise; elements that are moved the other way."""
     if call.name in ("transpose", "T", "mT", "swapaxes") and len(call.inputs) == 1:
         yield Alternative("it is left out", lambda was, x: x)
+    if call.name in ("transpose", "T", "mT", "swapaxes", "permute") and len(call.inputs) == 1:
+        yield Alternative("it is a view, which moves no element", lambda was, x: x.reshape(was.shape))
     if call.name == "permute":
         rank = trace.tensor(call.outputs[0]).dim()
         for one, other in combinations(range(rank), 2):
@@ -253,9 +200,34 @@ def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
                 lambda was, x, one=one, other=other: was.transpose(one, other),
             )
     if call.name == "roll":
-        yield Alternative("it moves the other way", lambda was, x: _rolled_back(call, x))
+        yield Alternative(OTHER_WAY, lambda was, x: _rolled_back(call, x))
     if call.name in ("repeat_interleave", "repeat"):
         yield from _repeated_otherwise(trace, call)
+
+
+def _padded(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Padding at the other end, or of a convolution at one end alone, as where it is causal, or is not to be."""
+    if call.name == "pad" and len(call.args) > 1 and len(call.inputs) == 1:
+        amounts, rest = tuple(call.args[1]), call.args[2:]
+        other = tuple(amounts[i ^ 1] for i in range(len(amounts)))
+        if other != amounts:
+            yield Alternative(
+                "it pads the other end", again(call, lambda args, kwargs: F.pad(args[0], other, *rest, **kwargs))
+            )
+    if call.name == "conv1d" and len(call.args) == 7 and isinstance(call.args[4], tuple):
+        around = 2 * call.args[4][0]
+        for described, before in (("at its beginning alone", around), ("at its end alone", 0)) if around else ():
+            yield Alternative(f"its input is padded {described}", again(call, _convolved(before, around - before)))
+
+
+def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
+    """A convolution in one dimension of an input that has so many zeros at each end."""
+
+    def computed(args: Any, kwargs: Any) -> Tensor:
+        x, weight, bias, stride, _, dilation, groups = args
+        return F.conv1d(F.pad(x, (before, after)), weight, bias, stride, 0, dilation, groups)
+
+    return computed
 
 
 def _rolled_back(call: Call, x: Tensor) -> Tensor:
@@ -298,34 +270,3 @@ def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
             f"it merges dimensions {dim} and {dim + 1} the other way round",
             lambda was, x: x.transpose(dim, dim + 1).flatten(dim, dim + 1),
         )
-
-
-def of_operands(call: Call, compute: Compute) -> Compute:
-    """From a function of the result, or what is in its place, and both operands to one of it and the call's tensors.
-
-    Args:
-        call: a function of two operands, as ``binary`` knows it.
-        compute: called with numbers where operands are numbers.
-    """
-    _, left, right = binary(call) or ("", None, None)
-
-    def computed(was: Tensor, *inputs: Tensor) -> Tensor:
-        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
-        x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
-        result: Tensor = compute(was, x, y)
-        return result
-
-    return computed
-
-
-def _again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
-    """From a function of the call's arguments to one of the result and the call's tensors."""
-
-    def computed(was: Any, *inputs: Tensor) -> Any:
-        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
-        args, kwargs = tree_map(
-            lambda one: given[one.number] if isinstance(one, Value) else one, (call.args, call.kwargs)
-        )
-        return compute(args, kwargs)
-
-    return computed

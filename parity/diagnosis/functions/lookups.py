@@ -66,6 +66,7 @@ class Addition:
 
     call: Call
     table: Value
+    positions: int
 
     def edits(self, change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
         """A changed table is to be added."""
@@ -84,7 +85,8 @@ def additions(trace: Trace) -> list[Addition]:
         match binary(call):
             case ("add", left, right):
                 tables = [x for x in (left, right) if isinstance(x, Value) and _is_of_parameter(trace, x)]
-                found += [Addition(call, table) for table in tables if _has_positions(trace.tensor(table))]
+                shapes = [(table, trace.tensor(table).shape) for table in tables]
+                found += [Addition(call, table, shape[-2]) for table, shape in shapes if _has_positions(shape)]
     return found
 
 
@@ -101,8 +103,14 @@ def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     yield from everywhere_and_somewhere([_first_row()], few, module, lambda one: one.call.module)
     for one in found:
         yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one], module)
-    moved = [*map(_rolled, (-1, 1)), *map(_without_first, _SPECIAL_TOKENS), *map(_from_position, _SPECIAL_TOKENS)]
-    yield from everywhere_and_somewhere(moved, additions(trace), module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_of_two_axes(), found, module, lambda one: one.call.module)
+    added = [
+        *map(_rolled, (-1, 1)),
+        *map(_grid_turned, range(2)),
+        *map(_without_first, _SPECIAL_TOKENS),
+        *map(_from_position, _SPECIAL_TOKENS),
+    ]
+    yield from everywhere_and_somewhere(added, additions(trace), module, lambda one: one.call.module)
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
@@ -129,8 +137,8 @@ def _is_of_parameter(trace: Trace, value: Value) -> bool:
     return trace.parameter(back(trace, value, RESHAPES | {"getitem", "expand"})) is not None
 
 
-def _has_positions(table: Tensor) -> bool:
-    return table.dim() > 1 and min(table.shape[-2:]) > 1
+def _has_positions(shape: torch.Size) -> bool:
+    return len(shape) > 1 and min(shape[-2:]) > 1
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:
@@ -240,6 +248,50 @@ def _from_position(count: int) -> Mistake[Addition]:
 def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
     """Zeros for so many positions, then the rows."""
     return torch.cat((torch.zeros_like(table[..., :count, :]), rows), -2)
+
+
+def _of_two_axes() -> Iterator[Mistake[Lookup]]:
+    """A table of relative positions, read with query and key exchanged, or with its rows and columns."""
+    yield Mistake(
+        "attention-bias",
+        "relative positions of the other sign",
+        "look up the relative position of query and key as the reference does; the two are exchanged",
+        lambda one: one.edits(_turned) if _side(one.traced.numel()) > 1 else (),
+    )
+    yield Mistake(
+        "attention-bias",
+        "row and column of a table exchanged",
+        "number a table's rows as the reference does; that of a position in two dimensions is (column, row)",
+        lambda one: one.edits(lambda index: index % side * side + index // side) if (side := _side(one.rows)) else (),
+    )
+
+
+def _turned(index: Tensor) -> Tensor:
+    """The transpose of a square index, which may have been flattened."""
+    side = _side(index.numel())
+    return index.reshape(side, side).T.reshape(index.shape) if side else index
+
+
+def _side(count: int) -> int:
+    """Of a square of so many; 0 where they are none."""
+    side = math.isqrt(count)
+    return side if side * side == count else 0
+
+
+def _grid_turned(before: int) -> Mistake[Addition]:
+    """Of a table of positions in a square, behind some of another kind: as where patches come column by column."""
+
+    def turned(table: Tensor) -> Tensor:
+        first, grid = table.split((before, table.shape[-2] - before), -2)
+        side = _side(grid.shape[-2])
+        return torch.cat((first, grid.unflatten(-2, (side, side)).transpose(-3, -2).flatten(-3, -2)), -2)
+
+    return Mistake(
+        "embedding-position",
+        f"rows and columns of positions exchanged{f', but for the first {before}' if before else ''}",
+        "add the position of each patch as the reference does; their rows and columns are exchanged",
+        lambda one: one.edits(turned) if _side(one.positions - before) > 1 else (),
+    )
 
 
 def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:

@@ -1,43 +1,58 @@
 """Single calls of a reference that a port computes otherwise, tried where no mistake with a known meaning explains.
 
-Calls that a model makes in each of its layers are changed in all of them at once.
+Calls that a model makes in each of its layers are changed in all of them at once; and so are those of a loop, which a
+module makes alike.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
-from parity.diagnosis.functions.alternatives import FUNCTIONS, LEFT_OUT, alternatives
+from parity.diagnosis.functions.alternatives import LEFT_OUT, OTHER_WAY, alternatives
 from parity.diagnosis.functions.other_numbers import Alternative
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.walk import with_number
-from parity.watching.trace import Call, Trace, edit
+from parity.watching.trace import Call, Trace, Value, edit
 
 _NUMBER = re.compile(r"\d+")
 
 
 def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every call of the reference, with each of its alternatives."""
-    for calls in (*alike(trace), *_of_one_function(trace)):
-        by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
-        for described in by_call[0]:
-            if all(described in ones for ones in by_call):
-                yield _otherwise(calls, [ones[described] for ones in by_call], module)
-    for calls in (*_of_one_number(trace), *_there_and_back(trace)):
-        left_out = [one for call in calls for one in alternatives(trace, call) if one.described == LEFT_OUT]
-        if len(left_out) == len(calls):
-            yield _otherwise(calls, left_out, module)
-
-
-def _of_one_function(trace: Trace) -> Iterator[list[Call]]:
-    """Calls of a function that models have once or twice in a layer, such as the tanh of Llama 3.2's gates, in all."""
-    groups: dict[str, list[list[Call]]] = {}
     for calls in alike(trace):
-        if calls[0].name in FUNCTIONS:
-            groups.setdefault(calls[0].name, []).append(calls)
+        yield from _all_otherwise(trace, calls, module)
+    for calls in _of_one_number(trace):
+        yield from _all_otherwise(trace, calls, module, (LEFT_OUT,))
+    for calls in _there_and_back(trace):
+        yield from _all_otherwise(trace, calls, module, (LEFT_OUT, OTHER_WAY))
+    for calls in _in_loops(trace):
+        yield from _all_otherwise(trace, calls, module)
+
+
+def _all_otherwise(
+    trace: Trace, calls: Sequence[Call], module: nn.Module, known: Collection[str] = ()
+) -> Iterator[Hypothesis]:
+    """Calls that are all made in one other way, of those known or of any."""
+    by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
+    for described in by_call[0]:
+        if all(described in ones for ones in by_call) and (not known or described in known):
+            yield _otherwise(calls, [ones[described] for ones in by_call], module)
+
+
+def _in_loops(trace: Trace) -> Iterator[list[Call]]:
+    """Several calls of a module's that differ in their tensors alone, as those of a loop over layers or streams."""
+    groups: dict[tuple[object, ...], list[list[Call]]] = {}
+    for calls in alike(trace):
+        call = calls[0]
+        shapes = tuple(tuple(trace.tensor(x).shape) for x in (*call.inputs, *call.outputs))
+        others = [one for one in (*call.args, *call.kwargs.items()) if not isinstance(one, Value)]
+        of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
+        path, invocation = call.site[:2]
+        key = _NUMBER.sub("#", path), invocation, call.name, shapes, of_parameters, repr(others)
+        groups.setdefault(key, []).append(calls)
     for same in groups.values():
         if len(same) > 1:
             yield [call for calls in same for call in calls]

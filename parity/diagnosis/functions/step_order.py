@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.functions.activations import ACTIVATIONS, activations
-from parity.diagnosis.functions.alternatives import of_operands
+from parity.diagnosis.functions.again import of_operands
 from parity.diagnosis.functions.linears import biases
 from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.hypothesis import Hypothesis

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.low_dtypes import low_dtypes, short
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.rope.rope_axes import grid_mistakes
 from parity.diagnosis.rope.rope_positions import Edits, Phases, position_mistakes, restart_mistakes, with_angles
 from parity.diagnosis.rope.rope_scaling import scaling_mistakes
 from parity.diagnosis.rope.rope_unrotated import unrotated_hypotheses
@@ -57,7 +58,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
 
 def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
     """Of rotations of one kind."""
-    return [*_frequencies(some[0]), *scaling_mistakes(some)]
+    return [*_frequencies(some[0]), *scaling_mistakes(some), *grid_mistakes(some[0])]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Rotation:
     @property
     def base(self) -> float | None:
         """Of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
-        return _base(self.phases[1]) if self.phases is not None else None
+        return base_of(self.phases[1]) if self.phases is not None else None
 
     def compute(self, x: Tensor) -> Tensor:
         """The rotated value."""
@@ -290,7 +290,8 @@ def _slopes(angles: Tensor) -> Tensor:
     return slopes
 
 
-def _base(frequency: Tensor) -> float | None:
+def base_of(frequency: Tensor) -> float | None:
+    """The base of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
     count = len(frequency)
     if count < 2 or float(frequency[-1]) <= 0.0:
         return None
