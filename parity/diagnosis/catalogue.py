@@ -14,6 +14,7 @@ from parity.diagnosis.attention.packed import packed_hypotheses
 from parity.diagnosis.attention.sequence_first import sequence_first_hypotheses
 from parity.diagnosis.attention.softcaps import softcap_hypotheses
 from parity.diagnosis.blocks.branch_factors import branch_factor_hypotheses
+from parity.diagnosis.blocks.branch_order import branch_order_hypotheses
 from parity.diagnosis.blocks.layer_order import layer_order_hypotheses
 from parity.diagnosis.blocks.parallel_blocks import parallel_block_hypotheses
 from parity.diagnosis.blocks.residuals import residual_hypotheses
@@ -28,7 +29,7 @@ from parity.diagnosis.functions.exchanged_factors import exchanged_factor_hypoth
 from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
-from parity.diagnosis.functions.operations import operation_hypotheses
+from parity.diagnosis.functions.operations import loop_operation_hypotheses, operation_hypotheses
 from parity.diagnosis.functions.step_order import step_order_hypotheses
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
@@ -82,6 +83,8 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from operation_hypotheses(trace, prepared.reference)
     yield from step_order_hypotheses(trace, prepared.reference)
     yield from exchanged_factor_hypotheses(trace, prepared.reference)
+    yield from branch_order_hypotheses(trace, prepared.reference)
+    yield from loop_operation_hypotheses(trace, prepared.reference)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:

@@ -39,7 +39,7 @@ CHECKS_FOR_FILTERS = 2.0
 """Ditto for matched filters after all of these found nothing."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
-_SPENT_BY_STAGES = (0.5, 0.65, 0.9)  # of the budget, at the end of each; what is left out then comes after all of them
+_SPENT_BY_STAGES = (0.5, 0.75, 0.95)  # of the budget, at the end of each; what is left out then comes after all of them
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
@@ -96,22 +96,24 @@ def explanations(
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
-    ranked: list[Ranked] = []
     tuned: list[Ranked] = []
+    of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [iter(_nearest_first(failure, [one for one in known if one.scope in scopes])) for scopes in _STAGES]
     # A model of many layers has so many weights to mistake that a budget may not last for more.
-    rounds = [*zip(stages, _SPENT_BY_STAGES, strict=True), *((stage, 1.0) for stage in stages)]
-    for stage, part in rounds:
-        some: list[Ranked] = []
-        spend = budget.share(part)
-        found = _screened(failure, screen, ((one,) for one in stage), some, spend)
-        found = found or _screened(failure, screen, _at_several(some), some, spend)
-        with_constants = [] if found else _tuned(screen, some, spend)
-        found = found or _verified(failure, with_constants, spend)
-        if found:
-            return found
-        ranked += some
-        tuned += with_constants
+    for last in (False, True):
+        for stage, some, part in zip(stages, of_stages, _SPENT_BY_STAGES, strict=True):
+            spend = budget.share(1.0 if last else part)
+            before = len(some)
+            found = _screened(failure, screen, ((one,) for one in stage), some, spend)
+            if last and len(some) == before:  # all was tried
+                continue
+            found = found or _screened(failure, screen, _at_several(some), some, spend)
+            with_constants = [] if found else _tuned(screen, some, spend)
+            found = found or _verified(failure, with_constants, spend)
+            if found:
+                return found
+            tuned += with_constants
+    ranked = [entry for some in of_stages for entry in some]
     ranked.sort(key=lambda entry: entry[0])
     pairs: list[Ranked] = []
     for share, (first,) in ranked[:_PARTIAL]:

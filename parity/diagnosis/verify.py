@@ -76,7 +76,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     return Explanation(
         combination,
         all(result.passed for result in judged),
-        math.sqrt(sum(misfit**2 for misfit in misfits) / len(misfits)),
+        math.hypot(*misfits) / math.sqrt(len(misfits)),  # which may be too large to be squared
         shown.label,
         before[shown.kind, shown.name].errors.relative_l2,
         shown.errors.relative_l2,

@@ -68,15 +68,18 @@ class Attention:
     def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
         """A sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a mask.
 
-        A fused kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum.
+        A kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum. Unless
+        the kernel keeps scores, this is said of terms alone that are stretched: products that are no scores may be
+        the first of several terms that a port adds up, too.
         """
         if address(scores) not in self._scores or not bias.requires_grad:
             return add(scores, bias)
         bias = self._storing.operand(bias, "attention")
         _, without, first = self._biased.get(address(scores), (None, None, None))
-        is_kept = not self._storing.freedom.stores_scores
-        if is_kept and first is not None and without is not None and without.shape == scores.shape:
-            scores, bias = without, self._storing.store(first + bias, "attention")
+        if first is not None and without is not None and without.shape == scores.shape:
+            are_stretched = scores.shape not in (first.shape, bias.shape)
+            if are_stretched or not self._storing.freedom.stores_scores:
+                scores, bias = without, self._storing.store(first + bias, "attention")
         result = add(scores, bias)
         if result.shape == scores.shape:
             self._scores[address(result)] = result

@@ -57,12 +57,12 @@ class Call:
     kwargs: dict[str, Any]
     result: Any
 
-    @property
+    @functools.cached_property
     def inputs(self) -> list[Value]:
         """Every tensor among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
-    @property
+    @functools.cached_property
     def outputs(self) -> list[Value]:
         """Every tensor that it returned."""
         return [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]

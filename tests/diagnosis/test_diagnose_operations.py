@@ -164,3 +164,33 @@ def test_a_number_a_shift_and_a_mean_that_are_others_are_told(module, port, told
 @pytest.mark.parametrize("module", [Leaky, Shifted, Averaged])
 def test_right_ports_of_these_have_none_to_tell(module):
     assert found(module) == [("passed", "")]
+
+
+class Whitened(nn.Module):
+    """A series less its mean, over its deviation, without its first steps."""
+
+    def __init__(self, linear, unbiased: bool = False, first: int = 4) -> None:
+        super().__init__()
+        self.linear, self.unbiased, self.first = linear(HIDDEN, HIDDEN), unbiased, first
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        deviation = (x.float().var(1, keepdim=True, unbiased=self.unbiased) + 1e-5).sqrt()
+        y = self.linear(((x.float() - x.float().mean(1, keepdim=True)) / deviation).to(x.dtype))
+        return y[:, 4:] if self.first == 4 else y[:, self.first : self.first + 20]
+
+
+@pytest.mark.parametrize(
+    ("port", "told"),
+    [
+        (dict(unbiased=True), "the 1st 'var' of the module as the reference does; it divides by 23, not 24 elements"),
+        (dict(first=1), "it takes 20 of dimension 1 from the second on"),
+    ],
+)
+def test_a_variance_of_another_count_and_steps_from_another_one_on_are_told(port, told):
+    title, message = found(Whitened, **port)[0]
+    assert title == "operation"
+    assert told in message
+
+
+def test_a_right_port_of_whitened_series_has_none_to_tell():
+    assert found(Whitened) == [("passed", "")]

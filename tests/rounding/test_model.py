@@ -246,12 +246,14 @@ def _biased(scores, *biases):
     return scores
 
 
-def test_a_fused_kernel_is_given_two_biases_of_scores_as_their_stored_sum():
+@pytest.mark.parametrize(("freedom", "stored"), [(FUSED, lambda x: x), (UNFUSED, bf16)])
+def test_a_kernel_is_given_two_biases_of_scores_as_their_stored_sum(freedom, stored):
     q, k = torch.randn(3, 4, 64), torch.randn(3, 64, 4)
     rows, columns = torch.randn(3, 4, 1, requires_grad=True), torch.randn(3, 1, 4, requires_grad=True)
-    with rounded(BF16, freedom=FUSED):
-        biased = _biased(q @ k, rows, columns)
-    assert torch.equal(biased, bf16(q) @ bf16(k) + bf16(bf16(rows) + bf16(columns)))
+    with rounded(BF16, freedom=freedom):
+        scores = q @ k
+        biased = _biased(scores, rows, columns)
+    assert torch.equal(biased, stored(scores + bf16(bf16(rows) + bf16(columns))))
 
 
 def test_a_mask_that_is_added_to_scores_is_no_bias_to_round():

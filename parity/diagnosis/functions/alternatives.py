@@ -45,6 +45,7 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
     yield from _left_out(trace, call)
     yield from _other_functions(call)
     yield from _dimensions(trace, call)
+    yield from _deviations(trace, call)
     yield from split_otherwise(trace, call)
     yield from joined_otherwise(call)
     yield from _other_elements(trace, call)
@@ -127,6 +128,20 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
         )
 
 
+def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """A variance, or its root, that is divided by the count where it was by one less, or the reverse."""
+    if call.name not in ("var", "std") or len(call.outputs) != 1 or len(call.inputs) != 1:
+        return
+    count = trace.tensor(call.inputs[0]).numel() // max(trace.tensor(call.outputs[0]).numel(), 1)
+    less_one = ((count - 1) / count) ** (1.0 if call.name == "var" else 0.5) if count > 2 else 1.0
+    given = call.args[2] if len(call.args) > 2 else call.kwargs.get("unbiased", call.kwargs.get("correction"))
+    unbiased = given is None or bool(given)
+    if less_one < 1.0:
+        other = less_one if unbiased else 1.0 / less_one
+        divisor = f"{count} elements, not {count - 1}" if unbiased else f"{count - 1}, not {count} elements"
+        yield Alternative(f"it divides by {divisor}", lambda was, x: other * was)
+
+
 def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
     """Other places of a dimension than an index says: its end for its beginning, a neighbour, the mean of all."""
     if call.name != "getitem" or len(call.inputs) != 1:
@@ -175,6 +190,8 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
         if step == 1 and 0 < count < size:
             yield f"it takes all of dimension {dim}", slice(None)
             at_end = start != size - count
+            if start > 1 and not at_end:
+                yield f"it takes {count} of dimension {dim} from the second on", slice(1, 1 + count)
             yield (
                 f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}",
                 slice(size - count, size) if at_end else slice(0, count),

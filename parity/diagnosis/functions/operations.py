@@ -18,18 +18,29 @@ from parity.diagnosis.walk import with_number
 from parity.watching.trace import Call, Trace, Value, edit
 
 _NUMBER = re.compile(r"\d+")
+_LONG = 12  # rounds of a loop, of which a single one is hardly wrong alone
 
 
 def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every call of the reference, with each of its alternatives."""
+    """Every call of the reference, with each of its alternatives; of long loops, all rounds at once alone."""
+    rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
     for calls in alike(trace):
-        yield from _all_otherwise(trace, calls, module)
+        if calls[0].site not in rounds:
+            yield from _all_otherwise(trace, calls, module)
     for calls in _of_one_number(trace):
         yield from _all_otherwise(trace, calls, module, (LEFT_OUT,))
     for calls in _there_and_back(trace):
         yield from _all_otherwise(trace, calls, module, (LEFT_OUT, OTHER_WAY))
     for calls in _in_loops(trace):
         yield from _all_otherwise(trace, calls, module)
+
+
+def loop_operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Single calls of long loops, as of a scan over time, with each of their alternatives."""
+    rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
+    for calls in alike(trace):
+        if calls[0].site in rounds:
+            yield from _all_otherwise(trace, calls, module)
 
 
 def _all_otherwise(
@@ -43,7 +54,7 @@ def _all_otherwise(
 
 
 def _in_loops(trace: Trace) -> Iterator[list[Call]]:
-    """Several calls of a module's that differ in their tensors alone, as those of a loop over layers or streams."""
+    """Several calls of a module's that differ in tensors and numbers alone, as those of a loop over layers or time."""
     groups: dict[tuple[object, ...], list[list[Call]]] = {}
     for calls in alike(trace):
         call = calls[0]
@@ -51,7 +62,7 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
         others = [one for one in (*call.args, *call.kwargs.items()) if not isinstance(one, Value)]
         of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
         path, invocation = call.site[:2]
-        key = _NUMBER.sub("#", path), invocation, call.name, shapes, of_parameters, repr(others)
+        key = _NUMBER.sub("#", path), invocation, call.name, shapes, of_parameters, _NUMBER.sub("#", repr(others))
         groups.setdefault(key, []).append(calls)
     for same in groups.values():
         if len(same) > 1:
