@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -73,4 +74,32 @@ class TestNormsOfQueriesAndKeys:
 
     def test_of_all_heads_for_each_are_named(self, precision):
         first = compared(True, False, precision).findings[0]
-        assert (first.title, "all heads" in first.message) == ("norm-groups", True)
+        assert (first.title, "all are, at once" in first.message) == ("norm-groups", True)
+
+
+class Mixer(nn.Module):
+    """Mamba 2's gate, and its norm in groups of channels."""
+
+    def __init__(self, linear: Any, groups: int) -> None:
+        super().__init__()
+        self.into, self.out, self.groups = linear(HIDDEN, 4 * HIDDEN), linear(2 * HIDDEN, HIDDEN), groups
+        self.gain = nn.Parameter(torch.rand(2 * HIDDEN) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = self.into(x).chunk(2, -1)
+        parts = (y * F.silu(gate)).unflatten(-1, (self.groups, -1))
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-5)
+        return x + self.out(parts.flatten(-2) * self.gain)
+
+
+@pytest.mark.parametrize(("groups", "of_port"), [(4, 1), (4, 2), (2, 4), (1, 8)])
+def test_another_number_of_groups_is_named(groups, of_port):
+    def factory(te: Any) -> parity.Pair:
+        reference = Mixer(nn.Linear, groups)
+        names = {name: name for name, _ in reference.named_parameters()}
+        return parity.Pair(reference, Mixer(te.Linear, of_port), lambda rng: rng.normal(2, SEQ, HIDDEN), names)
+
+    told = "all are, at once" if of_port == 1 else f"{2 * HIDDEN // of_port} at a time"
+    (result,) = parity.compare(parity.Case("mixer", factory, sizes=({},)), ["bf16"])
+    first = result.findings[0]
+    assert (first.title, told in first.message) == ("norm-groups", True)

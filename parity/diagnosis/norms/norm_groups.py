@@ -1,8 +1,8 @@
-"""Norms that take more or fewer channels together than the reference's: those of one head, or of all."""
+"""Norms that take more or fewer channels together than the reference's: those of one head, of a group, or of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from parity.diagnosis.norms.norms import Norm, kinds, norms
 from parity.diagnosis.walk import RESHAPES, back, chain
 from parity.watching.trace import Edit, Trace, edit
 
+_FEWEST = 16  # channels of such a group
+_USUAL_COUNTS = (2, 4, 8)  # of groups, which nothing else in a reference may show, as of Mamba 2's norm
+
 
 @dataclass(frozen=True)
 class _Grouped:
@@ -21,24 +24,39 @@ class _Grouped:
 
     Attributes:
         norm: of the reference.
-        parts: the numbers of channels, fewer than the norm's, into which the reference cuts its result.
         axis: of what is normalised, the one that was cut off its channels; None where none was.
+        channels: how many there are, of all heads or groups.
+        parts: of how many at a time they could be normalised, other than as they are.
     """
 
     norm: Norm
-    parts: tuple[int, ...]
     axis: int | None
+    channels: int
+    parts: frozenset[int]
+
+    def edits(self, channels: int) -> tuple[Edit, ...]:
+        """So many channels are to be normalised at a time; none where they are, or where they are no part of all."""
+        if channels not in self.parts:
+            return ()
+        norm, axis = self.norm, self.axis
+
+        def computed(was: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
+            whole = x if axis is None else _with_last(x, axis)
+            y = norm.normalized(whole.unflatten(-1, (-1, channels))).reshape(whole.shape)
+            y = y if axis is None else y.unflatten(-1, (x.shape[axis], -1)).movedim(-2, axis)
+            return norm.scaled(y, *parameters).to(was.dtype)
+
+        return (edit(norm.call, norm.needs, computed),)
 
 
 def norm_group_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Norms of each head for one of all heads, and one of all heads for one of each.
+    """Norms of each head for one of all heads, one of all heads for one of each, and other numbers of groups.
 
     OLMo 2 and OLMoE normalise the queries of all heads at once, TE's ``qk_norm_type`` and most models those of each.
     """
-    found = [_Grouped(norm, _parts(trace, norm), _axis(trace, norm)) for norm in norms(trace)]
-    parts = sorted({part for one in found for part in one.parts})
+    found = [_grouped(trace, norm) for norm in norms(trace)]
     yield from everywhere_and_somewhere(
-        [*map(_in_parts, parts), _all_at_once()],
+        [_all_at_once(), *map(_at_a_time, sorted({part for one in found for part in one.parts - {one.channels}}))],
         found,
         module,
         lambda one: one.norm.call.module,
@@ -46,10 +64,13 @@ def norm_group_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
     )
 
 
-def _parts(trace: Trace, norm: Norm) -> tuple[int, ...]:
-    channels = trace.tensor(norm.x).shape[-1]
+def _grouped(trace: Trace, norm: Norm) -> _Grouped:
+    x, axis = trace.tensor(norm.x), _axis(trace, norm)
+    whole = x.shape[-1] * (1 if axis is None else x.shape[axis])
     shapes = (trace.tensor(made).shape for made in chain(trace, norm.call.outputs[0], RESHAPES))
-    return tuple({shape[-1] for shape in shapes if shape[-1] < channels in (shape[-1] * size for size in shape[:-1])})
+    cut = {shape[-1] for shape in shapes if whole in (shape[-1] * size for size in shape[:-1])}
+    usual = {whole // count for count in _USUAL_COUNTS if whole % count == 0 and whole // count >= _FEWEST}
+    return _Grouped(norm, axis, whole, frozenset({whole, *cut, *usual} - {x.shape[-1]}))
 
 
 def _axis(trace: Trace, norm: Norm) -> int | None:
@@ -72,45 +93,20 @@ def _are_rows_of(x: Tensor, whole: Tensor) -> bool:
     return torch.equal(*(tensor[..., 0].flatten().sort().values for tensor in (x, whole)))
 
 
-def _in_parts(channels: int) -> Mistake[_Grouped]:
-    def edits(one: _Grouped) -> tuple[Edit, ...]:
-        if channels not in one.parts:
-            return ()
-        return _edits(one.norm, lambda x: x.unflatten(-1, (-1, channels)), lambda y, x: y.view_as(x))
+def _all_at_once() -> Mistake[_Grouped]:
+    return Mistake(
+        "norm-groups",
+        "norm of all channels at once",
+        "normalise the channels of each head, or group, by themselves, as the reference does; all are, at once",
+        lambda one: one.edits(one.channels),
+    )
 
+
+def _at_a_time(channels: int) -> Mistake[_Grouped]:
     return Mistake(
         "norm-groups",
         f"norm of {channels} channels at a time",
-        f"normalise all channels at once, as the reference does; {channels} at a time are, as those of each head",
-        edits,
+        f"normalise as many channels at a time as the reference does, such as those of one head, or of all heads; "
+        f"{channels} at a time are",
+        lambda one: one.edits(channels),
     )
-
-
-def _all_at_once() -> Mistake[_Grouped]:
-    def edits(one: _Grouped) -> tuple[Edit, ...]:
-        axis = one.axis
-        if axis is None:
-            return ()
-        return _edits(
-            one.norm,
-            lambda x: _with_last(x, axis),
-            lambda y, x: y.unflatten(-1, (x.shape[axis], -1)).movedim(-2, axis),
-        )
-
-    return Mistake(
-        "norm-groups",
-        "norm of all heads at once",
-        "normalise each head's channels by themselves, as the reference does; those of all heads are, at once",
-        edits,
-    )
-
-
-def _edits(
-    norm: Norm, grouped: Callable[[Tensor], Tensor], back_to: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Edit, ...]:
-    """The norm is over the last dimension of what ``grouped`` returns; ``back_to`` brings it to the shape of x."""
-
-    def computed(was: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
-        return norm.scaled(back_to(norm.normalized(grouped(x)), x), *parameters).to(was.dtype)
-
-    return (edit(norm.call, norm.needs, computed),)
