@@ -60,9 +60,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(module: Any, name: str) -> None:
         function: Callable[..., Any] = getattr(module, name)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             counts[name.strip("_")] += 1
-            return function(*args)
+            return function(*args, **kwargs)
 
         monkeypatch.setattr(module, name, counted)
 

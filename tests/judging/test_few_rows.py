@@ -20,12 +20,12 @@ def compared(rows: int, channels: int, eps: float = 1e-5) -> list[parity.Result]
     return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(60))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("channels", [80, 256])
 def test_right_ports_pass_on_every_seed(rows, channels):
     assert {result.status for result in compared(rows, channels)} == {"passed"}
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_another_eps_is_told_all_the_same(rows):
     assert {result.findings[0].title for result in compared(rows, 80, eps=1e-6)} == {"norm-eps"}
