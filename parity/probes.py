@@ -27,8 +27,9 @@ def probe(inputs: Any, rng: Rng) -> Any:
 
     Args:
         inputs: as a pair's ``inputs`` returns them; floating-point tensors of two or more dimensions whose elements are
-            all finite change, anything else stays. So do tensors of which each row holds a single number: of those a
-            norm computes what rounding left, see ``parity.judging.conditioning``.
+            all finite change, anything else stays. So does a row that holds one number throughout, as of padding,
+            but where it becomes a single value: far from zero, a norm of it would compute what rounding left, see
+            ``parity.judging.conditioning``.
         rng: which row becomes what.
     """
     return tree_map_only(Tensor, lambda x: _uneven(x, rng) if _is_activation(x) else x, inputs)
@@ -36,19 +37,28 @@ def probe(inputs: Any, rng: Rng) -> Any:
 
 def _is_activation(x: Tensor) -> bool:
     is_finite_matrix = x.is_floating_point() and x.dim() > 1 and x.numel() > 0 and bool(x.isfinite().all())
-    return is_finite_matrix and bool((x != x[..., :1]).any())
+    return is_finite_matrix and bool(_varies(x).any())
+
+
+def _varies(rows: Tensor) -> Tensor:
+    """Whether each row holds more than one number."""
+    return (rows != rows[..., :1]).any(-1)
 
 
 def _uneven(x: Tensor, rng: Rng) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).clone()
     count, width = rows.shape
     rms = rows.square().mean().sqrt()
+    constant = ~_varies(rows)
     order = rng.permutation(count)
     shifted, single = order[1::3].to(x.device), order[2::3].to(x.device)
+    constant[single] = False
+    shifted = shifted[~constant[shifted]]
     rows[shifted] += _OFFSET * rms
     positions = rng.integers(len(single), high=width).to(x.device)
     rows[single] = 0.0
     rows[single, positions] = rms * width**0.5
     magnitudes = torch.logspace(math.log10(SMALLEST), math.log10(LARGEST), count)
-    rows *= magnitudes[rng.permutation(count)].to(x.device, x.dtype)[:, None]
+    factors = magnitudes[rng.permutation(count)].to(x.device, x.dtype)
+    rows *= factors.masked_fill(constant, 1.0)[:, None]
     return rows.reshape(x.shape)

@@ -27,6 +27,14 @@ def test_a_third_of_the_rows_is_far_from_zero_and_a_third_has_a_single_value():
     assert int(shifted.sum()) == pytest.approx(len(rows) / 3, abs=1)
 
 
+def test_rows_of_padding_stay_or_become_a_single_value():
+    padded = INPUTS.clone()
+    padded[:, ::4] = 0.0
+    rows = probe(padded, Rng(1))[:, ::4].flatten(0, 1)
+    values = (rows != 0).sum(-1)
+    assert set(values.tolist()) == {0, 1}
+
+
 def test_the_drawn_inputs_stay_as_they_are():
     before = INPUTS.clone()
     probe(INPUTS, Rng(1))
