@@ -101,7 +101,7 @@ class TensorResult:
         expected: the reference under the precision's rounding model against golden; what a faithful port costs.
         tolerance_relative_l2: bound on ``errors.relative_l2``, which the check ``norm`` sets.
         tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units, which the check ``largest`` sets.
-        margin: the largest of the checks' margins; up to 1 passes; infinite where a NaN or Inf is.
+        margin: the largest of the checks' margins; up to 1 passes; infinite where a NaN or Inf is, or is expected.
         checks: every statistic that was judged.
     """
 
@@ -128,6 +128,11 @@ class TensorResult:
     @property
     def passed(self) -> bool:
         return self.margin <= 1.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether golden, the candidate and what is expected of it are finite, so that it can be judged."""
+        return self.errors.finite and self.expected.finite
 
     @property
     def probed(self) -> bool:

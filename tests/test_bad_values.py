@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parity
+from parity.diagnosis.values import non_finite
+from parity.precision import PRECISIONS
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +134,15 @@ def test_an_overflow_in_the_ports_own_lines_is_the_precisions_own():
     result = result_of(linear(inputs=lambda rng: 1000 * rng.normal(TOKENS, WIDTH), **both(normed_squares)), "fp16")
     assert_says(result, "failed", "the range of fp16 is too small")
     assert findings(result) == {"PAR003"}
+
+
+def test_a_port_that_is_finite_where_a_faithful_one_overflows_cannot_be_judged_there():
+    right, *_ = result_of(linear(), "fp16").tensors
+    overflowing = dataclasses.replace(right.expected, infs=2)
+    unjudged = dataclasses.replace(right, expected=overflowing, margin=math.inf, checks=())
+    (finding,) = non_finite([unjudged], PRECISIONS["fp16"])
+    assert finding.code == "PAR003"
+    assert "0 NaN and 2 Inf in output, where the TE module is finite" in finding.message
 
 
 def test_an_input_that_overflows_fp16_is_told_before_anything_runs():

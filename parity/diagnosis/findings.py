@@ -55,11 +55,11 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     if not failed:
         return ()
     spoiled = list(non_finite(failed, failure.precision))
-    finite = all(result.errors.finite for result in failure.outputs)
+    finite = all(result.finite for result in failure.outputs)
     trace = calls_of(failure.prepared).trace
     # Gradients that are not finite, or not there, need no further cause where all else is right.
     never_came = unused_parameters(failure.prepared.weights, unreached)
-    lacking = [result for result in failed if not result.errors.finite or result.name in never_came]
+    lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
     screened = Screened() if screened is None else screened
     causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []

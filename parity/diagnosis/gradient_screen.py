@@ -27,7 +27,7 @@ _AT_LEAST = 0.4  # of a tolerance, which is near enough where the rounding model
 
 def outputs_tell_little(failure: Failure) -> bool:
     """Whether gradients failed, and outputs are few numbers or all passed."""
-    gradients = any(not one.passed and one.kind != "output" and one.errors.finite for one in failure.results)
+    gradients = any(not one.passed and one.kind != "output" and one.finite for one in failure.results)
     return gradients and (few_outputs(failure) or all(result.passed for result in failure.outputs))
 
 
@@ -46,7 +46,7 @@ class GradientScreen:
         self._failed = {
             (one.kind, one.name): max(FAITHFUL * one.expected.relative_l2 / one.tolerance_relative_l2, _AT_LEAST)
             for one in failure.results
-            if not one.passed and one.errors.finite
+            if not one.passed and one.finite
         }
         self._before = self._errors(self._golden)
         self._outputs_before = self._away(failure.prepared.golden.outputs)

@@ -30,7 +30,7 @@ _SCALED = 0.01
 
 def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
     """What explains the gradients of a comparison whose outputs passed; empty if nothing does."""
-    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    failed = [result for result in failure.results if not result.passed and result.finite]
     for explain in (
         _scaled,
         _one_path_missing,
@@ -49,7 +49,7 @@ def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
 
     Other mistakes may look like it, so it is for what nothing else explains; outputs are right.
     """
-    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    failed = [result for result in failure.results if not result.passed and result.finite]
     alike = [result for result in failed if factor_of(failure, result)]
     factor = shared_factor(failure, alike)
     if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:

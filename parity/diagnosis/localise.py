@@ -20,7 +20,7 @@ _PERIODS = (2, 4, 8, 16, 32, 64, 128)
 
 def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     """One finding for each of the worst tensors, the outputs first."""
-    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
     passed = [result.label for result in failure.results if result.passed]
     for result in failed[:_MOST_TENSORS]:

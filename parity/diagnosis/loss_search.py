@@ -62,7 +62,7 @@ def _share_left(failure: Failure, assumed: Tensors) -> float:
     shares = []
     for key, result in (((one.kind, one.name), one) for one in failure.results if not one.passed):
         golden, candidate = failure.golden[key], failure.candidate[key].double()
-        if assumed[key].shape != golden.shape or not result.errors.finite:
+        if assumed[key].shape != golden.shape or not result.finite:
             return math.inf
         before = torch.linalg.vector_norm(candidate - golden).item()
         left = torch.linalg.vector_norm(candidate - assumed[key]).item()

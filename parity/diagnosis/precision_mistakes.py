@@ -63,7 +63,7 @@ class _Mistake:
 
 def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     """The rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
-    wrong = [result for result in failure.results if not result.passed and result.errors.finite]
+    wrong = [result for result in failure.results if not result.passed and result.finite]
     # A wrong forward pass spoils gradients in ways of its own.
     # What a handful of numbers says of its rounding is chance.
     outputs = [result for result in wrong if result.kind == "output" and math.prod(result.shape) >= _MANY]

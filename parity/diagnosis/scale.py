@@ -36,7 +36,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
 
     A factor alone would explain a single number; the gradients must share it.
     """
-    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    failed = [result for result in failure.results if not result.passed and result.finite]
     outputs = [result for result in failed if result.kind == "output"]
     if not few_outputs(failure) or len(outputs) < len(failure.outputs) or len(failed) == len(outputs):
         return

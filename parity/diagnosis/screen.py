@@ -78,6 +78,7 @@ class Screen:
         self._faithful = max(
             max(FAITHFUL * result.expected.relative_l2 / result.tolerance_relative_l2, _FAITHFUL_AT_LEAST)
             for result in failure.outputs
+            if result.numel
         )
         plain = outputs_under(self._prepared, (), torch.float32)
         exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]

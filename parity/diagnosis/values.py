@@ -36,6 +36,14 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
                 f"{errors.nans} NaN and {errors.infs} Inf in {where}, where a faithful {precision.name} computation "
                 "of the reference is finite",
             )
+        elif not tensor.finite:
+            yield Finding(
+                "PAR003",
+                "precision-overflows",
+                f"a faithful {precision.name} computation of the reference has {expected.nans} NaN and {expected.infs} "
+                f"Inf in {tensor.label}, where the TE module is finite, so the range of {precision.name} is too small "
+                "for these values: nothing tells what rounding costs there",
+            )
 
 
 def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:

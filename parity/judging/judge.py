@@ -13,7 +13,8 @@ from parity.calibration.table import Table
 from parity.errors import Measures
 from parity.judgeable import overflows_within
 from parity.judging.directions import Direction, resemblance
-from parity.judging.statistics import Statistic, least_error, scatters, statistics
+from parity.judging.scatter import allowance, scatters
+from parity.judging.statistics import Statistic, least_error, statistics
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
@@ -175,10 +176,11 @@ def _judged(
     loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
     expected = measures.of(loses_most, model_errors[most])
     found = _observed(key, error, model_errors, truth, least, known)
-    checks = tuple(
-        Check(s.name, s.value, table.limit(precision.name, kind, s.name), s.where, s.coefficient) for s in found
-    )
-    limits = {check.statistic: check.limit for check in checks}
+    limits = {one.name: table.limit(precision.name, kind, one.name) for one in found}
+    if found and kind.endswith("gradient"):
+        allowed = allowance(truth, [x for x in model_errors if x.is_finite], limits["norm"])
+        limits = {name: allowed * limit for name, limit in limits.items()}
+    checks = tuple(Check(one.name, one.value, limits[one.name], one.where, one.coefficient) for one in found)
     nothing_to_judge = 0.0 if errors.finite and not truth.values.numel() else math.inf
     return TensorResult(
         name=name,

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from parity.judging.judge import NONE_DRAWN, Drawn
+from parity.judging.scatter import is_lost
 from parity.passes import Tensors, golden_tensors, run_model, unrounded_choices
 from parity.prepare import Prepared
 from parity.result import TensorResult
@@ -121,8 +122,9 @@ def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = 
 
 
 def _is_hopeless(tensors: Sequence[TensorResult]) -> bool:
-    """Whether an error is larger than any noise makes it."""
-    checks = (check for tensor in tensors for check in tensor.checks if check.statistic not in _IN_DEVIATIONS)
+    """Whether an error is larger than any noise makes it, but for gradients that are nothing but noise."""
+    judged = (tensor for tensor in tensors if not is_lost(tensor))
+    checks = (check for tensor in judged for check in tensor.checks if check.statistic not in _IN_DEVIATIONS)
     return any(check.margin > HOPELESS_MARGIN for check in checks)
 
 

@@ -55,10 +55,6 @@ _LEANING = 0.02
 _NEGLIGIBLE = 0.1
 # Of a direction's square in one element: where less is, what a regression takes out of the scatter is negligible.
 _LEVERAGE = 0.01
-# Times its median among drawn runs, beyond which the norm of a row's error hangs on few roundings.
-_SCATTERS = 2.0
-# Fewer drawn runs have no median to speak of.
-_FEWEST_DRAWN = 4
 # The sums of fewer clusters do not tell how they scatter.
 _FEWEST_CLUSTERS = 8
 
@@ -135,25 +131,6 @@ def statistics(
     yield from worst.values()
     if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE <= count // shape[-1]:
         yield Statistic("shift", _shift(error, model_errors, total))
-
-
-def scatters(drawn: Sequence[Summed]) -> bool:
-    """Whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
-
-    Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself.
-
-    Args:
-        drawn: errors of runs whose roundings are independent; those that are not finite are left out.
-    """
-    drawn = [error for error in drawn if error.is_finite]
-    if len(drawn) < _FEWEST_DRAWN:
-        return False
-    shape = drawn[0].values.shape
-    sums = [torch.tensor([error.total]) for error in drawn]
-    if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE:
-        sums = [error.squares_over((len(shape) - 1,)).flatten() for error in drawn]
-    squares = torch.stack(sums)
-    return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
 
 
 def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:

@@ -27,7 +27,7 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
         return
     with other_numbers(next(iter(failure.golden.values())).device):
         again = failure.rerun(lambda module: None)
-    failed = [result for result in failure.results if not result.passed and result.errors.finite]
+    failed = [result for result in failure.results if not result.passed and result.finite]
     outputs = [result for result in failed if result.kind == "output"]
     telling, share = (outputs, _OF_THE_ERROR) if outputs else (failed, _OF_A_GRADIENTS)
     for result in sorted(telling, key=lambda result: result.margin, reverse=True):

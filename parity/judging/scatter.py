@@ -1,0 +1,74 @@
+"""What runs whose roundings are drawn independently tell of the size of an error: how much it is a matter of chance.
+
+The norm of many independent roundings hardly scatters. But where few roundings decide, as those of a saturated
+softmax's scores, or of the few queries that are undecided between two keys, one faithful run's error is many times
+another's. A gradient whose terms cancel but for what rounding leaves of them is nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy import special
+
+from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.result import TensorResult
+from parity.summed import Summed
+
+# Times its median among drawn runs, beyond which the norm of a row's error hangs on few roundings.
+_SCATTERS = 2.0
+# Fewer drawn runs have no median to speak of.
+_FEWEST_DRAWN = 4
+# A row of fewer elements says too little about its own error.
+_SMALLEST_ROW = 32
+# Of a normal law, which a faithful port exceeds as often as a limit.
+_DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
+
+
+def scatters(drawn: Sequence[Summed]) -> bool:
+    """Whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
+
+    Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself.
+
+    Args:
+        drawn: errors of runs whose roundings are independent; those that are not finite are left out.
+    """
+    drawn = [error for error in drawn if error.is_finite]
+    if len(drawn) < _FEWEST_DRAWN:
+        return False
+    shape = drawn[0].values.shape
+    sums = [torch.tensor([error.total]) for error in drawn]
+    if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
+        sums = [error.squares_over((len(shape) - 1,)).flatten() for error in drawn]
+    squares = torch.stack(sums)
+    return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
+
+
+def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> float:
+    """Times its limits, what the error of a gradient may be that is lost to rounding: as much as chance makes it.
+
+    Among the drawn runs the norms of such errors scatter by factors, those of others by a few hundredths. Their
+    logarithm is taken as normal, as in a law; what lies as far above its mean as a limit does is still due to chance.
+
+    Args:
+        golden: the gradient.
+        model_errors: of all models, finite; what any of them loses is expected.
+        limit: of ``norm``.
+
+    Returns:
+        At least 1; 1 where no model loses all of the gradient, or none is drawn.
+    """
+    largest = max(error.norm for error in model_errors)
+    drawn = [math.log(error.norm) for error in model_errors if error.is_drawn and error.norm > 0.0]
+    if largest <= golden.norm or len(drawn) < _FEWEST_DRAWN:
+        return 1.0
+    reached = float(np.mean(drawn) + _DEVIATIONS * np.std(drawn, ddof=1))
+    return max(1.0, math.exp(reached) / (limit * largest))
+
+
+def is_lost(tensor: TensorResult) -> bool:
+    """Whether a tensor is a gradient that is expected to be nothing but rounding, whose size may be anything."""
+    return tensor.kind.endswith("gradient") and tensor.expected.relative_l2 > 1.0
