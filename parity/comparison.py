@@ -260,9 +260,24 @@ def _seen_of_port(ran: _Ran, precision: Precision) -> Port:
     return Port(tuple(sorted(names)), together(steps), chosen.of_port(bool(ran.prepared.probed)))
 
 
-def _judged(asked: _Asked, ran: _Ran) -> Result:
-    began, prepared, precision = time.process_time(), ran.prepared, asked.precision
-    truths, known = golden_truths(prepared), ran.known
+@dataclass(frozen=True)
+class _Verdicts:
+    """On every tensor, after a second look where one was needed.
+
+    Attributes:
+        tensors: the verdicts.
+        port: what the port was seen to do by itself, as far as it counts.
+        remarks: what the verdicts owe to that.
+    """
+
+    tensors: tuple[TensorResult, ...]
+    port: Port
+    remarks: tuple[str, ...]
+
+
+def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
+    prepared, precision, known = ran.prepared, asked.precision, ran.known
+    truths = golden_truths(prepared)
 
     def judge_by(modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN) -> tuple[TensorResult, ...]:
         golden = answerable(truths, modelled, ran.candidate)
@@ -282,9 +297,17 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     tensors = second_look(alike, models, judge_by, prepared, precision.rounding, port)
     if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
         tensors, port = alike, dataclasses.replace(port, plain=())
-    notes = tuple(filter(None, [remark(first_look, tensors), port.steps.remark if port.steps else ""]))
+    owed = remark(first_look, tensors), port.steps.remark if port.steps else ""
+    return _Verdicts(tensors, port, tuple(filter(None, owed)))
+
+
+def _judged(asked: _Asked, ran: _Ran) -> Result:
+    began, prepared, precision = time.process_time(), ran.prepared, asked.precision
+    verdicts = _verdicts(asked, ran)
+    tensors = verdicts.tensors
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
+    notes = verdicts.remarks
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
     if all(tensor.passed for tensor in tensors):
@@ -295,25 +318,31 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
             return asked.result("error", reason=ran.unlike, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
     notes += tuple(filter(None, [ran.unlike]))
+    return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
+
+
+def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, ...], seconds: float) -> Result:
+    """A failure with its findings; ``seconds`` is what the comparison took, which bounds the search for them."""
+    prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
     failure = Failure(
         tensors,
         ran.candidate,
         prepared,
         precision,
-        ran.seconds + time.process_time() - began,
+        seconds,
         judge=lambda truth, modelled: judge(
             {key: Truth(tensor) for key, tensor in truth.items()},
             *(modelled, ran.candidate, precision, asked.calibration, ()),
         ),
         rerun=ran.rerun,
         draws=ran.draws,
-        freedoms=port.freedoms,
+        freedoms=verdicts.port.freedoms,
     )
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of references that were made wrong on purpose
-            explained = explain(failure, missed, known)
+            explained = explain(failure, missed, ran.known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation
         notes += (f"the search for the cause raised {type(error).__name__}: {error}",)
         return asked.result("failed", tensors=tensors, notes=notes, device_error=classify(error))
