@@ -21,6 +21,7 @@ from parity.prepare import Prepared, build, cast, size_in_bytes
 from parity.result import PROBED, Kind
 from parity.rounding.choices import Choices, Chosen
 from parity.rounding.freedom import FUSED, Freedom
+from parity.rounding.jittered_inputs import jittered
 from parity.rounding.kinks import Kinks
 from parity.rounding.model import rounded
 from parity.rounding.operands_read import OperandsRead
@@ -109,20 +110,22 @@ def run_model(
     """
     prepared.reference.float()
     compared, probed = (chosen.compared, chosen.probed) if chosen else (None, None)
+    cotangents = jittered(prepared.cotangents, rounding, freedom)
     model = under_model(prepared, rounding, freedom, kinks, compared)
     with model as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
-            cast(prepared.inputs, torch.float32),
+            jittered(cast(prepared.inputs, torch.float32), rounding, freedom),
             prepared.input_names,
-            lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+            lambda outputs: {name: cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
         )
     tensors = tensors_of(ran)
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=probed):
-            inputs = tree_map_only(Tensor, _as_activation, cast(prepared.probe, torch.float32))
+            probe = jittered(cast(prepared.probe, torch.float32), rounding, freedom)
+            inputs = tree_map_only(Tensor, _as_activation, probe)
             tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 

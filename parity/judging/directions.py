@@ -17,7 +17,8 @@ from parity.diagnosis import Hypothesis, calls_of, subtle_hypotheses
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import outputs_under
 from parity.errors import difference
-from parity.judging.statistics import Component, Statistic, has_component
+from parity.judging.component import Component, has_component
+from parity.judging.statistics import Statistic
 from parity.prepare import Prepared, size_in_bytes
 from parity.result import Check, Finding, TensorResult
 from parity.summed import Summed

@@ -23,8 +23,8 @@ from parity.diagnosis import (
 )
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import tensors_under
+from parity.judging.component import Component, has_component
 from parity.judging.directions import PRESENT
-from parity.judging.statistics import Component, has_component
 from parity.passes import Tensors, golden_truths, model_tensors
 from parity.result import Finding, TensorResult
 from parity.truth import Deviations, in_fp32

@@ -39,8 +39,8 @@ from parity.rounding.parts import Rounding
 from parity.watching.optimizers import optimizers_recorded
 
 LOOKS = 8
-# Enough to tell a deviation by; half of them as each kind of kernel.
-DRAWS = 8
+# Half of them as each kind of kernel.
+DRAWS = 16
 # Jitter multiplies no error by so much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
 # Of these the margin counts deviations, which are small where a few scores of a saturated softmax scale all gradients.

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.judging.component import Component
 from parity.judging.directions import Direction, coefficient, found_by_filter, resemblance
-from parity.judging.statistics import Component
 from parity.result import Check, Errors, TensorResult
 from parity.summed import Summed
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.judging import statistics
+from parity.judging.second_look import DRAWS
 from parity.judging.statistics import least_error
 from parity.summed import Summed
 
@@ -229,7 +230,7 @@ def gain_of(error, models, golden):
 def test_a_factor_that_independent_roundings_scatter_by_is_no_gain():
     rng = torch.Generator().manual_seed(0)
     golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
-    drawn = [few_numbers_scale(golden, rng, drawn=True) for _ in range(8)]
+    drawn = [few_numbers_scale(golden, rng, drawn=True) for _ in range(DRAWS)]
     rounded = [few_numbers_scale(golden, rng) for _ in range(2)]
     beyond = [few_numbers_scale(golden, rng) for _ in range(64)]
     assert max(gain_of(error, rounded, golden) for error in beyond) > 50
@@ -240,7 +241,7 @@ def test_a_factor_beyond_their_scatter_is_one():
     rng = torch.Generator().manual_seed(0)
     golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
     models = [few_numbers_scale(golden, rng) for _ in range(2)]
-    models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(8)]
+    models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(DRAWS)]
     assert gain_of(Summed(0.2 * golden), models, golden) > 8
 
 
@@ -248,7 +249,7 @@ def test_independent_roundings_excuse_nothing_where_candidate_and_model_round_al
     rng = torch.Generator().manual_seed(0)
     golden = torch.randn(64, 64, generator=rng, dtype=torch.float64)
     models = [few_numbers_scale(golden, rng) for _ in range(2)]
-    models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(8)]
+    models += [few_numbers_scale(golden, rng, drawn=True) for _ in range(DRAWS)]
     highest = max(models[:2], key=lambda model: model.dot(Summed(golden)))
     shared = Summed(highest.values + 1e-5 * golden * torch.randn(64, 64, generator=rng, dtype=torch.float64))
     wrong = Summed(shared.values + 1e-3 * golden)
