@@ -10,6 +10,7 @@ from torch import nn
 
 from parity.diagnosis.attention.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention.attention_mistakes import attention_hypotheses
+from parity.diagnosis.attention.joined_streams import joined_stream_hypotheses
 from parity.diagnosis.attention.packed import packed_hypotheses
 from parity.diagnosis.attention.sequence_first import sequence_first_hypotheses
 from parity.diagnosis.attention.softcaps import softcap_hypotheses
@@ -93,6 +94,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_hypotheses(trace, module, stored_dtype(prepared))
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
+    yield from joined_stream_hypotheses(trace, module)
     yield from packed_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module, stored_dtype(prepared))
     yield from norm_order_hypotheses(trace, module)
