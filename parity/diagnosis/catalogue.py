@@ -13,6 +13,7 @@ from parity.diagnosis.attention.attention_mistakes import attention_hypotheses
 from parity.diagnosis.attention.joined_streams import joined_stream_hypotheses
 from parity.diagnosis.attention.packed import packed_hypotheses
 from parity.diagnosis.attention.sequence_first import sequence_first_hypotheses
+from parity.diagnosis.attention.shifted_windows import shifted_window_hypotheses
 from parity.diagnosis.attention.softcaps import softcap_hypotheses
 from parity.diagnosis.blocks.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.blocks.branch_order import branch_order_hypotheses
@@ -95,6 +96,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
     yield from joined_stream_hypotheses(trace, module)
+    yield from shifted_window_hypotheses(trace, module)
     yield from packed_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module, stored_dtype(prepared))
     yield from norm_order_hypotheses(trace, module)

@@ -18,6 +18,7 @@ from torch import Tensor
 from parity.diagnosis.functions.again import again, of_operands
 from parity.diagnosis.functions.other_numbers import Alternative, other_numbers
 from parity.diagnosis.functions.part_orders import joined_otherwise, split_otherwise
+from parity.diagnosis.functions.score_tables import other_tables
 from parity.diagnosis.walk import CASTS, RESHAPES, binary
 from parity.watching.trace import Call, Trace, Value
 
@@ -40,6 +41,7 @@ _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean"
 def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
     """Every known way to get a call wrong."""
     yield from _operands(call)
+    yield from other_tables(trace, call)
     yield from _selections(call)
     yield from other_numbers(call)
     yield from _left_out(trace, call)
