@@ -29,6 +29,7 @@ from parity.diagnosis.functions.activations import activation_hypotheses, gated_
 from parity.diagnosis.functions.clamps import clamp_hypotheses
 from parity.diagnosis.functions.exchanged_factors import exchanged_factor_hypotheses
 from parity.diagnosis.functions.factors import factor_hypotheses
+from parity.diagnosis.functions.joined_tokens import joined_token_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
 from parity.diagnosis.functions.operations import loop_operation_hypotheses, operation_hypotheses
@@ -84,6 +85,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
     yield from step_order_hypotheses(trace, prepared.reference)
+    yield from joined_token_hypotheses(trace, prepared.reference)
     yield from exchanged_factor_hypotheses(trace, prepared.reference)
     yield from branch_order_hypotheses(trace, prepared.reference)
     yield from loop_operation_hypotheses(trace, prepared.reference)

@@ -331,10 +331,9 @@ def _call(call: Call) -> str:
 
 
 def _described(value: Value, trace: Trace) -> str:
-    """A value by the call that makes it."""
+    """A value by the call that makes it, or the first that reads it."""
     call = trace.producer(value)
     if call is None:
-        reader = trace.users(value)[0]
-        return f"what {_call(reader)} is given as number {reader.inputs.index(value) + 1}"
+        return f"the input of the module that {_call(trace.users(value)[0])} is given"
     part = f"part {call.outputs.index(value) + 1} of " if len(call.outputs) > 1 else ""
     return f"{part}the result of {_call(call)}"
