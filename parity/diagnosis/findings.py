@@ -44,6 +44,7 @@ from parity.watching.trace import Trace
 _HARDLY = 0.9
 """Of an error, above which it has not become smaller to speak of."""
 
+_CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, of those for the search
 _FEW_CALLS = 200  # that are tried in their order: what tells the likelier ones takes as long
 
 _CLOSE = 1.5
@@ -105,7 +106,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     seconds = failure.counts_for
     search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
 
-    first_order = cache(lambda: FirstOrder(failure, trace))
+    first_order = cache(lambda: FirstOrder(failure, trace, Budget(_CHECKS_FOR_DIRECTIONS * seconds)))
     tells = not outputs_tell_little(failure)
 
     def ordered(calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
@@ -130,7 +131,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
         lambda: _told(explanations(failure, known(), search, screened, ordered), failure),
-        lambda: _told(_of_other_operands(failure, trace, first_order) if tells else (), failure),
+        lambda: _of_other_operands(failure, trace, first_order) if tells else (),
         lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: _told(restart_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
@@ -140,13 +141,20 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     return next(filter(None, (list(cause()) for cause in causes)), [])
 
 
-def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Sequence[Explanation]:
-    """That calls read something else: of so many that could, one must explain every tensor, gradients included."""
+def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:
+    """That calls read something else: of so many that could, one must explain every tensor, gradients included.
+
+    An input that is not read any more is told before it.
+    """
     if failure.among is not None or not is_loud(failure):
-        return ()
+        return
     budget = Budget(CHECKS_FOR_OPERANDS * failure.counts_for)
     listed = other_operand_hypotheses(trace, failure.prepared.reference, first_order(), budget.share(0.5))
-    return [one for one in explanations(failure, listed, budget) if one.complete]
+    found = [one for one in explanations(failure, listed, budget) if one.complete]
+    if found:
+        failed = [result for result in failure.results if not result.passed]
+        yield from unread_inputs(failed, failure.candidate)
+    yield from _told(found, failure)
 
 
 def _by_chance(failure: Failure) -> list[Finding]:

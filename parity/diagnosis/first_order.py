@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import TINY
+from parity.diagnosis.screen import TINY, Budget
 from parity.diagnosis.trial import differentiable_outputs
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
@@ -35,12 +35,13 @@ class FirstOrder:
         error: along each direction.
     """
 
-    def __init__(self, failure: Failure, trace: Trace) -> None:
+    def __init__(self, failure: Failure, trace: Trace, budget: Budget) -> None:
         """Runs the reference once.
 
         Args:
             failure: whose outputs failed, and are finite.
             trace: of the reference in FP64.
+            budget: after which no more directions are taken than are needed.
         """
         self._trace = trace
         self._calls = {call.site: call for call in trace.calls}
@@ -49,9 +50,9 @@ class FirstOrder:
         values = [x for call in trace.calls for x in call.outputs if trace.tensor(x).is_floating_point()]
         count = min(_DIRECTIONS, _MOST_BYTES // max(_BYTES * sum(trace.tensor(x).numel() for x in values), 1))
         if count >= _FEWEST:
-            self._differentiate(failure, count)
+            self._differentiate(failure, count, budget)
 
-    def _differentiate(self, failure: Failure, count: int) -> None:
+    def _differentiate(self, failure: Failure, count: int, budget: Budget) -> None:
         kept: dict[int, Tensor] = {}
         edits = tuple(edit(call, (), functools.partial(_keep, kept, call)) for call in self._trace.calls)
         hypothesis = Hypothesis("operation", "none", "", failure.prepared.reference, edits)
@@ -68,11 +69,16 @@ class FirstOrder:
         rng = torch.Generator().manual_seed(0)
         error: list[float] = []
         found: list[list[Tensor | None]] = []
-        for _ in range(count if reached else 0):
+        for number in range(count if reached else 0):
+            if number >= _FEWEST and budget.spent():
+                break
             drawn = {name: weights[name] * _drawn(golden[name], rng) for name in weights}
             error.append(sum((drawn[name] * off[name]).sum().item() for name in weights))
             given = [outputs[name] for name in reached], list(kept.values()), [drawn[name] for name in reached]
-            found.append([_single(x) for x in torch.autograd.grad(*given, retain_graph=True, allow_unused=True)])
+            try:
+                found.append([_single(x) for x in torch.autograd.grad(*given, retain_graph=True, allow_unused=True)])
+            except RuntimeError:  # it writes to what a gradient needs
+                return
         self.error = torch.tensor(error)
         for number, of_value in zip(kept, zip(*found, strict=True), strict=False):
             known = [x for x in of_value if x is not None]
@@ -98,7 +104,7 @@ class FirstOrder:
     def alignment(self, effects: Tensor) -> Tensor:
         """Cosines of effects ``[..., directions]`` with the error."""
         sizes = torch.linalg.vector_norm(effects, dim=-1) * torch.linalg.vector_norm(self.error)
-        return (effects @ self.error) / sizes.clamp(min=1e-30)
+        return ((effects @ self.error) / sizes.clamp(min=1e-30)).nan_to_num(nan=-1.0)
 
     def promising_first(self, known: Iterable[Hypothesis]) -> list[Hypothesis]:
         """Those that may explain the error before the others, each in their order."""
@@ -128,17 +134,17 @@ class FirstOrder:
             if gradient is not None:
                 if not isinstance(after, Tensor) or after.shape != before.shape:
                     return None
-                total = total + gradient.flatten(1) @ (after - before).float().flatten()
+                total = total + (gradient.flatten(1) @ (after - before).float().flatten()).cpu()
         return total
 
 
 def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
     """What a call returned, kept by its values' numbers, with a gradient also where none would be asked for."""
-    leaves = iter(tree_leaves(call.result))
+    values = iter([leaf for leaf in tree_leaves(call.result) if isinstance(leaf, Value)])
 
     def one(tensor: Tensor) -> Tensor:
-        value = next(leaves)
-        if not isinstance(value, Value) or not tensor.is_floating_point():
+        value = next(values)
+        if not tensor.is_floating_point():
             return tensor
         if not tensor.requires_grad:
             tensor = tensor.clone().requires_grad_()

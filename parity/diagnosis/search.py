@@ -26,7 +26,7 @@ from parity.diagnosis.screen import EXACT, TINY, Budget, Ranked, Screen
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
-CHECKS_FOR_SEARCH = 10.0
+CHECKS_FOR_SEARCH = 8.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
@@ -36,7 +36,7 @@ CHECKS_FOR_BORDERS = 2.0
 """Ditto for the borders of a port's sequences."""
 
 CHECKS_FOR_OPERANDS = 2.0
-"""Ditto for calls that read something else than the reference's."""
+"""Ditto for calls that read something else than the reference's, of which half is for listing them."""
 
 CHECKS_FOR_FILTERS = 2.0
 """Ditto for matched filters after all of these found nothing."""

@@ -30,7 +30,20 @@ class Skips(nn.Module):
             kept.append(x)
         for i, layer in enumerate(self.up):
             skip = kept[{"first": i, "off by one": max(1 - i, 0)}.get(self.mistake, 2 - i)]
-            x = F.silu(layer(x + skip))
+            x = self.joined(x, skip)
+            x = F.silu(layer(x))
+        return x
+
+    def joined(self, x: Tensor, skip: Tensor) -> Tensor:
+        return x + skip
+
+
+class InPlace(Skips):
+    """Each is added to what is there."""
+
+    def joined(self, x: Tensor, skip: Tensor) -> Tensor:
+        x = x.clone()
+        x += skip
         return x
 
 
@@ -96,7 +109,7 @@ class Shifted(nn.Module):
         return (x @ x.mT + (scores if self.mistake == "shift" else moved)).softmax(-1) @ x
 
 
-INPUTS: dict[Any, int] = {Skips: 1, Streams: 2, Joint: 2, Shifted: 1}
+INPUTS: dict[Any, int] = {Skips: 1, InPlace: 1, Streams: 2, Joint: 2, Shifted: 1}
 
 
 def result(module: Any, mistake: str, precision: str) -> parity.Result:
@@ -118,6 +131,7 @@ def result(module: Any, mistake: str, precision: str) -> parity.Result:
     ("module", "mistake", "told"),
     [
         (Skips, "first", "give the result of the 3rd 'add' of the module to the 4th 'add' of the module, as the"),
+        (InPlace, "first", "give the result of the 3rd 'add' of the module to the 4th 'add' of the module, as the"),
         (Skips, "off by one", "not the result of the 2nd 'add' of the module"),
         (Streams, "gate", "give part 3 of the result of the 2nd 'chunk' of layers.0 to"),
         (Streams, "shift and scale", "give part 2 of the result of the 2nd 'chunk' of layers.0 to"),

@@ -23,7 +23,7 @@ from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.functions.reads import Layers, Place, edits_at, is_activation, made_again, places
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import Budget
-from parity.diagnosis.walk import CASTS, RESHAPES, back
+from parity.diagnosis.walk import RESHAPES, back
 from parity.watching.trace import Call, Trace, Value
 
 _NUMBER = re.compile(r"\d+")
@@ -92,6 +92,7 @@ class _Exchanges:
     def __init__(self, trace: Trace, first_order: FirstOrder, budget: Budget) -> None:
         self._trace = trace
         self._first_order = first_order
+        self._budget = budget
         self._values, self._tensors = _by_shape(trace)
         self._layers = Layers(trace)
         self._effects: dict[Place, dict[int, Tensor]] = {}
@@ -131,7 +132,7 @@ class _Exchanges:
         gradient = self._gradient(place) if count > 1 else None
         if gradient is not None:
             own = self._trace.tensor(place.value).float().flatten()
-            effects = (self._tensors[shape][:count] - own) @ gradient.T
+            effects = ((self._tensors[shape][:count] - own) @ gradient.T).cpu()
             self._alone.append(_Alike((place,), [(value,) for value in values[:count]], effects))
             self._effects[place] = dict(zip((value.number for value in values), effects, strict=False))
 
@@ -162,7 +163,7 @@ class _Exchanges:
         for one in self._alone:
             by_role[one.places[0].role, one.places[0].position is None].append(one)
         for same in by_role.values():
-            if len(same) < 2:
+            if len(same) < 2 or self._budget.spent():
                 continue
             last, others, effects = same[-1], [], []
             for index, (value,) in enumerate(last.others):
@@ -193,7 +194,7 @@ class _Exchanges:
                 by_module[place.call.site[:2], shape, len(one.places)].append(one)
             for same in by_module.values():
                 for one, other in combinations(same, 2):
-                    found = self._exchanged(one, other)
+                    found = None if self._budget.spent() else self._exchanged(one, other)
                     if found is not None:
                         yield found
 
@@ -230,7 +231,7 @@ class _Exchanges:
         """Several parts of a tensor in the place of those of another: the other stream's keys and values."""
         for group in (self._alone, self._in_layers):
             by_calls: dict[object, dict[int, _Exchange]] = defaultdict(dict)
-            for one in group:
+            for one in group if not self._budget.spent() else ():
                 place = one.places[-1]
                 own = self._part(place.value)
                 for index, (*_, value) in enumerate(one.others if own is not None else ()):
@@ -249,7 +250,9 @@ class _Exchanges:
         """Which part of which call's result a value is, moved or not, and of how many."""
         root = back(self._trace, value, RESHAPES)
         made = self._trace.producer(root)
-        if made is None or len(made.outputs) < 2:
+        if (
+            made is None or root not in made.outputs or len(made.outputs) < 2
+        ):  # or it was written to as a part of another
             return None
         return made.site, made.outputs.index(root), len(made.outputs)
 
@@ -292,8 +295,8 @@ def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tu
     """Activations of each shape, in order, and all of them as rows."""
     values: dict[tuple[int, ...], dict[int, Value]] = defaultdict(dict)
     for call in trace.calls:
-        for value in (*call.inputs, *(() if call.name in CASTS else call.outputs)):
-            if is_activation(trace, value):
+        for value in (*call.inputs, *call.outputs):
+            if is_activation(trace, value) and back(trace, value) == value:
                 values[tuple(trace.tensor(value).shape)][value.number] = value
     few = {
         shape: [some[number] for number in sorted(some)]
@@ -335,5 +338,6 @@ def _described(value: Value, trace: Trace) -> str:
     call = trace.producer(value)
     if call is None:
         return f"the input of the module that {_call(trace.users(value)[0])} is given"
-    part = f"part {call.outputs.index(value) + 1} of " if len(call.outputs) > 1 else ""
+    is_part = len(call.outputs) > 1 and value in call.outputs
+    part = f"part {call.outputs.index(value) + 1} of " if is_part else ""
     return f"{part}the result of {_call(call)}"
