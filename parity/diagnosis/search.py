@@ -4,7 +4,7 @@ Every hypothesis is screened on one row of the batch, forward only, in FP32 wher
 outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
 precision. If none explains the failure, a second is looked for on top of the best partial explanations.
 
-A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least; a budget
+A diagnosis may cost 22 times what the failed check did, where a check counts for a second at least; a budget
 of processor time ends each part of it.
 """
 
@@ -26,8 +26,8 @@ from parity.diagnosis.screen import EXACT, TINY, Budget, Ranked, Screen
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
-CHECKS_FOR_SEARCH = 8.0
-"""Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
+CHECKS_FOR_SEARCH = 10.0
+"""Times the failed check's own cost that the search for hypotheses may take, of the 22 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
 """Ditto for gradients, and for roundings."""
