@@ -10,8 +10,10 @@ from torch import nn
 
 from parity.diagnosis.attention.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention.attention_mistakes import attention_hypotheses
+from parity.diagnosis.attention.joined_streams import joined_stream_hypotheses
 from parity.diagnosis.attention.packed import packed_hypotheses
 from parity.diagnosis.attention.sequence_first import sequence_first_hypotheses
+from parity.diagnosis.attention.shifted_windows import shifted_window_hypotheses
 from parity.diagnosis.attention.softcaps import softcap_hypotheses
 from parity.diagnosis.blocks.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.blocks.branch_order import branch_order_hypotheses
@@ -27,6 +29,7 @@ from parity.diagnosis.functions.activations import activation_hypotheses, gated_
 from parity.diagnosis.functions.clamps import clamp_hypotheses
 from parity.diagnosis.functions.exchanged_factors import exchanged_factor_hypotheses
 from parity.diagnosis.functions.factors import factor_hypotheses
+from parity.diagnosis.functions.joined_tokens import joined_token_hypotheses
 from parity.diagnosis.functions.linears import bias_hypotheses
 from parity.diagnosis.functions.lookups import lookup_hypotheses
 from parity.diagnosis.functions.operations import loop_operation_hypotheses, operation_hypotheses
@@ -82,6 +85,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from branch_factor_hypotheses(trace, prepared.reference)
     yield from operation_hypotheses(trace, prepared.reference)
     yield from step_order_hypotheses(trace, prepared.reference)
+    yield from joined_token_hypotheses(trace, prepared.reference)
     yield from exchanged_factor_hypotheses(trace, prepared.reference)
     yield from branch_order_hypotheses(trace, prepared.reference)
     yield from loop_operation_hypotheses(trace, prepared.reference)
@@ -93,6 +97,8 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from norm_hypotheses(trace, module, stored_dtype(prepared))
     yield from activation_hypotheses(trace, module)
     yield from attention_hypotheses(trace, module)
+    yield from joined_stream_hypotheses(trace, module)
+    yield from shifted_window_hypotheses(trace, module)
     yield from packed_hypotheses(trace, module)
     yield from rope_hypotheses(trace, module, stored_dtype(prepared))
     yield from norm_order_hypotheses(trace, module)

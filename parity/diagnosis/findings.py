@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 
 from parity.diagnosis.blocks.unused_branches import unused_parameters
 from parity.diagnosis.borders import border_explanations
@@ -12,6 +13,9 @@ from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.divergence.divergence import first_divergence
 from parity.diagnosis.exchanged import exchange_findings
 from parity.diagnosis.failure import Failure, few_outputs
+from parity.diagnosis.first_order import FirstOrder
+from parity.diagnosis.functions.other_operands import other_operand_hypotheses
+from parity.diagnosis.gradient_screen import outputs_tell_little
 from parity.diagnosis.gradients import gradient_findings, partly_scaled_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.localise import where_the_error_is
@@ -25,6 +29,7 @@ from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget, Ranked
 from parity.diagnosis.search import (
     CHECKS_FOR_BORDERS,
+    CHECKS_FOR_OPERANDS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
     Screened,
@@ -32,12 +37,15 @@ from parity.diagnosis.search import (
     partly_explained,
 )
 from parity.diagnosis.values import non_finite, unreached_parameters, unread_inputs
-from parity.diagnosis.verify import Explanation, verified
+from parity.diagnosis.verify import Explanation, is_loud, verified
 from parity.result import Finding
 from parity.watching.trace import Trace
 
 _HARDLY = 0.9
 """Of an error, above which it has not become smaller to speak of."""
+
+_CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, of those for the search
+_FEW_CALLS = 200  # that are tried in their order: what tells the likelier ones takes as long
 
 _CLOSE = 1.5
 """How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
@@ -98,6 +106,12 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     seconds = failure.counts_for
     search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
 
+    first_order = cache(lambda: FirstOrder(failure, trace, Budget(_CHECKS_FOR_DIRECTIONS * seconds)))
+    tells = not outputs_tell_little(failure)
+
+    def ordered(calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
+        return first_order().promising_first(calls) if tells and len(calls) > _FEW_CALLS else calls
+
     def known() -> Iterator[Hypothesis]:
         every = hypotheses(failure.prepared, trace, frozenset(unreached))
         return (one for one in every if failure.among is None or (one.title, one.name) in failure.among)
@@ -116,7 +130,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
-        lambda: _told(explanations(failure, known(), search, screened), failure),
+        lambda: _told(explanations(failure, known(), search, screened, ordered), failure),
+        lambda: _of_other_operands(failure, trace, first_order) if tells else (),
         lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: _told(restart_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
         lambda: output_scale_findings(failure),
@@ -124,6 +139,22 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
     return next(filter(None, (list(cause()) for cause in causes)), [])
+
+
+def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:
+    """That calls read something else: of so many that could, one must explain every tensor, gradients included.
+
+    An input that is not read any more is told before it.
+    """
+    if failure.among is not None or not is_loud(failure):
+        return
+    budget = Budget(CHECKS_FOR_OPERANDS * failure.counts_for)
+    listed = other_operand_hypotheses(trace, failure.prepared.reference, first_order(), budget.share(0.5))
+    found = [one for one in explanations(failure, listed, budget) if one.complete]
+    if found:
+        failed = [result for result in failure.results if not result.passed]
+        yield from unread_inputs(failed, failure.candidate)
+    yield from _told(found, failure)
 
 
 def _by_chance(failure: Failure) -> list[Finding]:

@@ -4,7 +4,7 @@ Every hypothesis is screened on one row of the batch, forward only, in FP32 wher
 outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
 precision. If none explains the failure, a second is looked for on top of the best partial explanations.
 
-A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least; a budget
+A diagnosis may cost 22 times what the failed check did, where a check counts for a second at least; a budget
 of processor time ends each part of it.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -27,13 +27,16 @@ from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
 CHECKS_FOR_SEARCH = 10.0
-"""Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
+"""Times the failed check's own cost that the search for hypotheses may take, of the 22 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
 """Ditto for gradients, and for roundings."""
 
 CHECKS_FOR_BORDERS = 2.0
 """Ditto for the borders of a port's sequences."""
+
+CHECKS_FOR_OPERANDS = 2.0
+"""Ditto for calls that read something else than the reference's, of which half is for listing them."""
 
 CHECKS_FOR_FILTERS = 2.0
 """Ditto for matched filters after all of these found nothing."""
@@ -81,7 +84,11 @@ class Screened:
 
 
 def explanations(
-    failure: Failure, hypotheses: Iterable[Hypothesis], budget: Budget, screened: Screened | None = None
+    failure: Failure,
+    hypotheses: Iterable[Hypothesis],
+    budget: Budget,
+    screened: Screened | None = None,
+    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]] = lambda calls: calls,
 ) -> list[Explanation]:
     """What explains the candidate's outputs, the best first; empty if nothing does.
 
@@ -93,12 +100,16 @@ def explanations(
         hypotheses: to try, the likeliest first.
         budget: of the search.
         screened: gets what is left where none explains the error.
+        ordered: from single calls that are computed otherwise to them in the order in which to try them.
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     tuned: list[Ranked] = []
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
-    stages = [iter(_nearest_first(failure, [one for one in known if one.scope in scopes])) for scopes in _STAGES]
+    stages = [
+        _in_order(_nearest_first(failure, [one for one in known if one.scope in scopes]), scopes, ordered)
+        for scopes in _STAGES
+    ]
     # A model of many layers has so many weights to mistake that a budget may not last for more.
     for last in (False, True):
         for stage, some, part in zip(stages, of_stages, _SPENT_BY_STAGES, strict=True):
@@ -170,6 +181,15 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
         return max((_shared(path, worst.name) for path in paths), default=len(worst.name))
 
     return sorted(known, key=near, reverse=True)
+
+
+def _in_order(
+    some: Sequence[Hypothesis],
+    scopes: Sequence[Scope],
+    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
+) -> Iterator[Hypothesis]:
+    """As they are, but for single calls, whose order is asked for as soon as one of them is to be tried."""
+    yield from ordered(some) if "call" in scopes else some
 
 
 def _shared(path: str, name: str) -> int:

@@ -45,6 +45,17 @@ def outputs_under(
         return None
 
 
+def differentiable_outputs(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
+    """As ``outputs_under``, in FP64 and of all rows, with what autograd needs of them."""
+    _cast_if_other(prepared.reference, torch.float64)
+    inputs = cast(prepared.inputs, torch.float64)
+    try:
+        with torch.enable_grad(), in_fp64():
+            return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
+    except Exception:  # as above
+        return None
+
+
 def tensors_under(
     prepared: Prepared,
     hypotheses: Sequence[Hypothesis],

@@ -37,3 +37,19 @@ def test_an_input_to_which_nothing_flows_back_is_told_first(precision):
     (result,) = parity.compare(parity.Case("both", factory, sizes=({},)), [precision])
     assert result.findings[0].title == "no-gradient"
     assert "no gradient flows back to the input memory" in result.findings[0].message
+
+
+def test_what_is_read_in_its_place_is_told_after_it():
+    def factory(te: Any) -> parity.Pair:
+        reference = Both(nn.Linear)
+        return parity.Pair(
+            reference,
+            Both(te.Linear, forgets_memory=True),
+            lambda rng: {"x": rng.normal(48, WIDTH), "memory": rng.normal(48, WIDTH)},
+            {name: name for name, _ in reference.named_parameters()},
+        )
+
+    (result,) = parity.compare(parity.Case("both", factory, sizes=({},)), ["fp32"])
+    assert [one.title for one in result.findings] == ["no-gradient", "operation"]
+    read = "not the input of the module that the 1st 'linear' of own is given"
+    assert result.findings[1].message.endswith(read)

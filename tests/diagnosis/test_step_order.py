@@ -38,6 +38,31 @@ class Gated(nn.Module):
         return x + self.down(self.norm(y * gate) if self.right else self.norm(y) * gate)
 
 
+class Grouped(nn.Module):
+    """Mamba 2's norm in two groups behind its gate, all in plain PyTorch, or before its gate."""
+
+    def __init__(self, linear, norm, right: bool = True, gate_first: bool = True) -> None:
+        super().__init__()
+        self.up, self.down, self.gate_first = linear(WIDTH, 4 * WIDTH), linear(2 * WIDTH, WIDTH), gate_first is right
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 2 * WIDTH))
+
+    def normed(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (2, -1))
+        return (groups * (groups.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = self.up(x).chunk(2, -1)
+        gate = F.silu(gate)
+        return x + self.down(self.normed(y * gate) if self.gate_first else self.normed(y) * gate)
+
+
+class GateLast(Grouped):
+    """The norm with its gain comes before the gate; a port has it behind."""
+
+    def __init__(self, linear, norm, right: bool = True) -> None:
+        super().__init__(linear, norm, right, gate_first=False)
+
+
 class Activated(nn.Module):
     """An activation before a norm."""
 
@@ -89,6 +114,8 @@ class WeightedInputs(nn.Module):
 MODULES = {
     Scaled: "take up.bias before the 1st 'mul' of the module, as the reference does; they are in the other order",
     Gated: "take the 1st 'mul' of the module before the norm of norm, as the reference does",
+    Grouped: "take the 1st 'mul' of the module before the norm of the module, as the reference does",
+    GateLast: "take the norm of the module before the 3rd 'mul' of the module, as the reference does",
     Activated: "take the silu of the module before the norm of norm, as the reference does",
     Standardized: "take the 1st 'sub' of the module before the 1st 'div' of the module, as the reference does",
     WeightedTokens: "take layers.0.bias before the 1st 'mul' of the module, as the reference does, and so for 1 more",

@@ -75,6 +75,13 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
             yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
+        if not padded and hidden.shape[-1] == hidden.shape[-2] and not torch.equal(hidden, hidden.mT):
+            yield MaskMistake(
+                "mask",
+                "mask transposed",
+                "give TE the reference's mask, [..., queries, keys]; queries and keys are exchanged",
+                lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias).mT, HIDDEN),
+            )
         yield MaskMistake(
             "mask-polarity",
             "mask inverted",
@@ -201,7 +208,13 @@ def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
             f"{repair}; that of query and key is exchanged",
             changed(lambda shown: shown.transpose(-2, -1)),
         )
-
+    for described, dims in (("keys", (-1,)), ("queries and keys", (-2, -1))):
+        yield MaskMistake(
+            "attention-bias",
+            f"bias of {described} in reverse order",
+            f"{repair}; it is that of {described} in reverse order",
+            changed(lambda shown, dims=dims: shown.flip(dims)),  # type: ignore[misc]
+        )
     for described, move in _moved_heads(bias).items():
         name = f"bias of {described}"
         yield MaskMistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))

@@ -18,6 +18,7 @@ from torch import Tensor
 from parity.diagnosis.functions.again import again, of_operands
 from parity.diagnosis.functions.other_numbers import Alternative, other_numbers
 from parity.diagnosis.functions.part_orders import joined_otherwise, split_otherwise
+from parity.diagnosis.functions.score_tables import other_tables
 from parity.diagnosis.walk import CASTS, RESHAPES, binary
 from parity.watching.trace import Call, Trace, Value
 
@@ -40,6 +41,7 @@ _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean"
 def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
     """Every known way to get a call wrong."""
     yield from _operands(call)
+    yield from other_tables(trace, call)
     yield from _selections(call)
     yield from other_numbers(call)
     yield from _left_out(trace, call)
@@ -122,10 +124,24 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
                     f"it takes the {described} of dimension {dim}",
                     lambda was, x, dim=dim, place=place: x.select(dim, place).view_as(was),
                 )
+        if call.name == "mean" and dim < x.dim() - 1 and x.shape[dim] > 2:
+            yield from _mean_without_an_end(dim, result.dim() == x.dim())
         yield Alternative(
             f"it is along dimension {dim}",
             lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
         )
+
+
+def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
+    """As of all tokens but the one that stands for all."""
+
+    def without(x: Tensor, place: int) -> Tensor:
+        mean = _mean_of_others(x, dim, place)
+        return mean if is_kept else mean.squeeze(dim)
+
+    for described, place in (("first", 0), ("last", -1)):
+        name = f"it leaves out the {described} of dimension {dim}"
+        yield Alternative(name, lambda was, x, place=place: without(x, place))
 
 
 def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
@@ -189,6 +205,10 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
         count = stop - start
         if step == 1 and 0 < count < size:
             yield f"it takes all of dimension {dim}", slice(None)
+            if count == size - 1:
+                left_out = 0 if start else size - 1
+                end = "last" if left_out else "first"
+                yield f"it takes the {end} of dimension {dim}, so many times", [left_out] * count
             at_end = start != size - count
             if start > 1 and not at_end:
                 yield f"it takes {count} of dimension {dim} from the second on", slice(1, 1 + count)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.functions.alternatives import LEFT_OUT, OTHER_WAY, alternatives
 from parity.diagnosis.functions.other_numbers import Alternative
@@ -59,7 +60,7 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
     for calls in alike(trace):
         call = calls[0]
         shapes = tuple(tuple(trace.tensor(x).shape) for x in (*call.inputs, *call.outputs))
-        others = [one for one in (*call.args, *call.kwargs.items()) if not isinstance(one, Value)]
+        others = tree_map_only(Value, lambda value: None, (call.args, call.kwargs))
         of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
         path, invocation = call.site[:2]
         key = _NUMBER.sub("#", path), invocation, call.name, shapes, of_parameters, _NUMBER.sub("#", repr(others))

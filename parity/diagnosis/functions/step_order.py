@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,14 @@ from parity.diagnosis.functions.linears import biases
 from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms.norms import norms
-from parity.diagnosis.walk import back, binary, users
+from parity.diagnosis.walk import CASTS, ancestors, back, binary, users
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _NUMBER = re.compile(r"\d+")
 _SCALES = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"add", "sub", "bias"})
+_SAME_ORDER = CASTS | {"view", "reshape", "flatten", "unflatten"}  # of elements, as into groups
+_OF_A_NORM = 16  # values, of which one that is written out makes its result
 
 
 @dataclass(frozen=True)
@@ -53,41 +55,99 @@ class Step:
     operand: int = 0
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """``second`` reads what ``first`` returns, moved or not, after ``between``, steps that commute with it."""
+
+    first: Step
+    second: Step
+    between: tuple[Step, ...]
+    is_moved: bool
+
+    def exchanged(self) -> Edit:
+        """The second is to come first."""
+        first, second, steps = self.first, self.second, (self.first, *self.between)
+        x = second.x if second.x is not None else first.call.outputs[0]
+        needs = [value for step in (second, *steps) for value in step.needs]
+
+        def compute(was: Tensor, result: Tensor, x: Tensor, *needs: Tensor) -> Tensor:
+            given = iter(needs)
+            of_second, *of_steps = ([next(given) for _ in step.needs] for step in (second, *steps))
+            before = first.before(result, *of_steps[0])
+            y = second.compute(before.reshape(x.shape) if self.is_moved else before, *of_second)
+            for step, of_step in zip(steps, of_steps, strict=True):
+                shape = result.shape if step is first else was.shape
+                y = step.compute(y.reshape(shape) if self.is_moved else y, *of_step)
+            return (y.reshape(was.shape) if self.is_moved else y).to(was.dtype)
+
+        return edit(second.call, (first.call.outputs[0], x, *needs), compute)
+
+
 def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Every two steps in the other order; those of all layers, and of all experts in a loop, at once."""
-    alike: dict[tuple[object, ...], list[tuple[Step, Step]]] = defaultdict(list)
-    loops: dict[tuple[object, ...], list[tuple[Step, Step]]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
+    loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     for pair in _pairs(trace):
-        paths = tuple(_NUMBER.sub("#", one.call.site[0]) for one in pair)
-        kinds = tuple((one.kind, one.operand) for one in pair)
-        alike[(paths, kinds, tuple(one.call.site[1:] for one in pair))].append(pair)
+        both = pair.first, pair.second
+        paths = tuple(_NUMBER.sub("#", one.call.site[0]) for one in both)
+        kinds = tuple((one.kind, one.operand) for one in both)
+        alike[(paths, kinds, tuple(one.call.site[1:] for one in both))].append(pair)
         loops[(paths, kinds)].append(pair)
     groups = list(alike.values())
     for pairs in (*groups, *(pairs for pairs in loops.values() if pairs not in groups)):
-        yield _exchanged(trace, pairs, module)
+        yield _exchanged(pairs, module)
 
 
-def _pairs(trace: Trace) -> Iterator[tuple[Step, Step]]:
+def _pairs(trace: Trace) -> Iterator[_Pair]:
     """Steps of which the second alone reads what the first returns, and which do not commute."""
     found = list(_steps(trace))
     by_result: dict[int, list[Step]] = defaultdict(list)
     for one in (one for one in found if one.kind != "linear"):  # its bias is a step of its own
         by_result[one.call.outputs[0].number].append(one)
     for second in found:
-        if second.x is None:
+        if second.x is not None:
+            for first, between, is_moved in _before(trace, second, second, by_result):
+                if _fits(trace, first, second, is_moved or bool(between)):
+                    yield _Pair(first, second, between, is_moved)
+
+
+def _before(
+    trace: Trace, second: Step, last: Step, by_result: Mapping[int, Sequence[Step]]
+) -> Iterator[tuple[Step, tuple[Step, ...], bool]]:
+    """The steps before ``last`` that do not commute with the second, those between the two, and whether it is moved.
+
+    ``last`` is the second itself, or one before it that commutes with it.
+    """
+    if last.x is None:
+        return
+    is_moved = back(trace, last.x) != back(trace, last.x, _SAME_ORDER)
+    for step in by_result.get(back(trace, last.x, _SAME_ORDER).number, ()):
+        if not _is_read_by(trace, step, last):
             continue
-        for first in by_result.get(back(trace, second.x).number, ()):
-            sites = {call.site for call, _ in users(trace, first.call.outputs[0])}
-            commute = any({first.kind, second.kind} <= kinds for kinds in (_SCALES, _SHIFTS))
-            if not commute and sites == {second.call.site} and _fits(trace, first, second):
-                yield first, second
+        if not any({step.kind, second.kind} <= kinds for kinds in (_SCALES, _SHIFTS)):
+            yield step, (), is_moved
+        elif last is second:
+            for first, between, was_moved in _before(trace, second, step, by_result):
+                yield first, (*between, step), is_moved or was_moved
 
 
-def _fits(trace: Trace, first: Step, second: Step) -> bool:
+def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
+    """Whether nothing else reads a step's result; of a norm that is written out several calls do."""
+    sites = {call.site for call, _ in users(trace, step.call.outputs[0], _SAME_ORDER)}
+    inside = {last.call.site}
+    if last.kind == "norm" and len(sites) > 1:
+        made = map(trace.producer, ancestors(trace, last.call.outputs[0], _OF_A_NORM))
+        inside |= {call.site for call in made if call is not None}
+    return sites <= inside
+
+
+def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
     """Whether the first can be computed of what the second returns, and keeps its shape."""
-    result = trace.tensor(second.call.outputs[0]).shape
-    if trace.tensor(first.call.outputs[0]).shape == result:
+    before, result = (trace.tensor(one.call.outputs[0]).shape for one in (first, second))
+    if before == result:
         return True
+    if is_far:  # all that moves elements keeps their order
+        return before.numel() == result.numel() and "linear" not in (first.kind, second.kind)
     others = [trace.tensor(value).shape for value in first.needs if value != first.x]
     try:
         return first.kind in _SCALES and all(torch.broadcast_shapes(shape, result) == result for shape in others)
@@ -95,29 +155,17 @@ def _fits(trace: Trace, first: Step, second: Step) -> bool:
         return False
 
 
-def _exchanged(trace: Trace, pairs: Sequence[tuple[Step, Step]], module: nn.Module) -> Hypothesis:
-    first, second = pairs[0]
+def _exchanged(pairs: Sequence[_Pair], module: nn.Module) -> Hypothesis:
     others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
-    order = f"{first.described} before {second.described}"
+    order = f"{pairs[0].first.described} before {pairs[0].second.described}"
     return Hypothesis(
         "operation",
         f"not {order}{others}",
         f"take {order}, as the reference does{others}; they are in the other order",
         module,
-        tuple(_in_other_order(*pair) for pair in pairs),
+        tuple(pair.exchanged() for pair in pairs),
         scope="call",
     )
-
-
-def _in_other_order(first: Step, second: Step) -> Edit:
-    count = len(first.needs)
-
-    def compute(was: Tensor, result: Tensor, *needs: Tensor) -> Tensor:
-        of_first, of_second = needs[:count], needs[count:]
-        x = first.before(result, *of_first)
-        return first.compute(second.compute(x, *of_second), *of_first).to(was.dtype)
-
-    return edit(second.call, (first.call.outputs[0], *first.needs, *second.needs), compute)
 
 
 def _steps(trace: Trace) -> Iterator[Step]:

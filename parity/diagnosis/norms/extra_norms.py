@@ -13,54 +13,30 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity.diagnosis.attention.attention import Attention, attentions
 from parity.diagnosis.blocks.residuals import Residual, residuals
 from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms.norms import norms
+from parity.diagnosis.norms.norms_in_attention import KINDS, Compute, attention_norm_hypotheses
 from parity.diagnosis.walk import CASTS, back
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
-_EPS = 1e-5  # TE's default
-_EPS_OF_L2 = 1e-6  # ditto, of L2Normalization
 _NUMBER = re.compile(r"\d+")
-
-_Compute = Callable[[Tensor], Tensor]
-
-
-def _rms_norm(x: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
-
-
-def _layer_norm(x: Tensor) -> Tensor:
-    return _rms_norm(x - x.mean(-1, keepdim=True))
-
-
-def _l2_norm(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _EPS_OF_L2).rsqrt()
-
-
-_KINDS: dict[str, _Compute] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
 
 
 def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """A norm in each place where ports have one that the reference lacks."""
     for calls in _alike(trace):
-        for kind, norm in _KINDS.items():
+        for kind, norm in KINDS.items():
             yield _before(calls, kind, norm, module)
             places = _by_input(trace, calls)
             for some in places if 1 < len(places) <= MOST_PLACES else ():
                 yield _before(some, kind, norm, module, calls)
-    yield from everywhere_and_somewhere(
-        (_of_queries_and_keys(*named) for named in (*_KINDS.items(), ("L2Normalization", _l2_norm))),
-        attentions(trace),
-        module,
-        lambda one: one.call.module,
-    )
+    yield from attention_norm_hypotheses(trace, module)
     for mistake in (_of_branch, _of_product, _after_sum):
         yield from everywhere_and_somewhere(
-            (mistake(*named) for named in _KINDS.items()),
+            (mistake(*named) for named in KINDS.items()),
             residuals(trace),
             module,
             lambda one: f"{one.call.module} (sum {one.number})",
@@ -68,16 +44,7 @@ def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
         )
 
 
-def _of_queries_and_keys(kind: str, norm: _Compute) -> Mistake[Attention]:
-    return Mistake(
-        "norm-missing",
-        f"{kind} of queries and keys",
-        f"take queries and keys as they are, as the reference does: qk_norm_type=None; they go through a {kind}",
-        lambda one: one.edits(arrange=(norm, norm, None, None)),
-    )
-
-
-def _of_branch(kind: str, norm: _Compute) -> Mistake[Residual]:
+def _of_branch(kind: str, norm: Compute) -> Mistake[Residual]:
     return Mistake(
         "norm-missing",
         f"{kind} before a sum",
@@ -86,7 +53,7 @@ def _of_branch(kind: str, norm: _Compute) -> Mistake[Residual]:
     )
 
 
-def _of_product(kind: str, norm: _Compute) -> Mistake[Residual]:
+def _of_product(kind: str, norm: Compute) -> Mistake[Residual]:
     """As above, before a gate, a gain or a number scales it."""
 
     def edits(one: Residual) -> tuple[Edit, ...]:
@@ -102,7 +69,7 @@ def _of_product(kind: str, norm: _Compute) -> Mistake[Residual]:
     )
 
 
-def _after_sum(kind: str, norm: _Compute) -> Mistake[Residual]:
+def _after_sum(kind: str, norm: Compute) -> Mistake[Residual]:
     return Mistake(
         "norm-missing",
         f"{kind} after a sum",
@@ -131,7 +98,7 @@ def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
 
 
 def _before(
-    calls: Sequence[Call], kind: str, norm: _Compute, module: nn.Module, alike: Sequence[Call] = ()
+    calls: Sequence[Call], kind: str, norm: Compute, module: nn.Module, alike: Sequence[Call] = ()
 ) -> Hypothesis:
     """That these linear layers, all or some of those that are alike, read a norm."""
     first = _named(calls[0])
@@ -171,7 +138,7 @@ def _activation(trace: Trace, call: Call) -> Value | None:
     return None if trace.parameter(call.inputs[0]) else call.inputs[0]
 
 
-def _of_normed(call: Call, norm: _Compute) -> Edit:
+def _of_normed(call: Call, norm: Compute) -> Edit:
     return edit(call, call.inputs, _again(call, norm))
 
 
