@@ -4,15 +4,13 @@ Every hypothesis is screened on one row of the batch, forward only, in FP32 wher
 outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
 precision. If none explains the failure, a second is looked for on top of the best partial explanations.
 
-A diagnosis may cost 22 times what the failed check did, where a check counts for a second at least; a budget
+A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least; a budget
 of processor time ends each part of it.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,18 +20,19 @@ import torch
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
 from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
-from parity.diagnosis.screen import EXACT, TINY, Budget, Ranked, Screen
+from parity.diagnosis.screen import TINY, Budget, Ranked, Screen
 from parity.diagnosis.trial import tensors_under
+from parity.diagnosis.tuning import HELPS, HELPS_LITTLE, sharper, tuned
 from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
 CHECKS_FOR_SEARCH = 10.0
-"""Times the failed check's own cost that the search for hypotheses may take, of the 22 that a diagnosis may."""
+"""Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
 """Ditto for gradients, and for roundings."""
 
-CHECKS_FOR_BORDERS = 2.0
-"""Ditto for the borders of a port's sequences."""
+CHECKS_FOR_BORDERS = 1.0
+"""Ditto for the borders of a port's sequences, and for positions that begin anew."""
 
 CHECKS_FOR_OPERANDS = 2.0
 """Ditto for calls that read something else than the reference's, of which half is for listing them."""
@@ -46,28 +45,11 @@ _SPENT_BY_STAGES = (0.5, 0.75, 0.95)  # of the budget, at the end of each; what 
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
-_HELPS = 0.9  # of the error before, which a partial explanation must go below
-_HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
 _BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or factor takes some of almost any error
 _OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
-_TUNED = 6  # mistakes whose constant is looked for
-_TUNED_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
-_TUNING_RANGE = math.log(8.0)  # by which the constant may be off, either way
-_FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
-_TUNING_STEPS = 30
-_NEARBY = math.log(1.25)  # ditto where a known constant explains: the port's own may lie beside it
-_FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
-_HOPELESS = 0.1  # of the error before, which the right constant goes below where it is known so finely
-_TUNING_WINDOWS = 3  # that are searched, one beyond the other
-_AS_GOOD = 1.05  # times the error that the best constant leaves
-_INDISTINCT = 1.5  # ditto, where what is left is no more than a faithful port has
-_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
-_AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
-_PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
 _PATH = re.compile(r"\w+(?:\.\w+)+")  # of a module or a parameter
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass
@@ -104,7 +86,30 @@ def explanations(
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
-    tuned: list[Ranked] = []
+    ranked: list[Ranked] = []
+    with_constants: list[Ranked] = []
+    found = _by_stages(failure, screen, known, budget, ordered, ranked, with_constants)
+    found = found or _in_pairs(failure, screen, known, budget, ranked)
+    if screened is not None and not found:
+        fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
+        helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
+        best = min(helping, key=lambda entry: entry[0], default=None)
+        screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
+        in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= HELPS_LITTLE}
+        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.spent() else in_vain)
+    return found
+
+
+def _by_stages(
+    failure: Failure,
+    screen: Screen | GradientScreen,
+    known: Sequence[Hypothesis],
+    budget: Budget,
+    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
+    ranked: list[Ranked],
+    with_constants: list[Ranked],
+) -> list[Explanation]:
+    """One mistake, of each scope in turn; ``ranked`` gets all that change anything, ``with_constants`` the tuned."""
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
         _in_order(_nearest_first(failure, [one for one in known if one.scope in scopes]), scopes, ordered)
@@ -119,27 +124,30 @@ def explanations(
             if last and len(some) == before:  # all was tried
                 continue
             found = found or _screened(failure, screen, _at_several(some), some, spend)
-            with_constants = [] if found else _tuned(screen, some, spend)
-            found = found or _verified(failure, with_constants, spend)
+            fitted = [] if found else tuned(screen, some, spend)
+            found = found or _verified(failure, fitted, spend)
             if found:
                 return found
-            tuned += with_constants
-    ranked = [entry for some in of_stages for entry in some]
-    ranked.sort(key=lambda entry: entry[0])
+            with_constants += fitted
+    ranked += sorted((entry for some in of_stages for entry in some), key=lambda entry: entry[0])
+    return []
+
+
+def _in_pairs(
+    failure: Failure,
+    screen: Screen | GradientScreen,
+    known: Sequence[Hypothesis],
+    budget: Budget,
+    ranked: Sequence[Ranked],
+) -> list[Explanation]:
+    """Two mistakes, of which one is among those that help most."""
     pairs: list[Ranked] = []
     for share, (first,) in ranked[:_PARTIAL]:
-        if share < _HELPS and not budget.spent():
+        if share < HELPS and not budget.spent():
             together = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
             found = _screened(failure, screen, together, pairs, budget)
             if found:
                 return found
-    fitted = (entry for entry in tuned if entry[0] < _BY_A_CONSTANT)
-    helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
-    best = min(helping, key=lambda entry: entry[0], default=None)
-    if screened is not None:
-        screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
-        in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= _HELPS_LITTLE}
-        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.spent() else in_vain)
     return []
 
 
@@ -212,7 +220,7 @@ def _screened(
     for entry in screen.shares(combinations, budget):
         ranked.append(entry)
         if screen.is_exact(entry):
-            for nearest in (*_sharper(screen, entry, budget), entry):
+            for nearest in (*sharper(screen, entry, budget), entry):
                 explanation = verified(failure, nearest[1])
                 if explanation is not None and explanation.complete:
                     return [explanation]
@@ -224,72 +232,10 @@ def _at_several(ranked: Sequence[Ranked]) -> list[tuple[Hypothesis, ...]]:
     """Mistakes at several places, of which each helps alone: the best two, three, and so on of each family."""
     families: dict[tuple[str, tuple[str, str]], list[Hypothesis]] = {}
     for share, (one, *others) in ranked:
-        if share < _HELPS_LITTLE and one.place and not others:
+        if share < HELPS_LITTLE and one.place and not others:
             families.setdefault((one.title, one.family), []).append(one)
     likeliest = list(families.values())[:_FAMILIES]  # by the place that helps most
     return [(at_places(same[:count]),) for same in likeliest for count in range(2, len(same) + 1)]
-
-
-def _tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
-    """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
-    found: list[tuple[Hypothesis, float]] = []
-    alike: Counter[tuple[str, Scope, str]] = Counter()
-    for share, (one,) in ranked:
-        if one.tuned is not None and one.value is not None and share < _HELPS_LITTLE:
-            setting, is_one, _ = one.name.partition("=")  # an optimizer has several
-            kind = one.title, one.scope, setting if is_one else ""
-            alike[kind] += 1
-            if alike[kind] <= _TUNED_ALIKE:
-                found.append((one, _TUNING_RANGE if share < _HELPS else _FAR))
-    return [entry for one in found[:_TUNED] for entry in _line_search(screen, *one, budget)]
-
-
-def _sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
-    """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
-    share, (one, *others) = entry
-    found = [] if others else _line_search(screen, one, _NEARBY, budget)
-    return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
-
-
-def _line_search(screen: Screen | GradientScreen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
-    """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge."""
-    if one.tuned is None or one.value is None:
-        return []
-    tried: dict[float, Ranked] = {}
-
-    def share(exponent: float) -> float:
-        if exponent not in tried and one.tuned is not None:
-            of_one = (one.tuned(math.exp(exponent)),)
-            tried[exponent] = next(screen.shares([of_one], budget), (math.inf, of_one))
-        return tried[exponent][0]
-
-    center = math.log(one.value)
-    for _ in range(_TUNING_WINDOWS):
-        low, high = center - reach, center + reach
-        for step in range(_TUNING_STEPS):
-            promising = step < _PROMISING_STEPS or any(left < EXACT for left, _ in tried.values())
-            hopeless = high - low < _FINE and min(left for left, _ in tried.values()) > _HOPELESS
-            fine = high - low < _FINE and any(map(screen.is_exact, tried.values()))
-            if not promising or hopeless or fine or budget.spent():
-                break
-            left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-            low, high = (low, right) if share(left) < share(right) else (left, high)
-        best = min(tried, key=share, default=center)
-        if abs(best - center) < _AT_THE_EDGE * reach or share(best) > _HELPS:
-            break
-        center = best
-    if not tried:
-        return []
-    best = min(tried, key=share)
-    plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
-    chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
-    return [tried[chosen]] if math.isfinite(share(chosen)) else []
-
-
-def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
-    """Whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
-    leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
-    return share < _AS_GOOD * best[0] or leaves_rounding
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
@@ -302,7 +248,7 @@ def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> lis
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
     by_gradients = outputs_tell_little(failure)
-    enough = _HELPS if is_loud(failure) or by_gradients else _HELPS_LITTLE
+    enough = HELPS if is_loud(failure) or by_gradients else HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
     most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
     for tried, combination in enumerate(_one_of_each_name(helping)[:most]):

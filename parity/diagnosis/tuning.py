@@ -1,0 +1,91 @@
+"""Finds the constant of a mistake that is about one: the eps or factor with which least of an error is left."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from parity.diagnosis.gradient_screen import GradientScreen
+from parity.diagnosis.hypothesis import Hypothesis, Scope
+from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
+
+HELPS = 0.9  # of the error before, which a partial explanation must go below
+HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
+_MOST = 6  # mistakes whose constant is looked for
+_MOST_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
+_RANGE = math.log(8.0)  # by which the constant may be off, either way
+_FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
+_STEPS = 30
+_NEARBY = math.log(1.25)  # ditto where a known constant explains: the port's own may lie beside it
+_FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
+_HOPELESS = 0.1  # of the error before, which the right constant goes below where it is known so finely
+_WINDOWS = 3  # that are searched, one beyond the other
+_AS_GOOD = 1.05  # times the error that the best constant leaves
+_INDISTINCT = 1.5  # ditto, where what is left is no more than a faithful port has
+_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
+_AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
+_PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
+    """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
+    found: list[tuple[Hypothesis, float]] = []
+    alike: Counter[tuple[str, Scope, str]] = Counter()
+    for share, (one,) in ranked:
+        if one.tuned is not None and one.value is not None and share < HELPS_LITTLE:
+            setting, is_one, _ = one.name.partition("=")  # an optimizer has several
+            kind = one.title, one.scope, setting if is_one else ""
+            alike[kind] += 1
+            if alike[kind] <= _MOST_ALIKE:
+                found.append((one, _RANGE if share < HELPS else _FAR))
+    return [entry for one in found[:_MOST] for entry in _line_search(screen, *one, budget)]
+
+
+def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
+    """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
+    share, (one, *others) = entry
+    found = [] if others else _line_search(screen, one, _NEARBY, budget)
+    return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
+
+
+def _line_search(screen: Screen | GradientScreen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
+    """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge."""
+    if one.tuned is None or one.value is None:
+        return []
+    tried: dict[float, Ranked] = {}
+
+    def share(exponent: float) -> float:
+        if exponent not in tried and one.tuned is not None:
+            of_one = (one.tuned(math.exp(exponent)),)
+            tried[exponent] = next(screen.shares([of_one], budget), (math.inf, of_one))
+        return tried[exponent][0]
+
+    center = math.log(one.value)
+    for _ in range(_WINDOWS):
+        low, high = center - reach, center + reach
+        for step in range(_STEPS):
+            promising = step < _PROMISING_STEPS or any(left < EXACT for left, _ in tried.values())
+            hopeless = high - low < _FINE and min(left for left, _ in tried.values()) > _HOPELESS
+            fine = high - low < _FINE and any(map(screen.is_exact, tried.values()))
+            if not promising or hopeless or fine or budget.spent():
+                break
+            left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+            low, high = (low, right) if share(left) < share(right) else (left, high)
+        best = min(tried, key=share, default=center)
+        if abs(best - center) < _AT_THE_EDGE * reach or share(best) > HELPS:
+            break
+        center = best
+    if not tried:
+        return []
+    best = min(tried, key=share)
+    plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
+    chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
+    return [tried[chosen]] if math.isfinite(share(chosen)) else []
+
+
+def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
+    """Whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
+    leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
+    return share < _AS_GOOD * best[0] or leaves_rounding
