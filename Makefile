@@ -17,6 +17,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 $(VENV)/ready: scripts/setup.sh pyproject.toml constraints.txt
 	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)

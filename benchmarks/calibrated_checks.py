@@ -17,12 +17,12 @@ from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
-from parity.calibration.table import packaged
 from parity.case import Case
 from parity.declaring.validate import CheckedSize
 from parity.errors import measure
 from parity.judgeable import answerable
 from parity.judging.judge import judge
+from parity.limits.table import packaged
 from parity.passes import golden_truths, model_tensors, run_candidate
 from parity.precision import Precision
 from parity.prepare import forget, prepare

@@ -15,8 +15,8 @@ import torch
 from measuring import Measure, machine, median, parser, processor_seconds, report
 
 from parity import comparison, te
-from parity.calibration.table import packaged
 from parity.declaring.validate import check_case
+from parity.limits.table import packaged
 from parity.precision import PRECISIONS
 from parity.prepare import forget
 from parity.zoo.bug import Bug, planted

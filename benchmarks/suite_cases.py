@@ -10,10 +10,10 @@ import torch
 from measuring import parser
 
 from parity import registry
-from parity.calibration.table import packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.declaring.validate import CheckedSize, check_case
+from parity.limits.table import packaged
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.te import Kernels
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-from parity.calibration.table import Table
+from parity.limits.table import Table
 from parity.precision import PRECISIONS
 from parity.user_error import UserError
 
@@ -49,7 +49,7 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
     if not isinstance(determinism, bool):
         raise UserError(f"determinism must be True or False, not {determinism!r}")
     if not (calibration is None or isinstance(calibration, Table)):
-        raise UserError(f"calibration is a table that parity.calibration.table.load() reads, not {calibration!r}")
+        raise UserError(f"calibration is a table that parity.limits.table.load() reads, not {calibration!r}")
 
 
 def _seed(seed: object) -> int:

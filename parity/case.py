@@ -120,7 +120,8 @@ def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
     named = [parameter for parameter in parameters if parameter.name in size or parameter.default is parameter.empty]
     missing = [parameter.name for parameter in named if parameter.name not in size]
     if missing:
-        raise UserError(f"inputs() asks for {missing[0]!r}, but the size has only {', '.join(size) or 'nothing'}")
+        has = f"has only {', '.join(size)}" if size else "is empty: name it in sizes=[dict(...)]"
+        raise UserError(f"inputs() asks for {missing[0]!r}, but the size {has}")
     return _plain(pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named}))
 
 

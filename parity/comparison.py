@@ -14,7 +14,6 @@ from torch import nn
 
 from parity import te
 from parity.arguments import check_kinds, checked_precisions, checked_seeds
-from parity.calibration.table import Table, packaged
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
@@ -27,6 +26,7 @@ from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
 from parity.judging.second_look import choosing_alike, remark, second_look
+from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
@@ -38,6 +38,7 @@ from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
 from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
+from parity.te_state.own_recipes import own_recipes
 from parity.truth import Truth
 from parity.user_error import INTERRUPTS, UserError
 from parity.watching import detached_outputs, side_effects
@@ -198,7 +199,11 @@ def _compared(asked: _Asked) -> Result:
         forget()  # the pass may have left the reference half changed
         cause = error.__cause__ or error
         return asked.result("error", reason=str(error), traceback=way_there(cause), device_error=classify(cause))
-    return dataclasses.replace(_judged(asked, ran), attention=ran.attention, determinism=ran.determinism)
+    try:
+        judged = _judged(asked, ran)
+    except UserError as error:  # the table has no law for it
+        judged = asked.result("error", reason=str(error))
+    return dataclasses.replace(judged, attention=ran.attention, determinism=ran.determinism)
 
 
 def _run(asked: _Asked) -> _Ran:
@@ -254,10 +259,15 @@ def _step(which: str) -> Iterator[None]:
 
 def _seen_of_port(ran: _Ran, precision: Precision) -> Port:
     """What the candidate rounds outside of TE's modules, and chooses."""
-    # What sees plain calls comes last: it asks whose code is around them.
-    with steps_seen(precision.dtype) as steps, choices_seen() as chosen, plain_calls(precision.dtype) as names:
+    with (
+        own_recipes(precision.recipe is not None) as recipes,
+        steps_seen(precision.dtype) as steps,
+        choices_seen() as chosen,
+        plain_calls(precision.dtype) as names,  # last: it asks whose code is around them
+    ):
         ran.rerun(lambda module: None)
-    return Port(tuple(sorted(names)), together(steps), chosen.of_port(bool(ran.prepared.probed)))
+    choices = chosen.of_port(bool(ran.prepared.probed))
+    return Port(tuple(sorted(names)), together(steps), choices, tuple(dict.fromkeys(recipes)))
 
 
 @dataclass(frozen=True)
@@ -337,6 +347,7 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
         rerun=ran.rerun,
         draws=ran.draws,
         freedoms=verdicts.port.freedoms,
+        own_recipes=verdicts.port.recipes,
     )
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:

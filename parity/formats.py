@@ -25,6 +25,7 @@ class Format(Protocol):
 
 # The exponent field of an FP32 number, whose remaining bits are the power of two below its magnitude.
 _FP32_EXPONENT = 0xFF << 23
+_FP64_EXPONENT = 0x7FF << 52
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -111,10 +112,16 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between the numbers of ``dtype`` at each element, which has more bits; of subnormals near zero."""
+    """The distance between the numbers of ``dtype`` at each element, which has more bits; of subnormals near zero.
+
+    Args:
+        x: FP32 or FP64. Infinities have the distance of its largest number.
+    """
     info = torch.finfo(dtype)
-    _, exponent = torch.frexp(x.abs().clamp(min=info.smallest_normal))
-    return torch.ldexp(torch.full_like(x, info.eps / 2), exponent)
+    magnitude = x.abs().clamp_(info.smallest_normal, torch.finfo(x.dtype).max)
+    is_fp64 = x.dtype is torch.float64
+    bits = magnitude.view(torch.int64 if is_fp64 else torch.int32)
+    return bits.bitwise_and_(_FP64_EXPONENT if is_fp64 else _FP32_EXPONENT).view(x.dtype).mul_(info.eps)
 
 
 def largest(x: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from parity import comparison, te
-from parity.calibration.table import Table
 from parity.case import Case
 from parity.declaring import validate
 from parity.declaring.validate import CheckedSize
+from parity.limits.table import Table
 from parity.machine.devices import Device
 from parity.precision import Precision
 from parity.report.environment import Environment

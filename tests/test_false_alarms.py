@@ -95,7 +95,7 @@ def test_the_report_counts_alarms_and_lists_them(compared):
 
 def test_what_is_recorded_is_not_compared_again(compared, monkeypatch):
     folder, plan, outcomes = compared
-    monkeypatch.setattr(measure, "ProcessPoolExecutor", _NoPool)
+    monkeypatch.setattr(measure, "processes", _NoPool)
     assert measure.run(plan, folder / "alarms.jsonl", workers=1) == outcomes
 
 

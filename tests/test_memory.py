@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from parity import memory, te
-from parity.calibration.table import packaged
 from parity.case import Case, Pair
 from parity.comparison import compare_at
 from parity.declaring.validate import CheckedSize, check_case
+from parity.limits.table import packaged
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
 

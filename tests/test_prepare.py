@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from parity import passes, prepare, te
-from parity.calibration.table import packaged
 from parity.case import Case, Pair
 from parity.comparison import compare_at
 from parity.declaring.validate import check_case
 from parity.judging import directions
+from parity.limits.table import packaged
 from parity.machine import free_memory
 from parity.precision import PRECISIONS
 

@@ -15,9 +15,9 @@ from fakes import ENVIRONMENT, result, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.calibration import aim
 from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
+from parity.limits import aim
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import environment, failure, markdown, matrix, numbers, record

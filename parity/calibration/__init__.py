@@ -1,5 +1,5 @@
-"""How far faithful ports stray from the rounding model: measured, fitted, stored, and turned into limits.
+"""Measures how far faithful ports stray from the rounding model, for the laws of ``parity.limits``.
 
-``law.py`` fits and extrapolates, ``table.py`` stores, ``measure.py`` draws the samples, ``report.py`` shows the fit;
-``packaged.json`` is the table that runs use by default. ``docs/statistics.md`` explains it to its reader.
+``right_ports.py``, ``drawn_models.py`` and ``sizes.py`` are what is measured, ``measure.py`` draws the samples,
+``report.py`` shows how well the laws fit them. ``docs/statistics.md`` explains it to its reader.
 """

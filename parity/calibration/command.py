@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import sys
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +12,18 @@ from typing import Any, Literal
 from rich.progress import track
 
 from parity import te
-from parity.calibration import right_ports, table
+from parity.calibration import right_ports
 from parity.calibration.enough import check_enough
-from parity.calibration.measure import Sample, draw, laws
+from parity.calibration.measure import LeftOut, Measured, draw, laws
 from parity.calibration.sizes import drawn
-from parity.calibration.table import Table
 from parity.case import Case
 from parity.declaring.validate import check_case
+from parity.limits import table
+from parity.limits.table import Table
+from parity.machine.processes import processes
+from parity.one_line import one_line
 from parity.precision import PRECISIONS, Precision, why_unavailable
+from parity.prepare import forget
 from parity.report import environment
 from parity.te import Backend
 from parity.user_error import UserError
@@ -52,24 +56,28 @@ def make_table(settings: Settings, workers: int, output: Path, report_file: Path
     """
     before = table.load(output) if output.exists() else Table({}, {})
     _check_enough(settings)
-    samples = _measure(settings, workers)
+    measured = measure(settings, workers)
+    for port in measured.left_out:
+        print(f"left out: {port}", file=sys.stderr)
+    samples = measured.samples
     if not samples:
-        raise UserError("nothing was measured: no precision of these cases runs on this machine")
-    measured = {sample.precision for sample in samples}
-    kept = {key: law for key, law in before.laws.items() if key[0] not in measured}
-    provenance = {**before.provenance, **dict.fromkeys(sorted(measured), _provenance(settings))}
+        why = "every port raised" if measured.left_out else "no precision of these cases runs on this machine"
+        raise UserError(f"nothing was measured: {why}")
+    precisions = sorted({sample.precision for sample in samples})
+    kept = {key: law for key, law in before.laws.items() if key[0] not in precisions}
+    provenance = {**before.provenance, **dict.fromkeys(precisions, _provenance(settings))}
     made = Table(kept | laws(samples), provenance)
     output.parent.mkdir(parents=True, exist_ok=True)
     table.save(made, output)
     if report_file is not None:
         from parity.calibration import report
 
-        report.write(made, samples, report_file)
+        report.write(made, measured, report_file)
 
 
 def _check_enough(settings: Settings) -> None:
     kernels = te.kernels(settings.backend)
-    cases = [case for file in settings.files for case in right_ports.cases(file)]
+    cases = [case for file in settings.files for case in right_ports.fitted(file)]
     check_enough(cases, _available(settings, kernels), settings.seeds, kernels.te)
 
 
@@ -78,32 +86,35 @@ def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
     return [precision for precision in precisions if why_unavailable(precision, kernels) is None]
 
 
-def _measure(settings: Settings, workers: int) -> list[Sample]:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+def measure(settings: Settings, workers: int) -> Measured:
+    """All samples of all cases, whatever becomes of single ones."""
+    measured = Measured()
+    with processes(workers) as pool:
         jobs = [
             pool.submit(_measure_case, settings, file, case.name)
             for file in settings.files
-            for case in right_ports.cases(file)
+            for case in right_ports.fitted(file)
         ]
-        return [sample for job in track(as_completed(jobs), "calibrating", total=len(jobs)) for sample in job.result()]
+        for job in track(as_completed(jobs), "calibrating", total=len(jobs)):
+            measured.add(job.result())
+    return measured
 
 
-def _measure_case(settings: Settings, file: str, name: str) -> list[Sample]:
+def _measure_case(settings: Settings, file: str, name: str) -> Measured:
     """All samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
-    import torch
-
-    torch.set_num_threads(1)
     kernels = te.kernels(settings.backend)
     case = right_ports.case(file, name)
     precisions = [precision for precision in _available(settings, kernels) if case.runs_at(precision.name)]
-    return [
-        sample
-        for seed in settings.seeds
-        for precision in precisions
-        for checked in check_case(_sized(case, precision, seed), kernels.te)
-        for sample in draw(case, checked, precision, seed, kernels, settings.draws)
-    ]
+    measured = Measured()
+    for seed in settings.seeds:
+        for precision in precisions:
+            for checked in check_case(_sized(case, precision, seed), kernels.te):
+                try:
+                    measured.samples.extend(draw(case, checked, precision, seed, kernels, settings.draws))
+                except Exception as error:  # of the case's modules, as where a recipe takes no matrix of its size
+                    forget()  # the pass may have left the reference half changed
+                    measured.left_out.append(LeftOut(name, checked.label, precision.name, seed, one_line(error)))
+    return measured
 
 
 def _sized(case: Case, precision: Precision, seed: int) -> Case:

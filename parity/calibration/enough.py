@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from parity.calibration.law import FEWEST_TENSORS, too_few
 from parity.calibration.sizes import drawn
 from parity.case import Case
 from parity.declaring.validate import check_case
+from parity.limits.law import FEWEST_TENSORS, too_few
 from parity.precision import Precision
 from parity.result import Kind
 from parity.user_error import UserError

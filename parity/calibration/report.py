@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
-from parity.calibration.measure import Sample
-from parity.calibration.table import Table
+from parity.calibration.measure import LeftOut, Measured, Sample
+from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.limits.table import Table
 from parity.report.numbers import short
 from parity.report.tables import markdown_table
 
@@ -33,24 +33,27 @@ tail: beyond one standard deviation no point of a statistic of one kind of tenso
 where the samples do; the dotted line is where the limits lie at least, to which the law extrapolates."""
 
 
-def write(table: Table, samples: Sequence[Sample], path: Path) -> None:
+def write(table: Table, measured: Measured, path: Path) -> None:
     """Write the report, and its plot beside it.
 
     Args:
         table: laws.
-        samples: to which those of their precisions were fitted.
+        measured: to whose samples those of their precisions were fitted.
         path: of the markdown.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _plot(table, samples).savefig(path.with_suffix(".png"), dpi=110)
-    path.write_text("\n\n".join(_sections(table, samples, path)) + "\n", encoding="utf-8")
+    _plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
+    path.write_text("\n\n".join(_sections(table, measured, path)) + "\n", encoding="utf-8")
 
 
-def _sections(table: Table, samples: Sequence[Sample], path: Path) -> Iterator[str]:
+def _sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
+    samples = measured.samples
     yield "# Calibration of the tolerances"
     yield _INTRODUCTION
     yield "## Provenance"
     yield _provenance(table.provenance)
+    if measured.left_out:
+        yield _left_out(measured.left_out)
     yield "## Fit"
     yield _FIT
     yield f"![Measured against expected standard deviations]({path.with_suffix('.png').name})"
@@ -67,6 +70,14 @@ def _provenance(provenance: Mapping[str, Mapping[str, object]]) -> str:
         [precision, *(_text(entry.get(column, "")) for column in columns)] for precision, entry in provenance.items()
     ]
     return markdown_table(rows, ["precision", *columns])
+
+
+def _left_out(ports: Sequence[LeftOut]) -> str:
+    """Which cases could not run, each once a precision, with the first reason."""
+    reasons = {(port.case, port.precision): port.reason for port in reversed(ports)}
+    counts = Counter((port.case, port.precision) for port in ports)
+    rows = [[*key, count, reasons[key]] for key, count in counts.items()]
+    return "Left out, since they raise:\n\n" + markdown_table(rows, ["case", "precision", "ports", "what"])
 
 
 def _text(value: object) -> str:

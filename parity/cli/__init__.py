@@ -30,6 +30,7 @@ Paths = Annotated[
 ]
 Precisions = Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")]
 BackendName = Annotated[str, typer.Option(help="auto, gpu or cpu.")]
+ReportFile = Annotated[Path, typer.Option("-o", "--out", help="The report; its record is beside it.")]
 Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
 
 
@@ -81,7 +82,7 @@ def suggest_map(
 @app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
-    output: Annotated[Path | None, typer.Option("-o", help="Where to draw it [beside the file].")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
 ) -> None:
     """Draw the report of a run again from its record."""
     from parity.report import markdown, record
@@ -130,7 +131,7 @@ def calibrate(
     seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "4",
     draws: Annotated[int, typer.Option(min=0, help="Random kernels a case, precision and seed.")] = 2,
     workers: Processes = CORES,
-    output: Annotated[Path, typer.Option("-o", help="The table.")] = Path("parity-calibration.json"),
+    output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("parity-calibration.json"),
     report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
 ) -> None:
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
@@ -157,7 +158,7 @@ def false_alarms(
     seeds: Annotated[str, typer.Option(help="100-149, or as for parity run; a size is drawn for each.")] = "100-103",
     own: Annotated[int, typer.Option(min=0, help="For so many of the seeds, the cases' own sizes, too.")] = 1,
     workers: Processes = CORES,
-    out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/false_alarms.md"),
+    out: ReportFile = Path("reports/false_alarms.md"),
 ) -> None:
     """Count how often right ports are rejected, on seeds, sizes and models that no limit was fitted to."""
     from parity import te
@@ -244,7 +245,7 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Compute again what other code computed.")] = False,
     options: Annotated[list[str] | None, typer.Option("--set", help="A study's option: steps=20; repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", help="Folder of the reports [reports/studies].")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--out", help="Folder of the reports [reports/studies].")] = None,
 ) -> None:
     """Run numerical studies and write their reports; what was interrupted goes on where it stopped."""
     from parity.cli import studies
@@ -262,7 +263,7 @@ def zoo(
         str, typer.Option(help="3 for the seeds 0 to 2; 3,1 for 3 of the first size and 1 of the next.")
     ] = "1",
     workers: Processes = 1,
-    out: Annotated[Path, typer.Option(help="The report; its record is beside it.")] = Path("reports/zoo.md"),
+    out: ReportFile = Path("reports/zoo.md"),
 ) -> None:
     """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
     from parity.cli import bug_zoo

@@ -17,8 +17,10 @@ from parity.diagnosis.attention.shifted_windows import shifted_window_hypotheses
 from parity.diagnosis.attention.softcaps import softcap_hypotheses
 from parity.diagnosis.blocks.branch_factors import branch_factor_hypotheses
 from parity.diagnosis.blocks.branch_order import branch_order_hypotheses
+from parity.diagnosis.blocks.extra_norms import extra_norm_hypotheses
 from parity.diagnosis.blocks.layer_order import layer_order_hypotheses
 from parity.diagnosis.blocks.parallel_blocks import parallel_block_hypotheses
+from parity.diagnosis.blocks.pre_norms import branch_norm_hypotheses, pre_norm_hypotheses
 from parity.diagnosis.blocks.residuals import residual_hypotheses
 from parity.diagnosis.blocks.unused_branches import (
     unused_branch_hypotheses,
@@ -39,11 +41,9 @@ from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
 from parity.diagnosis.losses.losses import loss_hypotheses
 from parity.diagnosis.mixture.routing import routing_hypotheses
-from parity.diagnosis.norms.extra_norms import extra_norm_hypotheses
 from parity.diagnosis.norms.norm_groups import norm_group_hypotheses
-from parity.diagnosis.norms.norm_order import norm_order_hypotheses
 from parity.diagnosis.norms.norms import norm_hypotheses
-from parity.diagnosis.norms.pre_norms import branch_norm_hypotheses, pre_norm_hypotheses
+from parity.diagnosis.rope.norm_order import norm_order_hypotheses
 from parity.diagnosis.rope.rope_mistakes import rope_hypotheses
 from parity.diagnosis.training.clipping import clipping_hypotheses
 from parity.diagnosis.training.optimizer import optimizer_hypotheses

@@ -94,6 +94,7 @@ CODES = {
     "weight-cache-stale": "PAR307",
     "recipe-disabled": "PAR308",
     "master-weights": "PAR309",
+    "own-recipe": "PAR310",
     "gradient-scale": "PAR401",
     "gradient-accumulation": "PAR402",
     "gradient-path-missing": "PAR403",

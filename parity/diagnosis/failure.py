@@ -37,6 +37,7 @@ class Failure:
             too; None where there is none.
         among: titles and names of the mistakes that may be its cause; None for every known one.
         freedoms: of the kernels that the candidate is judged by.
+        own_recipes: that the candidate turns on by itself, with the lines where it does.
     """
 
     results: Sequence[TensorResult]
@@ -51,6 +52,7 @@ class Failure:
     on_drawn: Failure | None = None
     among: Container[tuple[str, str]] | None = None
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
+    own_recipes: Sequence[str] = ()
 
     @property
     def counts_for(self) -> float:

@@ -23,7 +23,7 @@ from parity.diagnosis.loss_search import loss_explanations
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.reruns.buffers import buffer_findings
 from parity.diagnosis.reruns.randomness import random_findings
-from parity.diagnosis.reruns.reruns import dropout_findings, microbatch_findings
+from parity.diagnosis.reruns.reruns import dropout_findings, microbatch_findings, own_recipe_findings
 from parity.diagnosis.restarts import restart_explanations
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
 from parity.diagnosis.screen import Budget, Ranked
@@ -116,7 +116,10 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         every = hypotheses(failure.prepared, trace, frozenset(unreached))
         return (one for one in every if failure.among is None or (one.title, one.name) in failure.among)
 
-    causes: list[Callable[[], Iterable[Finding]]] = [lambda: _by_chance(failure)]
+    causes: list[Callable[[], Iterable[Finding]]] = [
+        lambda: _by_chance(failure),
+        lambda: own_recipe_findings(failure),
+    ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
         return _by_chance(failure) or list(_told(_of_one_number(failure, trace, search), failure))
     outputs_passed = all(result.passed for result in failure.outputs)

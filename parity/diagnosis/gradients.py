@@ -75,11 +75,13 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
     if len(failed) < len(gradients) and abs(factor - 1.0) < _SCALED:
         return
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
-    yield finding(
-        "gradient-scale",
-        f"{which} is {readable(factor)} times what it should be, and right but for that; "
-        + ("nothing flows back there" if factor == 0.0 else "divide by it (a loss scale, a number of tokens or ranks)"),
+    what = (
+        "0; nothing flows back there, as behind detach, no_grad or what is made a new tensor"
+        if factor == 0.0
+        else f"{readable(factor)} times what it should be, and right but for that; "
+        "divide by it (a loss scale, a number of tokens or ranks)"
     )
+    yield finding("gradient-scale", f"{which} is {what}")
 
 
 def _one_path_missing(

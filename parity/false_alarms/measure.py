@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +15,11 @@ from rich.progress import track
 from parity import te
 from parity.calibration import right_ports
 from parity.calibration.sizes import drawn
-from parity.calibration.table import packaged
 from parity.case import Case, Size
 from parity.comparison import compare_at
 from parity.declaring.validate import check_case
+from parity.limits.table import packaged
+from parity.machine.processes import processes
 from parity.precision import PRECISIONS, why_unavailable
 from parity.result import Result
 from parity.studies import record
@@ -100,7 +100,7 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
     done = {Port(**json.loads(key)): _from_json(entry) for key, entry in record.read(path).items()}
     groups = _groups(plan)
     missing = [group for group in groups if any(port not in done for port in group)]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with processes(workers) as pool:
         jobs = [pool.submit(_compare, plan, group) for group in missing]
         for job in track(as_completed(jobs), "comparing", total=len(jobs), disable=not jobs):
             for port, outcome in job.result():
@@ -125,9 +125,6 @@ def _groups(plan: Plan) -> list[list[Port]]:
 
 def _compare(plan: Plan, ports: Sequence[Port]) -> list[tuple[Port, Outcome]]:
     """Ports of one case, in a process of its own."""
-    import torch
-
-    torch.set_num_threads(1)
     case = right_ports.case(ports[0].file, ports[0].case)
     return [(port, _outcome(plan, case, port)) for port in ports]
 

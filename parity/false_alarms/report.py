@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from parity import te
-from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.calibration.right_ports import DRAWN_MODELS
-from parity.calibration.table import packaged
 from parity.false_alarms.measure import DRAWN, Outcome, Port
+from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.limits.table import packaged
 from parity.report import environment
 from parity.report.tables import markdown_table
 

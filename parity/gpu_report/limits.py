@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parity.calibration import table
-from parity.calibration.table import Key
+from parity.limits import table
+from parity.limits.table import Key
 from parity.report import record
 from parity.report.numbers import short
 from parity.report.tables import markdown_table

@@ -11,7 +11,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.summed import Summed, over_rows
 
 # Fewer elements do not tell how errors scatter.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.calibration.table import Table
 from parity.errors import Measures
 from parity.judgeable import overflows_within
 from parity.judging.directions import Direction, resemblance
 from parity.judging.scatter import allowance, scatters
 from parity.judging.statistics import Statistic, least_error, statistics
+from parity.limits.table import Table
 from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult

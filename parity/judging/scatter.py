@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy import special
 
-from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.result import TensorResult
 from parity.summed import Summed
 

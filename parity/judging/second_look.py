@@ -43,6 +43,10 @@ LOOKS = 8
 DRAWS = 16
 # Jitter multiplies no error by so much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
+# So many noisy runs tell what more of them may still do: where the errors of faithful runs differ by threefold, and
+# their logarithm by 1.2 deviations with that, the largest of two dozen is expected to be thrice the largest of four.
+TELLING_LOOKS = 4
+STILL_HOPELESS_MARGIN = 3.0
 # Of these the margin counts deviations, which are small where a few scores of a saturated softmax scale all gradients.
 _IN_DEVIATIONS = frozenset({"gain", "mistake"})
 
@@ -76,19 +80,20 @@ def second_look(
         judged = judge(looked, NONE_DRAWN)
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
-    tensors = judged
-    for kinks, freedom in _looks(prepared, both):
-        if freedom.jitter is not None and _is_hopeless(judged):
-            break
-        looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
-        judged = judge(looked, NONE_DRAWN)
-        if all(tensor.passed for tensor in judged):
-            return judged
-    if _is_hopeless(judged):
-        return tensors
+    tensors, noisy = judged, 0
     with optimizers_recorded() as optimizers:
-        noisy = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
-        drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in noisy]
+        for kinks, freedom in _looks(prepared, both):
+            if freedom.jitter is not None and _is_hopeless(judged, _hopeless_margin(noisy, steps=bool(optimizers))):
+                return tensors
+            noisy += freedom.jitter is not None
+            looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
+            judged = judge(looked, NONE_DRAWN)
+            if all(tensor.passed for tensor in judged):
+                return judged
+    if _is_hopeless(judged, _hopeless_margin(noisy, steps=bool(optimizers))):
+        return tensors
+    dithered = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
+    drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
     of_outputs = bool(optimizers) and rounding.storage is not torch.float32
     judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
@@ -121,11 +126,16 @@ def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = 
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
-def _is_hopeless(tensors: Sequence[TensorResult]) -> bool:
+def _hopeless_margin(noisy: int, steps: bool) -> float:
+    """Beyond which no further run helps, after so many noisy ones; a step of Adam's may be all of an error at any."""
+    return HOPELESS_MARGIN if steps or noisy < TELLING_LOOKS else STILL_HOPELESS_MARGIN
+
+
+def _is_hopeless(tensors: Sequence[TensorResult], margin: float) -> bool:
     """Whether an error is larger than any noise makes it, but for gradients that are nothing but noise."""
     judged = (tensor for tensor in tensors if not is_lost(tensor))
     checks = (check for tensor in judged for check in tensor.checks if check.statistic not in _IN_DEVIATIONS)
-    return any(check.margin > HOPELESS_MARGIN for check in checks)
+    return any(check.margin > margin for check in checks)
 
 
 def _are_finite(tensors: Sequence[TensorResult]) -> bool:
@@ -133,12 +143,15 @@ def _are_finite(tensors: Sequence[TensorResult]) -> bool:
 
 
 def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
+    yield from ((kinks, both[1]) for kinks in kinks_moved(prepared))
+    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
+
+
+def kinks_moved(prepared: Prepared) -> list[Kinks]:
+    """What puts the values next to kinks above them, and what puts them below; empty where there are no kinks."""
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
-    if exact.values:
-        yield from ((Kinks(side, exact.values), both[1]) for side in (1.0, -1.0))
-    exact.values.clear()
-    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
+    return [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
 
 
 def remark(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> str:

@@ -20,9 +20,9 @@ from parity.plugin.watchdog import time_limit
 from parity.plugin.workplace import Workplace
 
 if TYPE_CHECKING:
-    from parity.calibration.table import Table
     from parity.case import Case
     from parity.declaring.validate import CheckedSize
+    from parity.limits.table import Table
     from parity.precision import Precision
     from parity.result import DeviceError, Result
     from parity.te import Kernels
@@ -69,7 +69,7 @@ class ParityItem(pytest.Item):
         return workplace.of(self.config)
 
     def runtest(self) -> None:
-        from parity.calibration import table
+        from parity.limits import table
         from parity.report import failure
         from parity.report.items import Item
 

@@ -118,7 +118,7 @@ def check_files(options: Options) -> None:
     for file in (options.record, options.report):
         check_file(file, "--parity-report")
     if options.calibration is not None:
-        from parity.calibration import table
+        from parity.limits import table
 
         try:
             table.load(options.calibration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 
@@ -37,6 +38,11 @@ def measures(result: Result) -> Iterator[str]:
     shape = "x".join(map(str, worst.shape)) or "scalar"
     yield f"worst tensor: {worst.label} ({worst.kind}, {shape})"
     errors, expected = worst.errors, worst.expected
+    if not errors.finite:
+        yield f"  {non_finite(worst)}"
+        if max(errors.nans + errors.infs, errors.golden_non_finite) == math.prod(worst.shape):
+            return
+        yield "  of the others:"
     rows = [
         ["relative L2", *map(short, (errors.relative_l2, worst.tolerance_relative_l2, expected.relative_l2))],
         ["max abs", *map(short, (errors.max_abs, worst.tolerance_max_abs, expected.max_abs))],
@@ -48,8 +54,6 @@ def measures(result: Result) -> Iterator[str]:
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", *["right"] * 3))
     yield from (f"  {line}" for line in table.splitlines())
     yield from _beyond(worst)
-    if not errors.finite:
-        yield f"  {non_finite(worst)}"
 
 
 def _beyond(tensor: TensorResult) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parity.calibration import aim
+from parity.limits import aim
 from parity.report import failure, matrix
 from parity.report.digest import Digest
 from parity.report.environment import Environment

@@ -71,11 +71,13 @@ class Port:
     Attributes:
         plain, steps: as in ``Freedom``.
         choices: of the largest of many numbers, such as a token's experts.
+        recipes: that it turns on by itself, with the lines where it does.
     """
 
     plain: tuple[str, ...] = ()
     steps: Steps | None = None
     choices: PortsChoices = NONE_MADE
+    recipes: tuple[str, ...] = ()
 
     @property
     def freedoms(self) -> tuple[Freedom, Freedom]:

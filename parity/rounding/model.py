@@ -136,7 +136,7 @@ class _RoundingMode(TorchDispatchMode):
         self.phase = Phase()
         self._freedom, self._kinks, self._choices = freedom, kinks, choices
         self._storing = Storing(rounding, freedom)
-        self.steps = StepsRounded(self._storing)
+        self.steps = StepsRounded(self._storing, self._while_suspended)
         self._biases = BiasesByHand(self._storing, freedom)
         self._norms = NormsSeen()
         self._attention = Attention(self._storing, self.phase)

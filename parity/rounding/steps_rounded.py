@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ class StepsRounded:
 
     Args:
         storing: of the pass.
+        alone: within it the pass rounds nothing else.
     """
 
-    def __init__(self, storing: Storing) -> None:
+    def __init__(self, storing: Storing, alone: Callable[[], AbstractContextManager[None]]) -> None:
         self._storing = storing
+        self._alone = alone
         self._inside = False
-        self._writes = False  # what is stored already
 
     @property
     def each_call(self) -> bool:
@@ -41,9 +42,7 @@ class StepsRounded:
     def are_calls(self) -> bool:
         """Whether outside of an optimizer's steps each write to a weight is one, as of an optimizer by hand."""
         steps = self._storing.freedom.steps
-        return (
-            steps is not None and steps.weights is self._storing.rounding.storage and not (self._inside or self._writes)
-        )
+        return steps is not None and steps.weights is self._storing.rounding.storage and not self._inside
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -60,31 +59,28 @@ class StepsRounded:
             before.remove()
             after.remove()
 
+    @torch.no_grad()
     def _before(self, optimizer: Optimizer) -> None:
         """Gradients are held in the dtype of the weights."""
-        for gradient in (parameter.grad for parameter in stepped_by(optimizer)):
-            if gradient is not None:
-                self._write(gradient, self._storing.store(gradient))
+        with self._alone():
+            for gradient in (parameter.grad for parameter in stepped_by(optimizer)):
+                if gradient is not None:
+                    gradient.copy_(self._storing.store(gradient))
         self._inside = True
 
+    @torch.no_grad()
     def _after(self, optimizer: Optimizer, steps: Steps) -> None:
         self._inside = False
-        for parameter in stepped_by(optimizer):
-            if steps.weights is self._storing.rounding.storage:
-                self._write(parameter, self._storing.store(parameter))
-            elif steps.weights is not None:
-                self._write(parameter, _held_in(steps.weights, parameter))
-            for name, dtype in steps.moments:
-                moment = optimizer.state[parameter].get(name)
-                if moment is not None:
-                    self._write(moment, _held_in(dtype, moment))
-
-    @torch.no_grad()
-    def _write(self, x: Tensor, value: Tensor) -> None:
-        if value is not x:
-            self._writes = True
-            x.copy_(value)
-            self._writes = False
+        with self._alone():
+            for parameter in stepped_by(optimizer):
+                if steps.weights is self._storing.rounding.storage:
+                    parameter.copy_(self._storing.store(parameter))
+                elif steps.weights is not None:
+                    parameter.copy_(_held_in(steps.weights, parameter))
+                for name, dtype in steps.moments:
+                    moment = optimizer.state[parameter].get(name)
+                    if moment is not None:
+                        moment.copy_(_held_in(dtype, moment))
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:

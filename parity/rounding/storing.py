@@ -64,21 +64,23 @@ class Storing:
             x: FP32, a matrix.
             to_format: the operand's format, with ``dim`` and ``amax`` as it takes them.
         """
-        smaller = torch.exp2(-0.5 - 0.5 * self._uniform(x))
-        error = to_format(x * smaller, dim, largest(x) if amax is None else amax) - x * smaller
-        return x + math.sqrt(2.0) * error / smaller
+        smaller = self._uniform(x).add_(1.0).mul_(-0.5).exp2_()
+        scaled = x * smaller
+        error = to_format(scaled, dim, largest(x) if amax is None else amax) - scaled
+        return error.mul_(math.sqrt(2.0)).div_(smaller).add_(x)
 
     def _jittered(self, x: Tensor, step: float) -> Tensor:
-        return x * (1.0 + step * self._uniform(x))
+        return x * self._uniform(x).mul_(step).add_(1.0)
 
     def _dithered(self, x: Tensor) -> Tensor:
         if self.rounding.storage is torch.float32:
             return self._jittered(x, self._roundoff)
-        step = spacing(x, self.rounding.storage)
-        return (x / step + 0.5 + _HALF * self._uniform(x)).floor() * step
+        wide = x if x.dtype is torch.float64 else x.float()
+        step = spacing(wide, self.rounding.storage)
+        return (wide / step).add_(0.5).add_(self._uniform(x).mul_(_HALF)).floor_().mul_(step).to(x.dtype)
 
     def _uniform(self, x: Tensor) -> Tensor:
         """Between -1 and 1."""
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
-        return 2.0 * torch.rand(x.shape, generator=self._noise, device=x.device) - 1.0
+        return torch.rand(x.shape, generator=self._noise, device=x.device).mul_(2.0).sub_(1.0)

@@ -7,7 +7,6 @@ context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantizati
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ _TOO_LARGE = math.log2(464 / 448)
 @contextmanager
 def fresh() -> Iterator[None]:
     """Within the context TE knows of no module that ran before; afterwards its state is what it was."""
-    manager = _manager()
+    manager = state_manager()
     if manager is None:
         yield
         return
@@ -57,21 +56,21 @@ def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
         run: one pass forward, or forward and backward.
         warmup_passes: at the least; where there are none, no scale comes from a pass before.
     """
-    for passes in itertools.count(1):
+    ran = run()
+    # A pass settles one tensor at the least, unless what it computes is another thing each time: by other numbers, or
+    # with modules that each pass makes anew, whose scales TE keeps as well.
+    most = warmup_passes + len(_scales()) if warmup_passes else 0
+    for passes in range(1, most + 1):
         before = _scales()
         ran = run()
-        if passes <= warmup_passes:
-            continue
-        after = _scales()
-        # A pass settles one tensor at the least, unless what it computes is another thing each time.
-        if not warmup_passes or _fit(before, after) or passes > warmup_passes + len(after):
+        if passes >= warmup_passes and _fit(before, _scales()):
             break
     return ran
 
 
 def _scales() -> list[Tensor]:
     """Of each group of tensors that TE keeps a history of, copied."""
-    manager = _manager()
+    manager = state_manager()
     if manager is None:
         return []
     buffers = getattr(manager, "quantization_state", manager).global_scale_buffer  # older ones hold it themselves
@@ -86,6 +85,7 @@ def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
     return all(bool(((move >= -_TOO_SMALL) & (move <= _TOO_LARGE)).all()) for move in moves)
 
 
-def _manager() -> Any:
+def state_manager() -> Any:
+    """TE's class that holds the state; None where TE is not imported."""
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     return None if quantization is None else quantization.FP8GlobalStateManager

@@ -1,4 +1,4 @@
-"""Where an exception was raised, for the person whose code it was: the innermost line of theirs, and the way there."""
+"""Where in a user's code something runs, or has raised: the innermost line of theirs, and the way there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,26 @@ def users_frame(error: BaseException) -> FrameSummary | None:
     Where none was, as where a package's module is compared, the innermost line of that package; where PyTorch alone
     was running, as in a backward pass, None.
     """
-    frames = [frame for frame in _frames(error) if not _is_library(frame)]
-    own = [frame for frame in frames if not _INSTALLED & set(Path(frame.filename).parts)]
-    return next(reversed(own or frames), None)
+    return _innermost(_frames(error))
 
 
 def users_line(error: BaseException) -> str:
     """That line as ``models.py:12 in forward``; empty where there is none."""
-    frame = users_frame(error)
+    return _line(users_frame(error))
+
+
+def line_running() -> str:
+    """As ``users_line``, of what runs now."""
+    return _line(_innermost(list(traceback.extract_stack())))
+
+
+def _innermost(frames: list[FrameSummary]) -> FrameSummary | None:
+    of_packages = [frame for frame in frames if not _is_library(frame)]
+    own = [frame for frame in of_packages if not _INSTALLED & set(Path(frame.filename).parts)]
+    return next(reversed(own or of_packages), None)
+
+
+def _line(frame: FrameSummary | None) -> str:
     return "" if frame is None else f"{_shown(frame)}:{frame.lineno} in {frame.name}"
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from parity import te
+from parity.machine.processes import processes
 from parity.precision import PRECISIONS, why_unavailable
 from parity.studies import record
 from parity.zoo.bug import Bug
@@ -88,9 +88,7 @@ def _judged(trials: Sequence[Trial], workers: int) -> Iterator[tuple[Trial, Verd
         with _one_thread():
             yield from ((trial, _judge_here(trial)) for trial in trials)
         return
-    # TE's modules hold locks and caches that a fork would copy half-used.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with processes(workers) as pool:
         futures = {pool.submit(_judge_here, trial): trial for trial in trials}
         for future in as_completed(futures):
             yield futures[future], future.result()

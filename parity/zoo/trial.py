@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from parity.calibration.table import Table, packaged
 from parity.case import Case
 from parity.comparison import compare_at
 from parity.cpu.products import tf32
 from parity.declaring.validate import CheckedSize, check_case
+from parity.limits.table import Table, packaged
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, cast, forget, prepare
 from parity.te import Kernels

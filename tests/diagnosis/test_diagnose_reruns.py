@@ -199,3 +199,55 @@ def test_a_dropout_is_told_by_gradients_where_a_loss_is_right_by_chance(precisio
     result = result_of(lambda: Behind(nn.Linear), lambda te: Behind(te.Linear, 0.01), precision, names)
     assert [finding.code for finding in result.findings] == ["PAR252"]
     assert "dropout.p=0.01" in result.findings[0].message
+
+
+class WithItsOwnRecipe(nn.Module):
+    """A layer that turns a recipe on by itself."""
+
+    def __init__(self, te: Any, recipe: str) -> None:
+        super().__init__()
+        self.linear, self.te, self.recipe = te.Linear(HIDDEN, HIDDEN), te, recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformer_engine.common import recipe
+
+        with self.te.autocast(enabled=True, recipe=getattr(recipe, self.recipe)()):
+            return self.linear(x)
+
+
+def with_its_own_recipe(precision: str, recipe: str) -> parity.Result:
+    return result_of(
+        lambda: Noisy(nn.Linear),
+        lambda te: WithItsOwnRecipe(te, recipe),
+        precision,
+        {"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe"),
+    [("fp32", "Float8CurrentScaling"), ("bf16", "Float8BlockScaling"), ("fp16", "DelayedScaling")],
+)
+def test_a_recipe_that_a_port_turns_on_by_itself_is_told_with_its_line(precision, recipe):
+    result = with_its_own_recipe(precision, recipe)
+    assert (result.status, result.findings[0].title) == ("failed", "own-recipe")
+    assert f"{recipe} at test_diagnose_reruns.py:" in result.findings[0].message
+
+
+def test_a_recipe_of_its_own_that_is_the_precisions_changes_nothing():
+    assert with_its_own_recipe("fp8_current", "Float8CurrentScaling").passed
+
+
+def test_a_mistake_beside_a_recipe_of_its_own_is_not_taken_for_it():
+    class Shifted(WithItsOwnRecipe):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1.0
+
+    result = result_of(
+        lambda: Noisy(nn.Linear),
+        lambda te: Shifted(te, "Float8CurrentScaling"),
+        "bf16",
+        {"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
+    )
+    assert result.status == "failed"
+    assert "own-recipe" not in {finding.title for finding in result.findings}

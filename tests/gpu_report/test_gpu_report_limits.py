@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fakes
 
-from parity.calibration import table
 from parity.gpu_report import limits
+from parity.limits import table
 from parity.report import record
 from parity.result import Check, Result
 from parity.user_error import UserError

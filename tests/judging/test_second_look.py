@@ -10,7 +10,7 @@ from torch import nn
 import parity
 from parity.declaring.validate import check_case
 from parity.formats import e4m3
-from parity.judging.second_look import LOOKS, second_look
+from parity.judging.second_look import LOOKS, TELLING_LOOKS, second_look
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare
@@ -18,6 +18,7 @@ from parity.result import Check
 from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.model import rounded
 from parity.rounding.parts import Rounding
+from parity.rounding.steps import Steps
 
 
 class NearKink(nn.Module):
@@ -89,6 +90,23 @@ def test_dither_leaves_numbers_that_the_dtype_has(dtype):
     identity = torch.eye(x.numel())
     with rounded(Rounding(dtype), [identity], dataclasses.replace(FUSED, jitter=0, dithers=True)):
         assert torch.equal(nn.functional.linear(x, identity), x)
+
+
+def test_a_weight_that_a_dithered_step_writes_is_next_to_what_the_step_computes():
+    start = torch.rand(64, 64) + 1.0  # where BF16's numbers are 2^-7 apart
+
+    def stepped():
+        weight = nn.Parameter(start.clone())
+        weight.grad = torch.ones_like(start)
+        torch.optim.SGD([weight], lr=0.1).step()
+        return weight.detach()
+
+    holds_weights = dataclasses.replace(UNFUSED, jitter=0, dithers=True, steps=Steps(weights=torch.bfloat16))
+    with rounded(Rounding(torch.bfloat16), [], holds_weights):
+        written = stepped()
+    distance = (written - (start - torch.tensor(0.1))).abs()
+    assert torch.equal(written, written.bfloat16().float())
+    assert distance.max() < 2.0**-7
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8_current", "fp8_block"])
@@ -227,6 +245,7 @@ def test_no_jitter_is_tried_where_it_could_not_help():
     of_kinks = 2
     of_all_draws = 1
     assert len(looks_at(1e3)) == of_kinks
+    assert len(looks_at(5.0)) == of_kinks + TELLING_LOOKS
     assert len(looks_at(3.0)) == of_kinks + LOOKS + of_all_draws
 
 

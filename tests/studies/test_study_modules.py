@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from parity import te
-from parity.calibration.table import packaged
 from parity.comparison import compare_at
 from parity.cpu import cuda
+from parity.limits.table import packaged
 from parity.precision import PRECISIONS, why_unavailable
 from parity.studies.gpu import gpu_with, why_nowhere
 from parity.studies.te_modules import MODULES, Shape, placed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
-from parity.calibration.table import packaged
 from parity.case import Case, Pair
 from parity.comparison import compare_at
 from parity.declaring.validate import check_case
+from parity.limits.table import packaged
 from parity.precision import PRECISIONS
 from parity.te_state import quantization
 
@@ -180,3 +181,38 @@ def test_a_pass_counts_whose_largest_number_its_scale_holds(last: float, passes:
 
         quantization.settled(once, DELAYED.warmup_passes)
     assert len(magnitudes) == passes
+
+
+class CopiedEachPass(nn.Module):
+    """Computes with a copy of its layer that each pass makes anew, as where a pass makes steps of an optimizer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 0.0 * copy.deepcopy(self.layer)(x)
+
+
+def test_a_candidate_whose_modules_are_new_in_each_pass_warms_up_as_long_as_another() -> None:
+    passes = []
+
+    class Counted(CopiedEachPass):
+        def forward(self, x: Tensor) -> Tensor:
+            passes.append(x)
+            return super().forward(x)
+
+    case = Case(
+        "copied",
+        lambda te, width: Pair(
+            CopiedEachPass(nn.Linear(width, width)),
+            Counted(te.Linear(width, width)),
+            inputs=lambda rng, width: rng.normal(32, width),
+            weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
+        ),
+        sizes=(dict(width=32),),
+        path=Path("pairs.py"),
+    )
+    (checked,) = check_case(case, KERNELS.te)
+    assert compare_at(case, checked, DELAYED, 0, KERNELS, packaged()).status == "passed"
+    assert len(passes) < 50

@@ -1,1 +1,1 @@
-"""How a reference puts its blocks together, and ports that put them together otherwise."""
+"""How a reference puts its blocks together, with their norms, and ports that put them together otherwise."""

@@ -1,1 +1,1 @@
-"""Norms in a reference, and what ports get wrong about them: which, where, eps and roundings."""
+"""Norms in a reference, and what ports get wrong about one: its kind, its groups, its eps and roundings."""

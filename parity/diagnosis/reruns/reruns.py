@@ -12,6 +12,7 @@ from parity.diagnosis.failure import Failure, tolerance_of
 from parity.diagnosis.trial import Tensors
 from parity.errors import measure
 from parity.result import Finding, Kind
+from parity.te_state.own_recipes import own_recipes
 from parity.tolerance import margin
 
 _NEARLY = 3.0  # tolerances
@@ -48,18 +49,28 @@ def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) 
 
 
 def dropout_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if what failed agrees as soon as nothing is dropped; the candidate runs again only where it drops.
-
-    Gradients may be wrong in a way of their own; they count where outputs, as a loss, are right by chance.
-    """
-    by_gradients = all(result.passed for result in failure.outputs)
-    kinds: tuple[Kind, ...] = ("output", "input gradient", "weight gradient") if by_gradients else ("output",)
+    """A finding if what failed agrees as soon as nothing is dropped; the candidate runs again only where it drops."""
     ran = run_changed(failure, _switched_off)
-    if ran is not None and agree(failure, ran[0], kinds):
+    if ran is not None and agree(failure, ran[0], _telling(failure)):
         yield finding(
             "dropout",
             f"the candidate agrees without dropout; switch off {', '.join(sorted(set(ran[1])))} "
-            "(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=0.0), or call .eval() on both modules",
+            "(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=0.0); modules are compared as they train",
+        )
+
+
+def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if what failed agrees as soon as the candidate turns no recipe on by itself."""
+    if failure.rerun is None or not failure.own_recipes:
+        return
+    with own_recipes(failure.precision.recipe is not None, left_out=True):
+        again = failure.rerun(lambda module: None)
+    if agree(failure, again, _telling(failure)):
+        yield finding(
+            "own-recipe",
+            f"the candidate agrees without the te.autocast that it enters by itself: {', '.join(failure.own_recipes)}. "
+            "Enter it around the module, in the code that trains, as parity does for a precision with a recipe; or "
+            "compare at this recipe's precision alone: precisions=[...] in @parity.pair",
         )
 
 
@@ -85,6 +96,12 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
             f"the candidate agrees without is_first_microbatch ({where}); with False TE computes with the quantized "
             "weights of an earlier microbatch, so pass True for the first one after each optimizer step",
         )
+
+
+def _telling(failure: Failure) -> tuple[Kind, ...]:
+    """Gradients may be wrong in a way of their own; they count where outputs, as a loss, are right by chance."""
+    by_gradients = all(result.passed for result in failure.outputs)
+    return ("output", "input gradient", "weight gradient") if by_gradients else ("output",)
 
 
 def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:

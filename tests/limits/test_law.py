@@ -1,7 +1,6 @@
-"""From what faithful ports show to limits, and the table that keeps them."""
+"""From what faithful ports show to limits."""
 
 import dataclasses
-import json
 import math
 import statistics
 
@@ -10,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.calibration import table
-from parity.calibration.law import FALSE_ALARMS_A_RUN, FEWEST_TENSORS, SIGNED, STATISTICS_A_RUN, Law, fit
-from parity.calibration.measure import Sample, laws
-from parity.calibration.table import Table
-from parity.precision import PRECISIONS
+from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.limits.law import FEWEST_TENSORS, SIGNED, Law, fit
 from parity.user_error import UserError
 
 LAW = Law(center=0.1, spread=0.2, tensors=40, samples=160, largest=1.8)
@@ -78,61 +74,8 @@ def test_deviations_put_the_limit_where_its_quantile_is(statistic):
     assert normal.deviations(limit, statistic) == pytest.approx(2.0, rel=1e-3)
 
 
-def test_laws_are_kept_apart_by_precision_kind_and_statistic():
-    def sample(precision, statistic, i):
-        return Sample("case", precision, "output", f"tensor {i}", "te", 0, statistic, 1.0)
-
-    found = laws(sample(p, s, i) for p in ("bf16", "fp32") for s in ("norm", "gain") for i in range(FEWEST_TENSORS))
-    assert set(found) == {(p, "output", s) for p in ("bf16", "fp32") for s in ("norm", "gain")}
-
-
-def test_a_table_comes_back_from_its_file_as_it_was(tmp_path):
-    stored = Table({("bf16", "output", "norm"): LAW, ("bf16", "output", "gain"): LAW}, {"bf16": {"device": "CPU"}})
-    table.save(stored, tmp_path / "table.json")
-    loaded = table.load(tmp_path / "table.json")
-    assert (loaded.laws, loaded.provenance) == (stored.laws, stored.provenance)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99, "laws": []}', '{"format": 1, "laws": [1]}'])
-def test_a_file_that_is_no_table_is_named(tmp_path, text):
-    file = tmp_path / "table.json"
-    file.write_text(text)
-    with pytest.raises(UserError, match=r"table\.json.*parity calibrate"):
-        table.load(file)
-
-
-def test_a_missing_table_and_a_missing_law_say_how_to_make_them(tmp_path):
-    with pytest.raises(UserError, match="parity calibrate --output"):
-        table.load(tmp_path / "none.json")
-    with pytest.raises(UserError, match="parity calibrate --precision nvfp4"):
-        Table({}, {}).limit("nvfp4", "output", "norm")
-
-
-def test_the_packaged_table_has_a_law_for_every_statistic_at_every_precision():
-    packaged = table.packaged()
-    for precision in PRECISIONS:
-        there = {(kind, name) for p, kind, name in packaged.laws if p == precision}
-        for kind in ("output", "probed output", "input gradient", "weight gradient"):
-            assert {name for k, name in there if k == kind} >= {"norm", "largest", "gain", "slice", "shift"}
-        assert ("output", "mistake") in there
-        assert packaged.provenance[precision]["kernels"].startswith(("emulated", "real"))
-
-
-def test_packaged_limits_are_above_what_faithful_ports_showed_and_not_absurd():
-    for (precision, kind, statistic), law in table.packaged().laws.items():
-        limit = table.packaged().limit(precision, kind, statistic)
-        assert law.largest < limit < 100, (precision, kind, statistic)
-
-
 def test_a_run_of_the_default_suite_is_rarely_a_false_alarm_by_construction():
     probability = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN
     normal = dataclasses.replace(LAW, tensors=10**6, center=0.0, spread=1.0)
     assert SIGNED
     assert math.erfc(math.log(normal.limit("norm")) / math.sqrt(2)) / 2 == pytest.approx(probability, rel=1e-2)
-
-
-def test_a_tables_json_has_a_law_a_line(tmp_path):
-    table.save(Table({("bf16", "output", "norm"): LAW}, {}), tmp_path / "table.json")
-    text = (tmp_path / "table.json").read_text()
-    assert json.loads(text)["laws"][0]["statistic"] == "norm"
-    assert sum('"statistic"' in line for line in text.splitlines()) == 1

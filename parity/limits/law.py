@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from parity.calibration.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.user_error import UserError
 
 SIGNED = ("gain", "mistake")

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from parity.calibration.law import Law
+from parity.limits.law import Law
 from parity.user_error import UserError
 
 PACKAGED = Path(__file__).with_name("packaged.json")
@@ -77,9 +77,7 @@ def load(file: Path) -> Table:
         laws = {(law.pop("precision"), law.pop("kind"), law.pop("statistic")): Law(**law) for law in record["laws"]}
         return Table(laws, record["provenance"])
     except FileNotFoundError:
-        raise UserError(
-            f"there is no calibration table {file}; make one with: parity calibrate --output {file}"
-        ) from None
+        raise UserError(f"there is no calibration table {file}; make one with: parity calibrate --out {file}") from None
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no calibration table ({error!r}); make one with: parity calibrate") from None
 

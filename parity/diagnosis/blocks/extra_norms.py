@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from parity.diagnosis.blocks.norms_in_attention import KINDS, Compute, attention_norm_hypotheses
 from parity.diagnosis.blocks.residuals import Residual, residuals
 from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.norms.norms import norms
-from parity.diagnosis.norms.norms_in_attention import KINDS, Compute, attention_norm_hypotheses
 from parity.diagnosis.walk import CASTS, back
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
