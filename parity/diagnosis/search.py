@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import takewhile
 
 import torch
@@ -42,6 +43,8 @@ CHECKS_FOR_FILTERS = 2.0
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _SPENT_BY_STAGES = (0.5, 0.75, 0.95)  # of the budget, at the end of each; what is left out then comes after all of them
+# Of a stage's share, at the end of single places and of several: what is tried last is not left out of every stage.
+_SPENT_IN_A_STAGE = (0.6, 0.9)
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _PARTIAL = 3  # partial explanations on which a second hypothesis is tried
@@ -50,6 +53,21 @@ _BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or
 _OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
 _PATH = re.compile(r"\w+(?:\.\w+)+")  # of a module or a parameter
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What a search goes by.
+
+    Attributes:
+        failure: to explain.
+        screen: of hypotheses, before any is computed in full.
+        verified: computes a combination in full, each but once.
+    """
+
+    failure: Failure
+    screen: Screen | GradientScreen
+    verified: Callable[[tuple[Hypothesis, ...]], Explanation | None]
 
 
 @dataclass
@@ -86,10 +104,11 @@ def explanations(
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
+    search = _Search(failure, screen, cache(partial(verified, failure)))
     ranked: list[Ranked] = []
     with_constants: list[Ranked] = []
-    found = _by_stages(failure, screen, known, budget, ordered, ranked, with_constants)
-    found = found or _in_pairs(failure, screen, known, budget, ranked)
+    found = _by_stages(search, known, budget, ordered, ranked, with_constants)
+    found = found or _in_pairs(search, known, budget, ranked)
     if screened is not None and not found:
         fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
         helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
@@ -101,8 +120,7 @@ def explanations(
 
 
 def _by_stages(
-    failure: Failure,
-    screen: Screen | GradientScreen,
+    search: _Search,
     known: Sequence[Hypothesis],
     budget: Budget,
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
@@ -112,20 +130,21 @@ def _by_stages(
     """One mistake, of each scope in turn; ``ranked`` gets all that change anything, ``with_constants`` the tuned."""
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
-        _in_order(_nearest_first(failure, [one for one in known if one.scope in scopes]), scopes, ordered)
+        _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), scopes, ordered)
         for scopes in _STAGES
     ]
+    tried: set[Hypothesis] = set()
     # A model of many layers has so many weights to mistake that a budget may not last for more.
     for last in (False, True):
-        for stage, some, part in zip(stages, of_stages, _SPENT_BY_STAGES, strict=True):
-            spend = budget.share(1.0 if last else part)
+        for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
+            at_one, at_several, spend = _shares(budget, number, last)
             before = len(some)
-            found = _screened(failure, screen, ((one,) for one in stage), some, spend)
+            found = _screened(search, ((one,) for one in _untried(stage, tried)), some, at_one)
             if last and len(some) == before:  # all was tried
                 continue
-            found = found or _screened(failure, screen, _at_several(some), some, spend)
-            fitted = [] if found else tuned(screen, some, spend)
-            found = found or _verified(failure, fitted, spend)
+            found = found or _screened(search, _at_several(known, some, tried), some, at_several)
+            fitted = [] if found else tuned(search.screen, some, spend)
+            found = found or _verified(search, fitted, spend)
             if found:
                 return found
             with_constants += fitted
@@ -133,9 +152,16 @@ def _by_stages(
     return []
 
 
+def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget, Budget]:
+    """Of a stage's budget: for mistakes at single places, at several, and for their constants."""
+    ends = (0.0, *_SPENT_BY_STAGES, 1.0)
+    begin, end = ends[-2:] if last else ends[stage : stage + 2]
+    at_one, at_several = (budget.share(begin + part * (end - begin)) for part in _SPENT_IN_A_STAGE)
+    return at_one, at_several, budget.share(end)
+
+
 def _in_pairs(
-    failure: Failure,
-    screen: Screen | GradientScreen,
+    search: _Search,
     known: Sequence[Hypothesis],
     budget: Budget,
     ranked: Sequence[Ranked],
@@ -145,7 +171,7 @@ def _in_pairs(
     for share, (first,) in ranked[:_PARTIAL]:
         if share < HELPS and not budget.spent():
             together = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
-            found = _screened(failure, screen, together, pairs, budget)
+            found = _screened(search, together, pairs, budget)
             if found:
                 return found
     return []
@@ -207,8 +233,7 @@ def _shared(path: str, name: str) -> int:
 
 
 def _screened(
-    failure: Failure,
-    screen: Screen | GradientScreen,
+    search: _Search,
     combinations: Iterable[tuple[Hypothesis, ...]],
     ranked: list[Ranked],
     budget: Budget,
@@ -217,25 +242,48 @@ def _screened(
 
     ``ranked`` gets every combination that changes anything, the best first.
     """
-    for entry in screen.shares(combinations, budget):
+    for entry in search.screen.shares(combinations, budget):
         ranked.append(entry)
-        if screen.is_exact(entry):
-            for nearest in (*sharper(screen, entry, budget), entry):
-                explanation = verified(failure, nearest[1])
+        if search.screen.is_exact(entry):
+            for nearest in (*sharper(search.screen, entry, budget), entry):
+                explanation = search.verified(nearest[1])
                 if explanation is not None and explanation.complete:
                     return [explanation]
     ranked.sort(key=lambda entry: entry[0])
-    return _verified(failure, ranked, budget)
+    return _verified(search, ranked, budget)
 
 
-def _at_several(ranked: Sequence[Ranked]) -> list[tuple[Hypothesis, ...]]:
-    """Mistakes at several places, of which each helps alone: the best two, three, and so on of each family."""
-    families: dict[tuple[str, tuple[str, str]], list[Hypothesis]] = {}
-    for share, (one, *others) in ranked:
-        if share < HELPS_LITTLE and one.place and not others:
-            families.setdefault((one.title, one.family), []).append(one)
-    likeliest = list(families.values())[:_FAMILIES]  # by the place that helps most
-    return [(at_places(same[:count]),) for same in likeliest for count in range(2, len(same) + 1)]
+def _at_several(
+    known: Sequence[Hypothesis], ranked: Sequence[Ranked], tried: set[Hypothesis]
+) -> Iterator[tuple[Hypothesis, ...]]:
+    """Of the families of which a mistake at one place helps most: it at each other place, then at the best two, three…
+
+    Args:
+        known: hypotheses, of all families.
+        ranked: what is screened, with what of this is when it is asked for more.
+        tried: hypotheses that are screened; gets those that are yielded.
+    """
+    likeliest = {
+        (one.title, one.family): None for share, (one, *more) in ranked if _helps_somewhere(share, one) and not more
+    }
+    for family in list(likeliest)[:_FAMILIES]:
+        elsewhere = [one for one in known if one.place and (one.title, one.family) == family]
+        yield from ((one,) for one in _untried(elsewhere, tried))
+        shares = [(share, one) for share, (one, *_) in ranked if _helps_somewhere(share, one) and one in elsewhere]
+        same = [one for _, one in sorted(shares, key=lambda entry: entry[0])]
+        yield from ((at_places(same[:count]),) for count in range(2, len(same) + 1))
+
+
+def _helps_somewhere(share: float, one: Hypothesis) -> bool:
+    return share < HELPS_LITTLE and bool(one.place)
+
+
+def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hypothesis]:
+    """Those that are not among the tried ones, which they are then."""
+    for one in some:
+        if one not in tried:
+            tried.add(one)
+            yield one
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
@@ -244,17 +292,17 @@ def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
     return first is not second and not changed
 
 
-def _verified(failure: Failure, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
+def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
     """The explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
-    by_gradients = outputs_tell_little(failure)
+    failure, by_gradients = search.failure, outputs_tell_little(search.failure)
     enough = HELPS if is_loud(failure) or by_gradients else HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
     most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
     for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
         if budget.spent() and (found or tried >= _VERIFIED):
             break
-        explanation = verified(failure, combination)
+        explanation = search.verified(combination)
         if explanation is not None:
             found.append(explanation)
     return sorted(found, key=lambda one: (not one.complete, one.misfit))
