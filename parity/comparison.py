@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from parity import te
 from parity.arguments import check_kinds, checked_precisions, checked_seeds
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
-from parity.diagnosis import Failure
+from parity.diagnosis import Failure, Rerun
 from parity.execute import CALL, Pass
 from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.judging.determinism import repeat
@@ -149,7 +149,7 @@ class _Ran:
         candidate: its tensors, in the reference's layout.
         unreached: TE's parameters that no gradient reached.
         draws: whether it drew random numbers.
-        rerun: the candidate once more, after a change of its module.
+        rerun: the candidate once more.
         attention: the attention backends that TE ran.
         determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
         seconds: of processor time that a comparison takes that finds nothing cached.
@@ -164,7 +164,7 @@ class _Ran:
     candidate: Tensors
     unreached: tuple[str, ...]
     draws: bool
-    rerun: Callable[[Callable[[nn.Module], None]], Tensors]
+    rerun: Rerun
     attention: str
     determinism: Determinism | None
     seconds: float
@@ -223,9 +223,10 @@ def _run(asked: _Asked) -> _Ran:
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
-    def rerun(change: Callable[[nn.Module], None]) -> Tensors:
+    def rerun(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
+        given = prepared if cotangents is None else dataclasses.replace(prepared, cotangents=dict(cotangents))
         with attention_backends(asked.attention):
-            return run_candidate(case, checked, prepared, precision, seed, kernels, change)[0]
+            return run_candidate(case, checked, given, precision, seed, kernels, change)[0]
 
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
@@ -334,16 +335,20 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
 def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, ...], seconds: float) -> Result:
     """A failure with its findings; ``seconds`` is what the comparison took, which bounds the search for them."""
     prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
+
+    def judge_by(
+        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None
+    ) -> tuple[TensorResult, ...]:
+        truths = {key: Truth(tensor) for key, tensor in golden.items()}
+        return judge(truths, models, candidate or ran.candidate, precision, asked.calibration, ())
+
     failure = Failure(
         tensors,
         ran.candidate,
         prepared,
         precision,
         seconds,
-        judge=lambda truth, modelled: judge(
-            {key: Truth(tensor) for key, tensor in truth.items()},
-            *(modelled, ran.candidate, precision, asked.calibration, ()),
-        ),
+        judge=judge_by,
         rerun=ran.rerun,
         draws=ran.draws,
         freedoms=verdicts.port.freedoms,

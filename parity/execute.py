@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_map_with_path
 
 from parity.te_state import main_grad
 
@@ -49,6 +49,19 @@ def as_arguments(inputs: Any) -> Arguments:
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors among a pair's inputs, as ``run`` names them.
+
+    Args:
+        inputs: as a pair's ``inputs`` returns them.
+        names: of the positional inputs, see ``positional_names``.
+    """
+    args, kwargs = as_arguments(inputs)
+    given = {**dict(zip(names, args, strict=True)), **kwargs}
+    leaves = [(name, tree_flatten_with_path(value)[0]) for name, value in given.items()]
+    return {name + keystr(path): x for name, some in leaves for path, x in some if isinstance(x, Tensor)}
 
 
 def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from parity.diagnosis.catalogue import calls_of, subtle_hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import UNEXPLAINED
-from parity.diagnosis.failure import Failure
+from parity.diagnosis.failure import Failure, Rerun
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import Budget
@@ -15,6 +15,7 @@ __all__ = [
     "Budget",
     "Failure",
     "Hypothesis",
+    "Rerun",
     "Screened",
     "calls_of",
     "findings",

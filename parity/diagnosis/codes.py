@@ -84,6 +84,7 @@ CODES = {
     "optimizer": "PAR264",
     "cache-step": "PAR265",
     "outputs-exchanged": "PAR271",
+    "hidden-rows": "PAR272",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",
     "fp8-format": "PAR303",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from parity.passes import Tensors, tensors_of
 from parity.precision import Precision
@@ -19,6 +20,22 @@ _FEW = 32  # elements
 _SHORTEST_CHECK = 1.0
 
 
+class Judge(Protocol):
+    """Judges tensors, the failed candidate's where no other ones are given, against a golden and rounding models."""
+
+    def __call__(
+        self, golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, /
+    ) -> Sequence[TensorResult]: ...
+
+
+class Rerun(Protocol):
+    """Runs the candidate again, after a change to its newly built module, with other output gradients if any."""
+
+    def __call__(
+        self, change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, /
+    ) -> Tensors: ...
+
+
 @dataclass(frozen=True)
 class Failure:
     """A comparison that failed.
@@ -29,8 +46,8 @@ class Failure:
         prepared: what was compared.
         precision: at which.
         seconds: of processor time that the comparison took.
-        judge: judges the candidate against another golden, whose rounding models are given with it.
-        rerun: runs the candidate again, after a change to its newly built module; None where that cannot be done.
+        judge: judges the candidate, or another, against another golden, whose rounding models are given with it.
+        rerun: runs the candidate again; None where that cannot be done.
         draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
         on_probe: the same failure as the probing inputs show it; None where they show none.
         on_drawn: of a failure on probing inputs, the one on inputs as they were drawn, which its cause must explain
@@ -45,8 +62,8 @@ class Failure:
     prepared: Prepared
     precision: Precision
     seconds: float
-    judge: Callable[[Tensors, Sequence[Tensors]], Sequence[TensorResult]]
-    rerun: Callable[[Callable[[nn.Module], None]], Tensors] | None = None
+    judge: Judge
+    rerun: Rerun | None = None
     draws: bool = False
     on_probe: Failure | None = None
     on_drawn: Failure | None = None

@@ -22,6 +22,7 @@ from parity.diagnosis.localise import where_the_error_is
 from parity.diagnosis.loss_search import loss_explanations
 from parity.diagnosis.precision_mistakes import precision_findings, scale_hypotheses
 from parity.diagnosis.reruns.buffers import buffer_findings
+from parity.diagnosis.reruns.hidden_rows import hidden_row_findings, hidden_row_hints
 from parity.diagnosis.reruns.randomness import random_findings
 from parity.diagnosis.reruns.reruns import dropout_findings, microbatch_findings, own_recipe_findings
 from parity.diagnosis.restarts import restart_explanations
@@ -81,7 +82,8 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
         return tuple(found)
     unread = unread_inputs(failed, failure.candidate)
     most = _most_of_it(failure, screened.best)
-    return (*unread, *most, *where_the_error_is(failure), *first_divergence(failure, trace))
+    hidden = hidden_row_hints(failure) if finite else ()
+    return (*unread, *most, *hidden, *where_the_error_is(failure), *first_divergence(failure, trace))
 
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
@@ -119,6 +121,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
         lambda: own_recipe_findings(failure),
+        lambda: hidden_row_findings(failure),
     ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
         return _by_chance(failure) or list(_told(_of_one_number(failure, trace, search), failure))

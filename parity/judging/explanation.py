@@ -65,13 +65,18 @@ def _on_probe(failure: Failure) -> Failure:
     """The same failure as the probing inputs show it: their outputs in the place of the others."""
     prepared, rerun = failure.prepared, failure.rerun
     probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
+
+    def judge(golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None) -> list[TensorResult]:
+        given = None if candidate is None else _as_probed(candidate)
+        return _as_outputs(failure.judge(_as_probed(golden), [_as_probed(model) for model in models], given))
+
     return dataclasses.replace(
         failure,
         results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
         candidate=_of_probe(failure.candidate),
         prepared=probed,
-        judge=lambda truth, models: _as_outputs(failure.judge(_as_probed(truth), [_as_probed(m) for m in models])),
-        rerun=None if rerun is None else lambda change: _of_probe(rerun(change)),
+        judge=judge,
+        rerun=None if rerun is None else lambda change, cotangents=None: _of_probe(rerun(change, cotangents)),
     )
 
 

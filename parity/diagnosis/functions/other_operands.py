@@ -35,6 +35,7 @@ _MOST_ROUNDS = 12  # of a loop
 _MOST_ELEMENTS = 2**26  # of all values of one shape
 _COST = 0.02  # of a place, in cosines: what is small beside the error explains chance
 _LIKELY = 0.3  # cosine with the error, which one that is tried has at least
+_DIGITS = 4  # of a cosine: what differs by less is as likely, and the kind that is listed first comes first
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +274,8 @@ class _Exchanges:
             return []
         aligned = self._first_order.alignment(torch.stack([one.effect for one in known]))
         places = torch.tensor([len({place.role for place, _ in one.others}) for one in known])
-        order = (aligned - _COST * places).argsort(descending=True, stable=True)[:most].tolist()
+        likely = (aligned - _COST * places).round(decimals=_DIGITS)
+        order = likely.argsort(descending=True, stable=True)[:most].tolist()
         return [known[i] for i in order if aligned[i] > _LIKELY]
 
 
