@@ -64,6 +64,7 @@ CODES = {
     "post-norm": "PAR233",
     "bias-dropped": "PAR241",
     "bias-added-twice": "PAR242",
+    "head-count": "PAR243",
     "sequence-first": "PAR251",
     "dropout": "PAR252",
     "not-reproducible": "PAR253",

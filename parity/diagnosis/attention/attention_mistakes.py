@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.attention.attention import Attention, Rearrange, attentions, distinct_heads, heads_of, traced_bias
+from parity.diagnosis.attention.head_counts import head_count_mistakes
 from parity.diagnosis.attention.masks import band_of, hidden_keys, mask_mistakes
 from parity.diagnosis.attention.segments import segment_mistakes
 from parity.diagnosis.hypothesis import Hypothesis
@@ -45,7 +46,7 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
         _steps(query, key),
         _scales(first, query, value),
         _softmax(first),
-        _heads(query, key, value) if query.dim() == 4 else (),
+        chain(_heads(query, key, value), head_count_mistakes(query, key, value)) if query.dim() == 4 else (),
     )
     yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
 
