@@ -19,7 +19,7 @@ from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
 from parity.diagnosis import Failure, Rerun
 from parity.execute import CALL, Pass
-from parity.judgeable import LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
+from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
 from parity.judging.determinism import repeat
 from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
@@ -31,7 +31,7 @@ from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, part_that_raised, prepare
-from parity.result import Determinism, Result, Status, TensorResult
+from parity.result import PROBED, Determinism, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
@@ -320,6 +320,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     not_compared = prepared.golden.not_compared
     notes = verdicts.remarks
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
+    if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
+        notes += (LOOKS_UP_ELSE,)
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):

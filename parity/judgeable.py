@@ -25,6 +25,7 @@ _TOO_EXACT = 0.35
 _ENOUGH_ELEMENTS = 1024
 _SAME_IN_FP64 = 1e-9  # of a tensor's norm: far below what any precision shows, far above FP64's own rounding
 
+LOOKS_UP_ELSE = "not compared on probing inputs: the candidate looks up other rows of tables than the reference"
 LOSES_ALL = (
     "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
     "scale the values, or leave the precision out"
@@ -177,7 +178,7 @@ def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, flo
 
 
 def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:
-    """Golden without the outputs on probing inputs on which a faithful computation overflows.
+    """Golden without the outputs on probing inputs that the candidate has not, or on which a faithful one overflows.
 
     Probing inputs are larger than the user's own, so that a dtype of a small range may overflow on them alone.
 
@@ -189,7 +190,8 @@ def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) ->
     return {
         key: truth
         for key, truth in golden.items()
-        if key[0] != PROBED or _can_be_judged(truth.exact, [model[key] for model in models], candidate[key])
+        if key[0] != PROBED
+        or (key in candidate and _can_be_judged(truth.exact, [model[key] for model in models], candidate[key]))
     }
 
 

@@ -27,6 +27,7 @@ from parity.rounding.model import rounded
 from parity.rounding.operands_read import OperandsRead
 from parity.rounding.parts import Rounding
 from parity.rounding.phase import Phase
+from parity.scaled_lookups import ScaledLookups
 from parity.te import Kernels
 from parity.te_state import caches, quantization
 from parity.te_state.quantized_parameters import check, moved
@@ -126,7 +127,7 @@ def run_model(
         with under_model(prepared, rounding, freedom, choices=probed):
             probe = jittered(cast(prepared.probe, torch.float32), rounding, freedom)
             inputs = tree_map_only(Tensor, _as_activation, probe)
-            tensors |= _probed(outputs_of(prepared.reference, prepared.call, inputs))
+            tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
     return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
@@ -228,11 +229,16 @@ def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
 
 
 def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
+    """Its outputs on the probing inputs; none where it looks up other rows than the reference."""
+
+    scaled = ScaledLookups(prepared.dtype)
+
     def once() -> dict[str, Tensor]:
         with precision.autocast(kernels):
-            return outputs_of(pair.candidate, pair.call_candidate, prepared.probe)
+            return outputs_of(pair.candidate, scaled.around(pair.call_candidate), prepared.probe)
 
-    return quantization.settled(once, precision.warmup_passes)
+    outputs = quantization.settled(once, precision.warmup_passes)
+    return outputs if scaled.seen == prepared.lookups else {}
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +37,7 @@ from parity.judgeable import (
 )
 from parity.machine import free_memory, host
 from parity.probes import probe
+from parity.scaled_lookups import Lookups, ScaledLookups
 from parity.te import Kernels
 from parity.te_state.quantized_parameters import moved
 from parity.user_error import UserError
@@ -85,6 +86,7 @@ class Prepared:
     """A case at one size and seed, rounded to one dtype, with its golden pass.
 
     Attributes:
+        dtype: in which the candidate computes.
         reference: the plain module, holding the rounded weights in FP64 or FP32 (exact in both).
         call: how to call the reference, or None.
         inputs: as the pair returns them, rounded, in the dtype and on the device.
@@ -93,8 +95,10 @@ class Prepared:
         candidate_weights: the candidate's parameters by name, in the dtype.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
-        probe: the probing inputs, like ``inputs``; None where the case has no probe.
+        probe: the probing inputs, like ``inputs``, for ``probe_call``; None where the case has no probe, or they would
+            be the inputs.
         probed: golden outputs for ``probe``, FP64.
+        lookups: of tables, on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
         held: bytes that they take, by what they are.
@@ -104,6 +108,7 @@ class Prepared:
         built: the pair, whose candidate has not run; whoever runs it takes it out.
     """
 
+    dtype: torch.dtype
     reference: nn.Module
     call: Callable[..., Any] | None
     inputs: Any
@@ -114,12 +119,18 @@ class Prepared:
     golden: Pass
     probe: Any
     probed: dict[str, Tensor]
+    lookups: Lookups
     outside_te: frozenset[str]
     spent: dict[str, float] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     calls: list[Calls] = field(default_factory=list)
     kept: dict[Hashable, Any] = field(default_factory=dict)
     built: list[Pair] = field(default_factory=list)
+
+    @property
+    def probe_call(self) -> Callable[..., Any]:
+        """How to call the reference on the probing inputs."""
+        return ScaledLookups(self.dtype).around(self.call)
 
 
 class _Key(NamedTuple):
@@ -240,12 +251,10 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         written = [name for name, one in pair.reference.named_parameters() if one._version != versions[name]]
         again = partial(outputs_of, pair.reference, pair.call_reference, exact)
         _check(golden, again, faster if drew else None, written, changed_attributes(pair.reference, state))
-    probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype) if case.probe else None
-    with torch.no_grad(), in_fp64():
-        exact = cast(probing, torch.float64, faster)
-        probed = outputs_of(pair.reference, pair.call_reference, exact) if case.probe else {}
+    probing, probed, lookups = _probed(pair, inputs, dtype, seed, faster) if case.probe else (None, {}, Counter())
     pair.reference.to(kernels.device)
     made = Prepared(
+        dtype,
         pair.reference,
         pair.call_reference,
         inputs,
@@ -256,6 +265,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         Pass(**on_device(vars(golden), kernels.device)),
         probing,
         on_device(probed, kernels.device),
+        lookups,
         parameters_outside_te(pair),
         calls=calls,
         built=[pair],
@@ -264,6 +274,23 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     made.held["golden"] = size_in_bytes([list(made.reference.parameters()), *vars(made).values(), vars(made.golden)])
     made.spent["golden"] = time.process_time() - began
     return made
+
+
+def _probed(
+    pair: Pair, inputs: Any, dtype: torch.dtype, seed: int, device: torch.device
+) -> tuple[Any, dict[str, Tensor], Lookups]:
+    """Probing inputs, golden outputs for them, and what is looked up; nothing where they would be the inputs again."""
+    probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype)
+    scaled = ScaledLookups(dtype)
+    with torch.no_grad(), in_fp64():
+        probed = outputs_of(pair.reference, scaled.around(pair.call_reference), cast(probing, torch.float64, device))
+    if not scaled.seen and all(map(_same, tree_leaves(probing), tree_leaves(inputs))):
+        return None, {}, Counter()
+    return probing, probed, scaled.seen
+
+
+def _same(one: Any, other: Any) -> bool:
+    return not isinstance(one, Tensor) or torch.equal(one, other)
 
 
 def _check_complete(reference: nn.Module, known: Container[str]) -> None:

@@ -61,7 +61,7 @@ def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
     golden, perturbed = tensors_of(prepared.golden), tensors_of(ran)
     if prepared.probed:
         with torch.no_grad(), in_fp64():
-            probed = outputs_of(prepared.reference, prepared.call, _perturbed(prepared.probe))
+            probed = outputs_of(prepared.reference, prepared.probe_call, _perturbed(prepared.probe))
         golden |= _as_probed(prepared.probed)
         perturbed |= _as_probed(probed)
     return {key: _largest(perturbed[key] - truth) for key, truth in golden.items()}

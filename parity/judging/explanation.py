@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from parity.diagnosis import UNEXPLAINED, Failure, Screened, findings, is_loud
 from parity.execute import Pass
@@ -38,22 +33,13 @@ def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Directio
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
     known_by_filter = by_filter or local_filter_findings(of_drawn)
-    if known_by_filter or on_probe is None or _are_same(failure.prepared.inputs, failure.prepared.probe):
+    if known_by_filter or on_probe is None:
         return known_by_filter or found
     # What is far too large there shows in part at least what its cause is.
     among = screened.helping if is_loud(of_drawn) else None
     also = dataclasses.replace(of_drawn, on_probe=None)
     probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among))
     return probing if _is_known(probing) else found
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether inputs are the same, as those are that may not take any value, ids of tokens among them."""
-    leaves, others = tree_leaves(one), tree_leaves(other)
-    return len(leaves) == len(others) and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
-        for x, y in zip(leaves, others, strict=True)
-    )
 
 
 def _is_known(found: Sequence[Finding]) -> bool:
@@ -64,7 +50,8 @@ def _is_known(found: Sequence[Finding]) -> bool:
 def _on_probe(failure: Failure) -> Failure:
     """The same failure as the probing inputs show it: their outputs in the place of the others."""
     prepared, rerun = failure.prepared, failure.rerun
-    probed = dataclasses.replace(prepared, inputs=prepared.probe, golden=Pass(prepared.probed, {}, {}, ()))
+    golden = Pass(prepared.probed, {}, {}, ())
+    probed = dataclasses.replace(prepared, inputs=prepared.probe, call=prepared.probe_call, golden=golden)
 
     def judge(golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None) -> list[TensorResult]:
         given = None if candidate is None else _as_probed(candidate)

@@ -49,7 +49,7 @@ def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
     tensors = _labelled(passes.tensors_of(ran))
     if prepared.probed:
         with torch.no_grad():
-            outputs = outputs_of(module, prepared.call, cast(prepared.probe, dtype))
+            outputs = outputs_of(module, prepared.probe_call, cast(prepared.probe, dtype))
         tensors |= {_label(PROBED, name): output for name, output in outputs.items()}
     return tensors
 
