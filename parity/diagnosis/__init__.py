@@ -5,6 +5,7 @@ from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.failure import Failure, Rerun
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.reruns.argument_names import with_argument_names
 from parity.diagnosis.screen import Budget
 from parity.diagnosis.search import CHECKS_FOR_FILTERS, Screened
 from parity.diagnosis.verify import is_loud, verified
@@ -23,4 +24,5 @@ __all__ = [
     "subtle_hypotheses",
     "subtle_hypotheses_anywhere",
     "verified",
+    "with_argument_names",
 ]

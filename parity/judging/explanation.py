@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from parity.diagnosis import UNEXPLAINED, Failure, Screened, findings, is_loud
+from parity.diagnosis import UNEXPLAINED, Failure, Screened, findings, is_loud, with_argument_names
 from parity.execute import Pass
 from parity.judging.conditioning import ill_conditioned
 from parity.judging.directions import Direction
@@ -17,6 +17,10 @@ from parity.result import PROBED, Finding, TensorResult
 
 def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
     """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
+    return with_argument_names(_explained(failure, unreached, known), failure)
+
+
+def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
     shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
     if shaky is not None:
         return (shaky,)
