@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -123,16 +124,18 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
     }
     if value.shape[-1] != head_dim:
         named["1/sqrt(head_dim of the values)"] = 1 / math.sqrt(value.shape[-1])
+    layers = range(2, 5)
+    named |= {
+        f"1/(sqrt(head_dim) * {n}), as query-key layer scaling leaves it": 1 / math.sqrt(head_dim) / n for n in layers
+    }
+    right = attention.scale * attention.earlier_scale
     for described, scale in named.items():
-        yield _scale(scale, described)
-    for layer in range(2, 5):
-        described = f"1/(sqrt(head_dim) * {layer}), as query-key layer scaling leaves it"
-        yield _scale(1 / (math.sqrt(head_dim) * layer), described)
+        yield _scale(right, scale, described)
     for factor in _NEAR:
-        yield _scale(factor * attention.scale * attention.earlier_scale)
+        yield _scale(right, factor * right)
 
 
-def _scale(scale: float, described: str = "") -> Mistake[Attention]:
+def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention]:
     described = described or f"{scale:.4g}"
 
     def edits(attention: Attention) -> tuple[Edit, ...]:
@@ -143,10 +146,10 @@ def _scale(scale: float, described: str = "") -> Mistake[Attention]:
     return Mistake(
         "softmax-scale",
         f"softmax scale {described}",
-        f"give TE softmax_scale as the reference has it; it is {described}",
+        f"give TE softmax_scale={right:.4g}, as the reference has; it is {described}",
         edits,
         value=scale,
-        tuned=_scale,
+        tuned=partial(_scale, right),
     )
 
 

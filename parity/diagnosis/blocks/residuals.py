@@ -118,7 +118,7 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
     yield Mistake(
         "residual-placement",
         "residual added twice",
-        "add the residual once: TransformerLayer adds it itself; it is added twice",
+        "add the residual once; it is added twice, as around TE's TransformerLayer, which adds it itself",
         lambda one: _sum_of(one, one.stream, one.stream, one.branch),
     )
     yield Mistake(

@@ -6,13 +6,13 @@ A LoRA's ``alpha / rank``, a residual branch scaled by depth, embeddings times `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
+from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, LINEAR, RESHAPES, back, binary, users, with_number
 from parity.watching.trace import Call, Edit, Site, Trace, Value, edit
 
@@ -50,7 +50,13 @@ def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
         by_value.setdefault(factor.value, []).append(factor)
     for value, alike in by_value.items():
         mistakes = map(_instead_of(value), dict.fromkeys((1.0, *(near * value for near in _NEAR))))
-        yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module)
+        yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module, where=_where(alike))
+
+
+def _where(alike: Sequence[Factor]) -> str:
+    """The submodules that multiply, if they are few and not the whole."""
+    modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
+    return f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
 
 
 def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:
