@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.pairs import Effects
 from parity.diagnosis.screen import CHANGES, EXACT, FAITHFUL, TINY, Budget, Ranked, while_it_lasts
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.result import Kind
@@ -50,6 +51,7 @@ class GradientScreen:
         }
         self._before = self._errors(self._golden)
         self._outputs_before = self._away(failure.prepared.golden.outputs)
+        self.effects = Effects.of(self._effect(self._candidate))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
         """Combinations with the share of the errors that each leaves; those with other outputs are left out.
@@ -63,6 +65,8 @@ class GradientScreen:
             if tensors is not None:
                 share = _mean(self._errors(tensors)) / max(_mean(self._before), TINY)
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:
+                    if len(combination) == 1:
+                        self.effects.note(combination[0], self._effect(tensors))
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
@@ -86,6 +90,10 @@ class GradientScreen:
     def _size(self, key: tuple[Kind, str]) -> float:
         """Of a tensor's tolerance."""
         return max(_norm(self._golden[key]), TINY) * self._tolerances[key]
+
+    def _effect(self, tensors: Tensors) -> Tensor:
+        """By how much the failed tensors are off, each in units of its tolerance, one after another."""
+        return torch.cat([((tensors[key] - self._golden[key]) / self._size(key)).flatten() for key in self._failed])
 
     def _errors(self, tensors: Tensors) -> dict[tuple[Kind, str], float]:
         """Of the failed tensors, in tolerances."""

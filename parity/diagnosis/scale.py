@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, few_outputs
+from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.errors import measure
 from parity.result import Finding, TensorResult
 from parity.tolerance import Tolerance, margin
@@ -15,6 +21,27 @@ _SAME_FACTOR = 0.02
 """By how much the factors of tensors that are scaled together may differ, beside what rounding moves each by."""
 
 _MOST = 1e6  # a factor beyond is no scale but another magnitude altogether
+
+
+def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
+    """That all outputs are multiplied by one number, for a search for two mistakes; alone it needs no search."""
+
+    def around(call: Call) -> Call:
+        def scaled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            returned = call(module, *args, **kwargs)
+            return tree_map_only(Tensor, lambda x: x * factor if x.is_floating_point() else x, returned)
+
+        return scaled
+
+    return Hypothesis(
+        "output-scale",
+        f"outputs times {factor:.4g}",
+        f"leave the outputs as large as the reference's; they are {readable(factor)} times that",
+        module,
+        around=around,
+        value=factor,
+        tuned=partial(scaled_outputs, module),
+    )
 
 
 def output_scale_findings(failure: Failure) -> Iterator[Finding]:

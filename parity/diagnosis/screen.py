@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.pairs import Effects
 from parity.diagnosis.trial import outputs_under
 
 FAITHFUL = 1.2
@@ -83,6 +84,7 @@ class Screen:
         plain = outputs_under(self._prepared, (), torch.float32)
         exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
         self._dtype = torch.float32 if exact else torch.float64
+        self.effects = Effects.of(self._effect(self._candidate, cut=True))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
         """Combinations with the share of the error that each leaves; those that change nothing are left out.
@@ -100,6 +102,8 @@ class Screen:
             if outputs is not None and self._same_shapes(outputs, alone):
                 share = self._error(outputs, alone, cut=False) / self._before[alone]
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:
+                    if len(combination) == 1:
+                        self.effects.note(combination[0], self._effect(outputs, cut=not alone))
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
@@ -139,6 +143,20 @@ class Screen:
         expected = self._of_rows(self._golden, alone)
         return all(name in outputs and outputs[name].shape == x.shape for name, x in expected.items())
 
+    def _effect(self, outputs: dict[str, Tensor], cut: bool) -> Tensor:
+        """By how much outputs are off in the screened row, each in units of its tolerance, one after another.
+
+        Args:
+            outputs: of that row, or of all.
+            cut: whether of all.
+        """
+        outputs, golden = self._of_rows(outputs, cut), self._of_rows(self._golden, True)
+        return torch.cat([((outputs[name] - x) / self._size(name, golden)).flatten() for name, x in golden.items()])
+
+    def _size(self, name: str, golden: dict[str, Tensor]) -> float:
+        """Of an output's tolerance."""
+        return max(_norm(golden[name]), TINY) * self._tolerances[name]
+
     def _error(
         self, outputs: dict[str, Tensor], alone: bool, truth: dict[str, Tensor] | None = None, cut: bool = True
     ) -> float:
@@ -153,10 +171,7 @@ class Screen:
         truth = self._of_rows(self._candidate if truth is None else truth, alone)
         golden = self._of_rows(self._golden, alone)
         outputs = self._of_rows(outputs, alone) if cut else outputs
-        return max(
-            _norm(outputs[name].double() - x) / (max(_norm(golden[name]), TINY) * self._tolerances[name])
-            for name, x in truth.items()
-        )
+        return max(_norm(outputs[name].double() - x) / self._size(name, golden) for name, x in truth.items())
 
 
 def _norm(x: Tensor) -> float:

@@ -21,9 +21,11 @@ import torch
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
 from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
+from parity.diagnosis.scale import scaled_outputs
 from parity.diagnosis.screen import TINY, Budget, Ranked, Screen
+from parity.diagnosis.together import together
 from parity.diagnosis.trial import tensors_under
-from parity.diagnosis.tuning import HELPS, HELPS_LITTLE, sharper, tuned
+from parity.diagnosis.tuning import HELPS, HELPS_LITTLE, sharper, tuned, tuned_pairs
 from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
 
 CHECKS_FOR_SEARCH = 10.0
@@ -42,12 +44,17 @@ CHECKS_FOR_FILTERS = 2.0
 """Ditto for matched filters after all of these found nothing."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
-_SPENT_BY_STAGES = (0.5, 0.75, 0.95)  # of the budget, at the end of each; what is left out then comes after all of them
+_SPENT_BY_STAGES = (0.5, 0.7, 0.85)  # of the budget, at the end of each; what is left out then comes after all of them
+_SPENT_BY_ONE = 0.92  # ditto, after which two are tried
 # Of a stage's share, at the end of single places and of several: what is tried last is not left out of every stage.
 _SPENT_IN_A_STAGE = (0.6, 0.9)
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
-_PARTIAL = 3  # partial explanations on which a second hypothesis is tried
+_LIKELY_PAIRS = 16  # of mistakes, by what each does alone
+_TUNED = 2  # of them, whose constants are looked for
+_SPENT_BY_PAIRS = 0.96  # of the budget, at the end of that
+_PARTIAL = 6  # partial explanations on which a second hypothesis is tried
+_DIGITS = 3  # of the share of the error that they leave: those that leave as much do the same
 _MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
 _BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or factor takes some of almost any error
 _OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
@@ -154,7 +161,7 @@ def _by_stages(
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget, Budget]:
     """Of a stage's budget: for mistakes at single places, at several, and for their constants."""
-    ends = (0.0, *_SPENT_BY_STAGES, 1.0)
+    ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
     begin, end = ends[-2:] if last else ends[stage : stage + 2]
     at_one, at_several = (budget.share(begin + part * (end - begin)) for part in _SPENT_IN_A_STAGE)
     return at_one, at_several, budget.share(end)
@@ -166,15 +173,28 @@ def _in_pairs(
     budget: Budget,
     ranked: Sequence[Ranked],
 ) -> list[Explanation]:
-    """Two mistakes, of which one is among those that help most."""
-    pairs: list[Ranked] = []
-    for share, (first,) in ranked[:_PARTIAL]:
-        if share < HELPS and not budget.spent():
+    """Two mistakes: the likeliest by what each does alone; then one of those that help most, and any other."""
+    found = _of_likely_pairs(search, known, budget)
+    partial_ones = {round(share, _DIGITS): first for share, (first,) in reversed(ranked) if share < HELPS}
+    for first in list(reversed(partial_ones.values()))[:_PARTIAL]:
+        if not found and not budget.spent():
             together = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
-            found = _screened(search, together, pairs, budget)
-            if found:
-                return found
-    return []
+            found = _screened(search, together, [], budget)
+    return found
+
+
+def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
+    """The explanations among the likeliest pairs, with the constants that they have or others."""
+    scaled = scaled_outputs(search.failure.prepared.reference, 2.0)
+    next(search.screen.shares([(scaled,)], budget), None)  # its effect is known then; alone it needs no search
+    likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
+    pairs: list[Ranked] = []
+    found = _screened(search, likely.as_they_are, pairs, budget)
+    found = found or _screened(search, likely.by_multiples, pairs, budget)
+    if found:
+        return found
+    to_be_tuned = [*likely.by_multiples[:_TUNED], *(pair for _, pair in pairs[:_TUNED])]
+    return _verified(search, tuned_pairs(search.screen, to_be_tuned, budget.share(_SPENT_BY_PAIRS)), budget)
 
 
 def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> tuple[str, float, float] | None:
@@ -287,9 +307,8 @@ def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hyp
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
-    """Whether both can hold at once: they change different calls."""
-    changed = {edit.site for edit in first.edits} & {edit.site for edit in second.edits}
-    return first is not second and not changed
+    """Whether both can hold at once: they change different things."""
+    return first is not second and together(first.edits, second.edits) is not None
 
 
 def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:

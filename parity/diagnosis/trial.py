@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.together import together
 from parity.execute import outputs_of, run
 from parity.golden.in_fp64 import in_fp64
 from parity.golden.long_sequences import attention_in_blocks
@@ -21,6 +22,7 @@ from parity.precision import Precision
 from parity.prepare import Prepared, cast, cast_module
 from parity.rounding.freedom import UNFUSED, Freedom
 from parity.watching.calls import Misfit, edited
+from parity.watching.trace import Edit
 
 
 def outputs_under(
@@ -112,7 +114,7 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
     """How to call the reference so that it computes what the hypotheses say."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        edits = [edit for hypothesis in hypotheses for edit in hypothesis.edits]
+        edits = _all_edits(hypotheses)
         change = edited(module, edits) if edits else nullcontext()
         with _holding(module, _read(module, hypotheses)), change:
             return prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
@@ -122,6 +124,21 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
         if hypothesis.around is not None:
             under = hypothesis.around(under)
     return under
+
+
+def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:
+    """The edits of all of them.
+
+    Raises:
+        Misfit: if two change the same thing.
+    """
+    edits: tuple[Edit, ...] = ()
+    for hypothesis in hypotheses:
+        both = together(edits, hypothesis.edits)
+        if both is None:
+            raise Misfit(f"{hypothesis.name} changes what another mistake does")
+        edits = both
+    return edits
 
 
 def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:

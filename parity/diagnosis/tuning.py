@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from parity.diagnosis.gradient_screen import GradientScreen
 from parity.diagnosis.hypothesis import Hypothesis, Scope
@@ -13,6 +13,7 @@ from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
 HELPS = 0.9  # of the error before, which a partial explanation must go below
 HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
 _MOST = 6  # mistakes whose constant is looked for
+_ROUNDS = 2  # in which both constants of a pair are looked for: each depends on the other
 _MOST_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
 _RANGE = math.log(8.0)  # by which the constant may be off, either way
 _FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
@@ -43,6 +44,23 @@ def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Bud
     return [entry for one in found[:_MOST] for entry in _line_search(screen, *one, budget)]
 
 
+def tuned_pairs(
+    screen: Screen | GradientScreen, pairs: Iterable[tuple[Hypothesis, ...]], budget: Budget
+) -> list[Ranked]:
+    """Those of the pairs that are about a constant, with what leaves the smallest error, one after the other."""
+    found: list[Ranked] = []
+    for pair in dict.fromkeys(pair for pair in pairs if any(one.tuned is not None for one in pair)):
+        best: Ranked = math.inf, pair
+        for _ in range(_ROUNDS):
+            for position in range(len(pair)):
+                one, *others = best[1][position:] + best[1][:position]
+                best = min(
+                    [best, *_line_search(screen, one, _RANGE, budget, tuple(others))], key=lambda entry: entry[0]
+                )
+        found.append(best)
+    return [entry for entry in found if math.isfinite(entry[0])]
+
+
 def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
     """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
     share, (one, *others) = entry
@@ -50,16 +68,25 @@ def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> l
     return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
 
 
-def _line_search(screen: Screen | GradientScreen, one: Hypothesis, reach: float, budget: Budget) -> list[Ranked]:
-    """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge."""
+def _line_search(
+    screen: Screen | GradientScreen,
+    one: Hypothesis,
+    reach: float,
+    budget: Budget,
+    others: tuple[Hypothesis, ...] = (),
+) -> list[Ranked]:
+    """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge.
+
+    ``others`` hold at the same time.
+    """
     if one.tuned is None or one.value is None:
         return []
     tried: dict[float, Ranked] = {}
 
     def share(exponent: float) -> float:
         if exponent not in tried and one.tuned is not None:
-            of_one = (one.tuned(math.exp(exponent)),)
-            tried[exponent] = next(screen.shares([of_one], budget), (math.inf, of_one))
+            combination = (one.tuned(math.exp(exponent)), *others)
+            tried[exponent] = next(screen.shares([combination], budget), (math.inf, combination))
         return tried[exponent][0]
 
     center = math.log(one.value)

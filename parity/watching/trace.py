@@ -8,9 +8,9 @@ more. ``parity.watching.calls`` records a trace, and computes what edits say.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -148,6 +148,20 @@ def once_a_trace(find: Callable[[Trace], list[Found]]) -> Callable[[Trace], list
 Substitute = Callable[..., Any]
 
 
+class Changeable(Protocol):
+    """An operation that is recognised in a trace, and can be computed with other attributes."""
+
+    def edits(self, **changes: Any) -> Sequence[Edit]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Changed:
+    """What an edit changes of an operation, by the names of its attributes."""
+
+    operation: Changeable
+    changes: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Edit:
     """What a call returns instead.
@@ -157,17 +171,19 @@ class Edit:
         needs: values that appear at or before the call.
         compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
         detached: which of the tensors that it is given gets no gradient; None for none.
+        of: the operation that is computed otherwise; None where the edit is of no known one.
     """
 
     site: Site
     needs: tuple[Value, ...]
     compute: Substitute
     detached: int | None = None
+    of: Changed | None = field(default=None, compare=False, repr=False)
 
 
-def edit(call: Call, needs: Sequence[Value], compute: Substitute) -> Edit:
+def edit(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | None = None) -> Edit:
     """``call`` returns ``compute(result, *needs)`` in place of its result."""
-    return Edit(call.site, tuple(needs), compute)
+    return Edit(call.site, tuple(needs), compute, of=of)
 
 
 def detached(call: Call, value: Value) -> Edit:

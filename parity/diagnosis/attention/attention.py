@@ -14,7 +14,7 @@ from parity.diagnosis.attention.masks import HIDDEN, Bias, hidden_keys
 from parity.diagnosis.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
 from parity.golden.blocked_attention import are_too_many_scores
 from parity.golden.long_sequences import SDPA
-from parity.watching.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.watching.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
 
 Rearrange = Callable[[Tensor], Tensor]
 
@@ -132,7 +132,8 @@ class Attention:
         changed = replace(self, **changes)
         if changed == self:
             return ()
-        return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype)),)
+        of = Changed(self, changes)
+        return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
 
 
 @once_a_trace

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.mistake import MOST_PLACES, Mistake, everywhere_and_somewhere
 from parity.diagnosis.walk import CASTS, agree, back, binary, other, users, with_number
-from parity.watching.trace import Call, Edit, Trace, Value, edit
+from parity.watching.trace import Call, Changed, Edit, Trace, Value, edit
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -111,7 +111,8 @@ class GatedUnit:
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if changed == self:
             return ()
-        return (edit(self.call, (changed.gate, changed.up), lambda was, *x: changed.compute(*x).to(was.dtype)),)
+        of = Changed(self, changes)
+        return (edit(self.call, (changed.gate, changed.up), lambda was, *x: changed.compute(*x).to(was.dtype), of),)
 
 
 def activations(trace: Trace) -> list[Activation]:

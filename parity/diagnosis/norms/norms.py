@@ -16,7 +16,7 @@ from parity.diagnosis.low_dtypes import low_dtypes, short
 from parity.diagnosis.mistake import Mistake, everywhere_and_somewhere
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import agree, back, binary, other, users, with_number
-from parity.watching.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.watching.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
 """What TE's modules and the configurations of well-known models have for eps."""
@@ -87,7 +87,8 @@ class Norm:
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if changed == self:
             return ()
-        return (edit(self.call, self.needs, lambda was, *values: changed.compute(*values).to(was.dtype)),)
+        of = Changed(self, changes)
+        return (edit(self.call, self.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
 
 
 @once_a_trace

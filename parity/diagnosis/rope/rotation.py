@@ -18,7 +18,7 @@ from torch import Tensor
 from parity.diagnosis.attention.attention import seeming_attentions
 from parity.diagnosis.straight_through import rounded_to
 from parity.diagnosis.walk import ancestors
-from parity.watching.trace import Call, Edit, Site, Trace, Value, edit, once_a_trace
+from parity.watching.trace import Call, Changed, Edit, Site, Trace, Value, edit, once_a_trace
 
 Form = Literal["halves", "interleaved"]
 
@@ -103,7 +103,8 @@ class Rotation:
     def edits(self, **changes: Any) -> tuple[Edit, ...]:
         """The value is to be rotated otherwise."""
         changed = replace(self, **changes)
-        return (edit(self.call, (self.x,), lambda was, x: changed.compute(x).to(was.dtype)),)
+        of = Changed(self, changes)
+        return (edit(self.call, (self.x,), lambda was, x: changed.compute(x).to(was.dtype), of),)
 
 
 @once_a_trace

@@ -1,0 +1,125 @@
+"""Which two mistakes together are likeliest, from what each does alone.
+
+To first order two mistakes do what each does, one beside the other. So of all pairs those are tried whose effects,
+together, are most like the candidate's error: as they are, or each by some multiple of its own, since one mistake may
+amplify another, and a constant need not be the known one. All pairs of some thousand effects are a few products of
+matrices, on a sample of the tensors' elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from parity.diagnosis.hypothesis import Hypothesis
+
+_ELEMENTS = 4096  # of a sample
+_MOST_EFFECTS = 2000  # the largest
+_AS_SMALL = 1e-3  # of the error's norm: an effect below does nothing
+_SAME = 1e-4  # of the error: pairs that leave as much do the same
+_LISTED = 4096  # pairs, before those that do the same are left out
+_ONE_DIRECTION = 1e-6  # of the product of two effects' squares: they have one direction
+
+
+@dataclass(frozen=True)
+class LikelyPairs:
+    """Pairs of mistakes, the likeliest first.
+
+    Attributes:
+        as_they_are: whose effects together are most like the error.
+        by_multiples: of whose effects some multiples are.
+    """
+
+    as_they_are: list[tuple[Hypothesis, Hypothesis]]
+    by_multiples: list[tuple[Hypothesis, Hypothesis]]
+
+
+@dataclass(eq=False)
+class Effects:
+    """What single mistakes do to a candidate's outputs or gradients.
+
+    Attributes:
+        error: the candidate's, ``[elements]``.
+        known: each mistake's effect, as a sample of as many elements.
+    """
+
+    error: Tensor
+    known: dict[Hypothesis, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(error: Tensor) -> Effects:
+        """None known yet; ``error`` is of all elements."""
+        return Effects(_sample(error))
+
+    def note(self, one: Hypothesis, effect: Tensor) -> None:
+        """What one does, on all elements."""
+        self.known[one] = _sample(effect)
+
+    def likely_pairs(
+        self, known: Sequence[Hypothesis], most: int, go_together: Callable[[Hypothesis, Hypothesis], bool]
+    ) -> LikelyPairs:
+        """Pairs none of which does what another one does, as far as these effects tell; the likeliest first.
+
+        Args:
+            known: the likeliest mistakes first: of pairs that do the same, the first is told.
+            most: how many of each sort.
+            go_together: tells of two whether both can hold at once.
+        """
+        some = self._large(known)
+        if len(some) < 2:
+            return LikelyPairs([], [])
+        effects = torch.stack([self.known[one] for one in some])
+        products, along = effects @ effects.T, effects @ self.error
+        squares = products.diagonal()
+        as_they_are = 2.0 * (along[:, None] + along) - squares[:, None] - squares - 2.0 * products
+        both = squares[:, None] * squares - products**2
+        by_multiples = along[:, None] ** 2 * squares + along**2 * squares[:, None]
+        by_multiples = by_multiples - 2.0 * along[:, None] * along * products
+        by_multiples = torch.where(both > _ONE_DIRECTION * squares[:, None] * squares, by_multiples / both, 0.0)
+        return LikelyPairs(
+            self._distinct(some, as_they_are, most, go_together), self._distinct(some, by_multiples, most, go_together)
+        )
+
+    def _large(self, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+        """The mistakes that do most, in the order in which they are known, and single calls last."""
+        sizes = {one: torch.linalg.vector_norm(effect).item() for one, effect in self.known.items()}
+        smallest = _AS_SMALL * torch.linalg.vector_norm(self.error).item()
+        some = [one for one, size in sizes.items() if smallest < size < math.inf]
+        largest = sorted(some, key=sizes.__getitem__, reverse=True)[:_MOST_EFFECTS]
+        order = {one: position for position, one in enumerate(known)}
+        return sorted(largest, key=lambda one: (one.scope == "call", order.get(one, len(order))))
+
+    def _distinct(
+        self,
+        some: list[Hypothesis],
+        explained: Tensor,
+        most: int,
+        go_together: Callable[[Hypothesis, Hypothesis], bool],
+    ) -> list[tuple[Hypothesis, Hypothesis]]:
+        """The pairs whose effects explain most of the error's square; ``some`` has the likeliest mistakes first."""
+        total = self.error.square().sum().item()
+        upper = explained.triu(1)
+        listed = upper.flatten().topk(min(_LISTED, upper.numel()))
+        alike: dict[int, list[tuple[int, int]]] = {}
+        for value, index in zip(listed.values.tolist(), listed.indices.tolist(), strict=True):
+            if value > 0.0:
+                alike.setdefault(round(value / (_SAME * total)), []).append(divmod(index, len(some)))
+        found = []
+        for pairs in alike.values():
+            # Neither of the two is far down the list: the second of a pair is the later one.
+            in_order = ((some[i], some[j]) for i, j in sorted(pairs, key=lambda pair: pair[::-1]))
+            found += list(islice((pair for pair in in_order if go_together(*pair)), 1))
+            if len(found) == most:
+                break
+        return found
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Evenly spread elements, in FP32."""
+    step = max(1, -(-x.numel() // _ELEMENTS))
+    return x.flatten()[::step].float()

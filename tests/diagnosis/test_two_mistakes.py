@@ -1,0 +1,177 @@
+"""Two mistakes in one model, neither of which explains it alone, are told together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parity
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.pairs import Effects
+from parity.diagnosis.together import together
+from parity.watching.trace import Changed, Edit
+
+VOCABULARY, WIDTH, HEADS, GROUPS, HEAD_DIM, FFN = 96, 64, 4, 2, 16, 128
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+@dataclass(frozen=True)
+class Options:
+    base: float = 1e4
+    activation: str = "silu"
+    causal: bool = True
+    scale: float = 1.0
+    eps: float = 1e-6
+    rotated: bool = True
+    interleaved: bool = False
+    swapped: bool = False
+    repeated: bool = False
+    residual: bool = True
+    embedding: float = 2.0
+    logits: float = 1.0
+
+
+def rotated(x: Tensor, base: float, interleaved: bool) -> Tensor:
+    angles = torch.arange(x.shape[-2]).double()[:, None] * base ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+class Layer(nn.Module):
+    def __init__(self, linear: Any, norm: Any, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.norm1, self.norm2 = norm(WIDTH, eps=options.eps), norm(WIDTH, eps=options.eps)
+        self.q, self.k, self.v = (linear(WIDTH, n * HEAD_DIM, bias=False) for n in (HEADS, GROUPS, GROUPS))
+        self.out, self.down = linear(WIDTH, WIDTH, bias=False), linear(FFN, WIDTH, bias=False)
+        self.gate, self.up = linear(WIDTH, FFN, bias=False), linear(WIDTH, FFN, bias=False)
+
+    def attention(self, x: Tensor) -> Tensor:
+        o = self.options
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if o.rotated:
+            q, k = (rotated(y, o.base, o.interleaved) for y in (q, k))
+        times = HEADS // GROUPS
+        k, v = (y.repeat(1, times, 1, 1) if o.repeated else y.repeat_interleave(times, 1) for y in (k, v))
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=o.causal, scale=o.scale / math.sqrt(HEAD_DIM))
+        return self.out(context.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        gate, up = self.gate(self.norm2(x)), self.up(self.norm2(x))
+        gate, up = (up, gate) if self.options.swapped else (gate, up)
+        y = self.down(ACTIVATIONS[self.options.activation](gate) * up)
+        return x + y if self.options.residual else y
+
+
+class Model(nn.Module):
+    def __init__(self, linear: Any, norm: Any, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), linear(WIDTH, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList(Layer(linear, norm, options) for _ in range(2))
+        self.norm = norm(WIDTH, eps=options.eps)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) * self.options.embedding
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)) * self.options.logits
+
+
+def titles(precision: str, **mistakes: Any) -> set[str]:
+    def factory(te: Any, **_: Any) -> parity.Pair:
+        plain, port = (
+            Model(nn.Linear, nn.RMSNorm, Options()),
+            Model(te.Linear, te.RMSNorm, replace(Options(), **mistakes)),
+        )
+        names = {name: name for name, _ in plain.named_parameters()}
+        return parity.Pair(plain, port, lambda rng: rng.integers(2, 16, high=VOCABULARY), names)
+
+    (one,) = parity.compare(parity.Case("model", factory, sizes=({},)), [precision])
+    return {finding.title for finding in one.findings}
+
+
+@pytest.mark.parametrize(
+    ("precision", "mistakes", "told"),
+    [
+        ("fp32", dict(causal=False, scale=4.0), {"mask", "softmax-scale"}),
+        ("fp32", dict(base=1e6, interleaved=True), {"rope-base", "rope-layout"}),
+        ("fp32", dict(base=1e6, activation="gelu"), {"rope-base", "activation"}),
+        ("bf16", dict(causal=False, repeated=True), {"mask", "gqa-head-order"}),
+        ("bf16", dict(rotated=False, swapped=True), {"rope-missing", "gate-up-swapped"}),
+        ("bf16", dict(residual=False, interleaved=True), {"residual-placement", "rope-layout"}),
+        ("fp32", dict(embedding=1.0, repeated=True), {"factor", "gqa-head-order"}),
+        ("fp32", dict(interleaved=True, logits=0.5), {"rope-layout", "output-scale"}),
+    ],
+)
+def test_both_mistakes_are_told(precision, mistakes, told):
+    assert titles(precision, **mistakes) >= told
+
+
+class Operation:
+    def edits(self, **changes: Any) -> tuple[Edit, ...]:
+        return (Edit(("layer", 0, "softmax", 0), (), lambda was: changes, of=Changed(self, changes)),)
+
+
+def test_changes_of_one_operation_are_made_at_once():
+    one = Operation()
+    (both,) = together(one.edits(scale=2.0), one.edits(mask=None))
+    assert both.compute(None) == {"scale": 2.0, "mask": None}
+
+
+def test_what_two_mistakes_change_alike_cannot_hold_at_once():
+    one = Operation()
+    assert together(one.edits(scale=2.0), one.edits(scale=3.0)) is None
+    assert together(one.edits(scale=2.0), Operation().edits(mask=None)) is None
+
+
+def test_elements_of_a_layout_are_changed_together_where_none_is_changed_twice():
+    one = Operation()
+    keys, queries = one.edits(arrange=(None, "keys")), one.edits(arrange=("queries", None))
+    (both,) = together(keys, queries)
+    assert both.compute(None) == {"arrange": ("queries", "keys")}
+    assert together(keys, keys) is None
+
+
+def named(name: str, **options: Any) -> Hypothesis:
+    return Hypothesis("operation", name, "", nn.Identity(), **options)
+
+
+def test_the_likeliest_pair_is_the_one_whose_effects_add_up_to_the_error():
+    effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
+    known = list(effects)
+    error = effects[known[3]] + effects[known[11]]
+    seen = Effects.of(error)
+    for one, effect in effects.items():
+        seen.note(one, effect)
+    assert seen.likely_pairs(known, 4, lambda one, other: True).as_they_are[0] == (known[3], known[11])
+
+
+def test_effects_need_not_have_the_sizes_that_they_have_alone():
+    effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
+    known = list(effects)
+    seen = Effects.of(0.2 * effects[known[3]] - 3.0 * effects[known[11]])
+    for one, effect in effects.items():
+        seen.note(one, effect)
+    assert seen.likely_pairs(known, 4, lambda one, other: True).by_multiples[0] == (known[3], known[11])
+
+
+def test_of_mistakes_that_do_the_same_the_likelier_is_told_and_single_calls_last():
+    first, same, other = named("first"), named("same"), named("other")
+    call = named("call", scope="call")
+    effect, others = torch.arange(10.0), torch.arange(10.0).flip(0)
+    seen = Effects.of(effect + others)
+    for one, does in ((call, effect), (same, effect), (first, effect), (other, others)):
+        seen.note(one, does)
+    pairs = seen.likely_pairs([call, first, same, other], 4, lambda one, other: True)
+    assert pairs.as_they_are[0] == (first, other)
