@@ -17,11 +17,12 @@ from parity.suggest.choices import Choice, choices
 from parity.suggest.geometry import geometry_of
 from parity.suggest.layouts import Entries, Shapes
 from parity.suggest.matching import Group, Matching, match
-from parity.suggest.names import parts_by_unit
-from parity.suggest.settle import Picks, Settled, settle
+from parity.suggest.names import is_norm, parts_by_unit
+from parity.suggest.settle import CLEARLY, Picks, Settled, settle
+from parity.suggest.stored import stored
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
 from parity.suggest.trial import Trial, prepare_trial
-from parity.suggest.units import Unit, units_of, with_experts
+from parity.suggest.units import BIAS, Unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 from parity.weights import WeightMap, parameter_shapes
@@ -85,8 +86,9 @@ def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Cho
         for side, taken in zip(units, used, strict=True)
     )
     matching = match(reference, candidate, (parts_by_unit(units[0]), parts_by_unit(units[1])))
-    found, misfits = choices(matching, shapes, geometry_of(pair.candidate, pair.reference))
-    misfits += list(_of_one_name(matching))
+    told = stored(pair.reference), stored(pair.candidate)
+    found, misfits = choices(matching, shapes, geometry_of(pair.candidate, pair.reference), told)
+    misfits += [*matching.misfits, *_of_one_name(matching)]
     mapped = {
         name for choice in found for left, right in choice.layouts[0].entries for name in (*names(left), *names(right))
     }
@@ -105,7 +107,7 @@ def _problems(
     reference: Sequence[Unit], candidate: Sequence[Unit], mapped: set[str], misfits: Sequence[Group]
 ) -> Iterator[str]:
     told: set[str] = set()
-    for group in misfits:
+    for group in dict.fromkeys(misfits):
         left, right = _listed(group.reference), _listed(group.candidate)
         told |= {name for unit in (*group.reference, *group.candidate) for name in unit.parameters.values()}
         yield f"{left} should hold TE's {right} by name, but no layout fits the shapes; are both modules of one size?"
@@ -119,9 +121,10 @@ def _problems(
     for unit in reference:
         for kind, name in unit.parameters.items():
             if name not in mapped | told:
+                option = "bias=True" if kind == BIAS else "input_layernorm=True" if is_norm(unit) else ""
                 yield (
-                    f'the reference\'s "{name}" {unit.shapes[kind]} has no place in the TE module; build that with it '
-                    "(bias=True, say), or map it by hand"
+                    f'the reference\'s "{name}" {unit.shapes[kind]} has no place in the TE module; build that with it'
+                    f"{f' ({option}, say)' if option else ', if there is an option'}, or map it by hand"
                 )
 
 
@@ -166,7 +169,11 @@ def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: in
     if settled.error <= trial.limit or usual == list(found):
         return settled, usual
     further = search(found)
-    return (further, found) if further.error < settled.error else (settled, usual)
+    # Where neither fits, something else is wrong, and an error that is a little lower is no reason for the unusual.
+    enough = max(trial.limit, CLEARLY * settled.error)
+    if further.error < enough:
+        return further, found
+    return replace(settled, runs=max(settled.runs, further.runs)), usual
 
 
 def _map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:

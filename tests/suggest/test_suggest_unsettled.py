@@ -97,3 +97,14 @@ def test_inputs_that_tell_no_map_from_another_are_a_problem(inputs, reason):
     suggestion = suggested(nn.Linear(HIDDEN, HIDDEN, bias=False), te.Linear(HIDDEN, HIDDEN, bias=False), inputs=inputs)
     assert reason in suggestion.problems[0]
     assert not suggestion.settled
+
+
+def test_projections_of_one_name_whose_shapes_do_not_go_together_are_told_together():
+    reference = nn.MultiheadAttention(HIDDEN, 4, batch_first=True, kdim=32, vdim=48)
+    candidate = te.MultiheadAttention(HIDDEN, 4, attention_type="cross", qkv_format="bshd", attn_mask_type="no_mask")
+    suggestion = suggested(
+        reference, candidate, inputs=lambda rng: (rng.normal(2, 16, HIDDEN), rng.normal(2, 8, 32), rng.normal(2, 8, 48))
+    )
+    (problem,) = suggestion.problems
+    assert '"k_proj_weight" (64, 32)' in problem
+    assert '"key_value.key_weight" (64, 64)' in problem
