@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 MOST_LINES = 20
+MOST_LETTERS = 600
 
 # Numbers in names that count layers or experts: ``layers.3.weight``, ``3.weight``, ``scales.3``, ``weight3``.
 _NUMBER = re.compile(r'(?<=[\w\]]\.)\d+(?=\.|")|(?<=["( ])\d+(?=\.[A-Za-z_])|(?<=weight)\d+|(?<=bias)\d+')
@@ -29,15 +30,22 @@ class Problem:
 
 
 def lines(problems: Iterable[Problem]) -> list[str]:
-    """One for each problem, those of layers that are alike together; of very many the first."""
+    """One for each problem, those of layers that are alike together; of very many the first, of very long the ends."""
     told: set[str] = set()
     found: list[str] = []
     for problem in _together(problems):
         kind = _CONSTANT.sub("", problem.advice)
-        found.append(problem.text if not kind or kind in told else f"{problem.text}; {problem.advice}")
+        text = _short(problem.text)
+        found.append(text if not kind or kind in told else f"{text}; {problem.advice}")
         told.add(kind)
     hidden = len(found) - MOST_LINES
     return found if hidden <= 1 else [*found[:MOST_LINES], f"and {hidden} more of such problems"]
+
+
+def _short(text: str) -> str:
+    """Its ends, of an entry that names dozens of experts."""
+    end = MOST_LETTERS // 2
+    return text if len(text) <= MOST_LETTERS else f"{text[:end]} ... {text[-end:]}"
 
 
 def _together(problems: Iterable[Problem]) -> Iterator[Problem]:

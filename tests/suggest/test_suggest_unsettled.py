@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import textwrap
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import parity
+from parity import registry
+from parity.cli import maps
 from parity.suggest import Suggestion
 from parity.suggest.text import explain
 
@@ -137,6 +140,24 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
+
+
+def test_a_hint_is_printed_before_the_map(tmp_path, capsys):
+    text = """
+        import parity
+        from torch import nn
+
+        @parity.pair("hinted")
+        def hinted(te):
+            return parity.Pair(nn.RMSNorm(64), te.LayerNorm(64), lambda rng: rng.normal(16, 64))
+    """
+    (tmp_path / "hinted_pairs.py").write_text(textwrap.dedent(text))
+    declared = registry.cases()
+    settled = maps.suggest(str(tmp_path / "hinted_pairs.py"), 0, 0, "cpu", keep=True, max_runs=10)
+    registry.restore(declared)
+    told = capsys.readouterr().out
+    assert not settled
+    assert 0 < told.index('normalization="RMSNorm"') < told.index("weights={")
 
 
 def test_a_layer_norm_that_became_an_rms_norm_is_told_with_the_option():

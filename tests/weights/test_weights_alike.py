@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights import under
-from parity.weights.alike import MOST_LINES
+from parity.weights import experts, under
+from parity.weights.alike import MOST_LETTERS, MOST_LINES
 from parity.weights.check import check_map
 from parity.weights.terms import Shape, Side, WeightMapError
 
@@ -103,3 +103,20 @@ def test_of_very_many_problems_the_first_are_told_and_the_rest_counted():
     found = problems({"x": "y"}, {"x": (1,), **dict.fromkeys(names, (4,))}, {"y": (1,)})
     assert len(found) == MOST_LINES + 1
     assert found[-1] == f"and {len(names) - MOST_LINES} more of such problems"
+
+
+def test_of_an_entry_with_very_many_names_the_ends_are_told():
+    names = [f"experts.{i}.w1.weight" for i in range(64)]
+    weights: dict[Side, Side] = {experts(*names): "fc1.weight"}
+    (found,) = problems(weights, dict.fromkeys(names, (4, 8)), {"fc1.weight": (64, 8, 4)})
+    assert found.startswith('experts("experts.0.w1.weight", "experts.1.w1.weight", ')
+    assert found.endswith("; fc1.weight (64, 8, 4)); rearrange() gives as many elements another shape")
+    assert len(found) < MOST_LETTERS + 10
+
+
+def test_unknown_names_within_one_entry_are_told_once():
+    wrong = experts(*(f"experts.{i}.w1" for i in range(8)))
+    shapes: dict[str, Shape] = {f"experts.{i}.w1.weight": (4, 8) for i in range(8)}
+    found = problems({wrong: "fc1.weight"}, shapes, {"fc1.weight": (8, 4, 8)})
+    assert len(found) == 2
+    assert 'there is no reference parameter "experts.0..7.w1"; did you mean "experts.0..7.w1.weight"' in found[0]
