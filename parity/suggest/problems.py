@@ -70,8 +70,8 @@ def hints_at_norms(weight_map: WeightMap, reference: Parameters, candidate: Para
     norms = [(bias, norm_without_bias(bias, weight_map, reference, candidate)) for bias in biases]
     return lines(
         Problem(
-            f'the reference\'s norm "{norm}" has no bias and looks like an RMSNorm, where TE has "{bias}": '
-            'is normalization="RMSNorm" meant?'
+            f'the reference\'s norm "{norm}" has no bias and looks like an RMSNorm, where TE has "{bias}"',
+            'is normalization="RMSNorm" meant?',
         )
         for bias, norm in norms
         if norm is not None

@@ -24,7 +24,7 @@ def unused_of_reference(weights: WeightMap, reference: Parameters, candidate: Pa
         if (other := tied_elsewhere(name, shape, candidate, reference)) is not None:
             yield Problem(f'{text}; TE ties its "{other}" to "{candidate.others.tied[other]}", {UNTIED}')
         elif (norm := _norm_of_bias(name, weights, reference, candidate)) is not None:
-            yield Problem(f'{text}; TE\'s "{norm}" has no bias: is normalization="LayerNorm" meant?')
+            yield Problem(f'{text}; TE\'s "{norm}" has no bias', 'is normalization="LayerNorm" meant?')
         else:
             yield Problem(text)
 
@@ -43,8 +43,9 @@ def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameter
             yield Problem(f"{text}; {ties}: {fill_both(weights, first, name)}")
         elif (norm := norm_without_bias(name, weights, reference, candidate)) is not None:
             yield Problem(
-                f'{text}; the reference\'s norm "{norm}" has no bias and looks like an RMSNorm: build the TE module '
-                f'with normalization="RMSNorm"; only if it is a LayerNorm without a bias, map {zeros} to it'
+                f'{text}; the reference\'s norm "{norm}" has no bias and looks like an RMSNorm',
+                'build the TE module with normalization="RMSNorm"; only if the reference has a LayerNorm without a '
+                f"bias, map {zeros} to TE's",
             )
         else:
             advice = (

@@ -50,9 +50,17 @@ def test_a_layer_norm_without_a_bias_is_no_rms_norm():
 def test_a_bias_that_only_the_references_norm_has_brings_a_layer_norm_to_mind():
     told = problem({"norm.weight": "norm.weight"}, {"norm.weight": (8,), "norm.bias": (8,)}, {"norm.weight": (8,)})
     assert told == (
-        'reference parameter "norm.bias" (8,) is used by no entry; TE\'s "norm.weight" has no bias: '
+        'reference parameter "norm.bias" (8,) is used by no entry; TE\'s "norm.weight" has no bias; '
         'is normalization="LayerNorm" meant?'
     )
+
+
+def test_what_to_do_with_several_norms_is_told_once():
+    names = ("attention_norm", "mlp_norm")
+    norms: Shapes = {f"{name}.{kind}": (8,) for name in names for kind in ("weight", "bias")}
+    with pytest.raises(WeightMapError) as caught:
+        check_map({f"{name}.weight": f"{name}.weight" for name in names}, dict.fromkeys([*norms][::2], (8,)), norms)
+    assert [RMS_NORM in line for line in str(caught.value).splitlines()] == [True, False]
 
 
 def test_a_bias_that_was_forgotten_is_not_the_kind_of_norm():
