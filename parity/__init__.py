@@ -92,3 +92,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"parity.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

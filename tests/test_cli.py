@@ -178,6 +178,13 @@ def test_failed_parity_is_code_1(here: Here) -> None:
     assert here.stderr == ""
 
 
+def test_a_pair_that_does_not_fit_costs_no_other_and_ends_in_code_2(here: Here) -> None:
+    here.write(FITS + FITS.replace("my_linear", "misfits") + FITS.replace("my_linear", "another"))
+    assert here.run("--parity-precisions=fp32") == 2
+    assert "2 passed, 1 error" in here.stdout
+    assert "pair 'misfits'" in here.stderr
+
+
 def test_report_draws_a_record_again(tmp_path: Path) -> None:
     path = tmp_path / "night.jsonl"
     record.start(path, record.environment_line(ENVIRONMENT))

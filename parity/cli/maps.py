@@ -31,6 +31,8 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
     suggestion = suggest_map(case, chosen, seed, _backend(backend), keep, max_runs)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     print(f"{case}{f' at {at}' if at else ''}\n")
+    for hint in suggestion.hints:
+        print(f"{hint}\n")
     print(f"{python(suggestion.weights)}\n")
     print(explain(suggestion))
     return suggestion.settled

@@ -17,6 +17,8 @@ from parity.user_error import UserError
 PASSED, FAILED, MISTAKE = 0, 1, 2
 # pytest would rewrite its plugins' asserts; parity is imported before, and has none.
 _NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+# A pair or a file that is wrong costs no other; in workers pytest goes on in any case.
+_OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors")
 
 
 class _CollectionErrors:
@@ -51,11 +53,12 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         arguments: further arguments of pytest.
 
     Returns:
-        0 if everything passed, 1 if something failed, 2 if nothing could be run; then a sentence on stderr says why.
+        0 if everything passed, 1 if something failed, 2 if nothing could be run, or a pair or a file could not be
+        collected, whatever became of the others; then a sentence on stderr says why.
     """
     errors = _CollectionErrors()
     try:
-        code = pytest.main([*files, "-p", "parity.plugin", "-W", _NOT_REWRITTEN, *arguments], plugins=[errors])
+        code = pytest.main([*files, *_OPTIONS, *arguments], plugins=[errors])
     except BrokenPipeError:
         print("parity: nobody reads the output any more, so the run ended before all was compared", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,7 @@ from parity.suggest.geometry import Geometry
 from parity.suggest.layouts import Entries, Layout, Shapes, constant_layouts, copied_entries, layouts
 from parity.suggest.matching import Group, Matching
 from parity.suggest.names import EMBEDDING, HEAD, is_norm, parts_by_unit
+from parity.suggest.stored import Stored, with_doubts
 from parity.suggest.units import Unit
 from parity.weights.sides import describe, names
 
@@ -44,18 +45,25 @@ class Choice:
         return replace(self, layouts=tuple(layout for layout in self.layouts if layout.usual))
 
 
-def choices(matching: Matching, shapes: Shapes, geometry: Geometry) -> tuple[list[Choice], list[Group]]:
+def choices(
+    matching: Matching, shapes: Shapes, geometry: Geometry, stored: tuple[Stored, Stored]
+) -> tuple[list[Choice], list[Group]]:
     """What there is to choose, and the groups that no layout fits.
 
-    Layers that repeat a group repeat its layout: they are one choice.
+    Layers that repeat a group repeat its layout: they are one choice. Layouts that contradict what the reference and
+    the candidate say of how they store their weights are unusual.
     """
-    alternatives = [(group, layouts(group, shapes, geometry)) for group in matching.groups]
+    alternatives = [(group, with_doubts(layouts(group, shapes, geometry), *stored)) for group in matching.groups]
     misfits = [group for group, found in alternatives if not found]
     twins = _twins(matching, {name: i for i, name in enumerate(shapes.candidate)})
     found = [_with_twins(own, group, twins.get(group, [])) for group, own in alternatives if own]
     single = set(matching.candidate_left).difference(*twins.values())
     found += [own for unit in matching.candidate_left if unit in single and (own := constant_layouts(unit))]
-    found += [own for groups in matching.exchangeable if (own := list(_orders(groups, shapes, geometry)))]
+    found += [
+        own
+        for groups in matching.exchangeable
+        if (own := with_doubts(list(_orders(groups, shapes, geometry)), *stored))
+    ]
     return [_joint(members) for members in _families(found)], misfits
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
+from parity.suggest import one_bias
 from parity.suggest.geometry import Geometry
 from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
@@ -185,6 +186,9 @@ def _of_attention(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
     """Query, key and value, fused or not on either side; fused by group or one after the other."""
+    if reference[0].has_bias_of_all and all(BIAS in unit.parameters for unit in candidate):
+        yield from map(Layout, _of_one_bias(reference, candidate, transposed, geometry))
+        return
     if len(reference) == 1 and len(candidate) == 2:
         yield from map(Layout, _of_query_beside_key_and_value(reference[0], candidate, transposed, geometry))
     if len(reference) not in (1, 3) or len(candidate) not in (1, 3):
@@ -210,6 +214,24 @@ def _of_attention(
             if len(candidate) == 3:
                 rotated = {kind: rotate(parts) for kind, parts in right.items()}
                 yield from (Layout(entries, usual=False) for entries in _fused_layouts(left, rotated, geometries))
+
+
+def _of_one_bias(
+    reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
+) -> Iterator[Entries]:
+    """Three weights of the reference, whose query has the bias of all."""
+    weights, bias = _sides(reference, WEIGHT, transposed), reference[0].parameters[BIAS]
+    te_weights: list[Side] = [unit.parameters[WEIGHT] for unit in candidate]
+    te_biases: list[Side] = [unit.parameters[BIAS] for unit in candidate]
+    if len(reference) == len(candidate) == 3:
+        yield one_bias.to_three(weights, bias, te_weights, te_biases)
+    elif len(reference) == 3 and len(candidate) == 2:
+        query_first = (te_weights[0], te_weights[1]), (te_biases[0], te_biases[1])
+        yield from one_bias.to_query_beside_key_and_value(weights, bias, *query_first, geometry.groups)
+    elif len(reference) == 3 and len(candidate) == 1:
+        query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
+        heads = list(geometry.layouts(query_rows, key_rows, candidate[0].shape[0]))
+        yield from one_bias.to_one(weights, bias, te_weights[0], te_biases[0], heads)
 
 
 def _of_query_beside_key_and_value(

@@ -45,12 +45,14 @@ class Matching:
         exchangeable: groups, one unit each, that only their order matched: any of them may hold any other's numbers.
         reference_left: units that have no counterpart.
         candidate_left: ditto.
+        misfits: groups among those left that names put together, but that hold different numbers of elements.
     """
 
     groups: tuple[Group, ...]
     exchangeable: tuple[tuple[Group, ...], ...]
     reference_left: tuple[Unit, ...]
     candidate_left: tuple[Unit, ...]
+    misfits: tuple[Group, ...] = ()
 
 
 def match(
@@ -68,7 +70,8 @@ def match(
     """
     left = {unit: told[0].get(unit, ()) for unit in reference}
     right = {unit: told[1].get(unit, ()) for unit in candidate}
-    groups = [group for group in _by_part(left, right) if _numels(group.reference) == _numels(group.candidate)]
+    named = list(_by_part(left, right))
+    groups = [group for group in named if _numels(group.reference) == _numels(group.candidate)]
     rest = _Rest(reference, candidate, groups)
     groups += [rest.take(group) for group in list(_by_path(rest.reference, rest.candidate, right))]
     exchangeable: list[tuple[Group, ...]] = []
@@ -87,7 +90,8 @@ def match(
         groups.append(rest.take(fused))
     for shape_of in (tuple, flat):
         take(_by_shape(rest.reference, rest.candidate, right, shape_of))
-    return Matching(tuple(groups), tuple(exchangeable), tuple(rest.reference), tuple(rest.candidate))
+    misfits = tuple(group for group in named if rest.has(group))
+    return Matching(tuple(groups), tuple(exchangeable), tuple(rest.reference), tuple(rest.candidate), misfits)
 
 
 class _Rest:
@@ -97,6 +101,9 @@ class _Rest:
         self.reference, self.candidate = list(reference), list(candidate)
         for group in groups:
             self.take(group)
+
+    def has(self, group: Group) -> bool:
+        return set(group.reference) <= set(self.reference) and set(group.candidate) <= set(self.candidate)
 
     def take(self, group: Group) -> Group:
         self.reference = [unit for unit in self.reference if unit not in group.reference]
@@ -154,8 +161,9 @@ def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], 
         key = front.pop()
         near = {other for other in shared if left[other] == left[key] or right[other] == right[key]}
         together = {(part, *key[1:]) for parts in _TOGETHER if key[0] in parts for part in parts}
-        if together <= shared and all(
-            len({side[other] for other in together}) == len(together) for side in (left, right)
+        if together <= shared and (
+            all(len({side[other] for other in together}) == len(together) for side in (left, right))
+            or any(left[other].has_bias_of_all for other in together)
         ):
             near |= together
         front += near - found

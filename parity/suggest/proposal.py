@@ -16,15 +16,17 @@ from parity.modes import usual_modes
 from parity.suggest.choices import Choice, choices
 from parity.suggest.geometry import geometry_of
 from parity.suggest.layouts import Entries, Shapes
-from parity.suggest.matching import Group, Matching, match
+from parity.suggest.matching import match
 from parity.suggest.names import parts_by_unit
-from parity.suggest.settle import Picks, Settled, settle
+from parity.suggest.problems import hints_at_norms, of_one_name, parameters_of, problems_of
+from parity.suggest.settle import CLEARLY, Picks, Settled, settle
+from parity.suggest.stored import stored
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
 from parity.suggest.trial import Trial, prepare_trial
-from parity.suggest.units import Unit, units_of, with_experts
+from parity.suggest.units import units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
-from parity.weights import WeightMap, parameter_shapes
+from parity.weights import WeightMap
 from parity.weights.check import check_entries
 from parity.weights.sides import names
 
@@ -63,15 +65,17 @@ def suggest_map(
         torch.manual_seed(seed)
         built, _ = build(case, kernels.te, chosen)
         kept = dict(built.weights) if keep else {}
-        shapes = Shapes(parameter_shapes(built.reference), parameter_shapes(built.candidate))
-        check_entries(kept, shapes.reference, shapes.candidate)
+        reference, candidate = parameters_of(built)
+        shapes = Shapes(reference.shapes, candidate.shapes)
+        check_entries(kept, reference.shapes, candidate.shapes, reference.others, candidate.others)
     open_choices, problems = _open_choices(built, shapes, kept)
     if problems:
         suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
     else:
         with usual_modes():
             suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
-    return replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)))
+    hints = () if suggestion.fits else tuple(hints_at_norms(suggestion.weights, reference, candidate))
+    return replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)), hints=hints)
 
 
 def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:
@@ -85,49 +89,14 @@ def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Cho
         for side, taken in zip(units, used, strict=True)
     )
     matching = match(reference, candidate, (parts_by_unit(units[0]), parts_by_unit(units[1])))
-    found, misfits = choices(matching, shapes, geometry_of(pair.candidate, pair.reference))
-    misfits += list(_of_one_name(matching))
+    told = stored(pair.reference), stored(pair.candidate)
+    found, misfits = choices(matching, shapes, geometry_of(pair.candidate, pair.reference), told)
     mapped = {
         name for choice in found for left, right in choice.layouts[0].entries for name in (*names(left), *names(right))
     }
-    return found, list(_problems(reference, candidate, mapped, misfits))
-
-
-def _of_one_name(matching: Matching) -> Iterator[Group]:
-    """Units of one name that were not put together, since their shapes do not go together."""
-    named = {(unit.path, unit.expert): unit for unit in matching.reference_left}
-    for unit in matching.candidate_left:
-        if (other := named.get((unit.path, unit.expert))) is not None:
-            yield Group((other,), (unit,))
-
-
-def _problems(
-    reference: Sequence[Unit], candidate: Sequence[Unit], mapped: set[str], misfits: Sequence[Group]
-) -> Iterator[str]:
-    told: set[str] = set()
-    for group in misfits:
-        left, right = _listed(group.reference), _listed(group.candidate)
-        told |= {name for unit in (*group.reference, *group.candidate) for name in unit.parameters.values()}
-        yield f"{left} should hold TE's {right} by name, but no layout fits the shapes; are both modules of one size?"
-    for unit in candidate:
-        for kind, name in unit.parameters.items():
-            if name not in mapped | told:
-                yield (
-                    f'nothing in the reference fits TE\'s "{name}" {unit.shapes[kind]}; build the TE module without '
-                    "it, or map it by hand"
-                )
-    for unit in reference:
-        for kind, name in unit.parameters.items():
-            if name not in mapped | told:
-                yield (
-                    f'the reference\'s "{name}" {unit.shapes[kind]} has no place in the TE module; build that with it '
-                    "(bias=True, say), or map it by hand"
-                )
-
-
-def _listed(units: Sequence[Unit]) -> str:
-    named = [f'"{name}" {unit.shapes[kind]}' for unit in units for kind, name in unit.parameters.items()]
-    return ", ".join(named)
+    misfits += [*matching.misfits, *of_one_name(matching)]
+    left_over = [unit.without(mapped) for unit in reference], [unit.without(mapped) for unit in candidate]
+    return found, problems_of(misfits, *left_over, parameters_of(pair))
 
 
 def _settled(
@@ -166,7 +135,11 @@ def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: in
     if settled.error <= trial.limit or usual == list(found):
         return settled, usual
     further = search(found)
-    return (further, found) if further.error < settled.error else (settled, usual)
+    # Where neither fits, something else is wrong, and an error that is a little lower is no reason for the unusual.
+    enough = max(trial.limit, CLEARLY * settled.error)
+    if further.error < enough:
+        return further, found
+    return replace(settled, runs=max(settled.runs, further.runs)), usual
 
 
 def _map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:

@@ -59,6 +59,7 @@ class Suggestion:
         weights: the map; without an entry for what is in ``problems``.
         decisions: what names and shapes left open, and how it was settled.
         problems: what has no place in the map, or why the modules could not be run; a sentence each.
+        hints: what is probably wrong with the modules, where the map does not fit; a sentence each.
         error: relative L2 error of the outputs in FP32 under the map; NaN where it could not be run.
         expected: what FP32 costs the reference itself (TE multiplies in TF32); NaN where it could not be run.
         limit: up to which error the map fits.
@@ -68,6 +69,7 @@ class Suggestion:
     weights: WeightMap
     decisions: tuple[Decision, ...] = ()
     problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     error: float = math.nan
     expected: float = math.nan
     limit: float = math.nan

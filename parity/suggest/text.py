@@ -58,7 +58,7 @@ def _verdict(suggestion: Suggestion) -> Iterator[str]:
     if suggestion.fits:
         yield f"{figures}: the map fits ({suggestion.runs} maps run)."
     else:
-        yield f"{figures}: NO map fits, this is the best of {suggestion.runs} that were run."
+        yield f"{figures}: NO map fits; of {suggestion.runs} that were run none is clearly better than this one."
         yield "Look at what a weight map cannot express: the activation, the norm and its eps, the mask, RoPE, the"
         yield "scale of the softmax, the order of inputs. With this map in the pair, `parity run` tries the known"
         yield "mistakes and names the one that explains the rest."

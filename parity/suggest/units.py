@@ -14,6 +14,8 @@ WEIGHT, BIAS = "weight", "bias"
 # ``q_proj.weight``, TE's ``query_weight``, and ``weight3`` of te.GroupedLinear's fourth expert.
 _LEAF = re.compile(r"(?P<stem>.*?)_?(?P<kind>weight|bias|gamma|beta)(?P<expert>\d*)")
 _KINDS = {"gamma": WEIGHT, "gain": WEIGHT, "scale": WEIGHT, "beta": BIAS, "offset": BIAS}
+# Of ``nn.MultiheadAttention`` with ``kdim``.
+_QUERY_WEIGHT, _BIAS_OF_ALL = "q_proj_weight", "in_proj_bias"
 _EXPERT = re.compile(r"(?:^|\.)(?:local_)?experts?\.(\d+)(?=\.|$)")
 _LAST_NUMBER = re.compile(r"(?P<before>(?:.*\.)?)(?P<number>\d+)(?P<after>(?:\.[^.]*\D[^.]*)*)")
 
@@ -50,6 +52,12 @@ class Unit:
     def shape(self) -> Shape:
         """Of the weight, or of the only parameter."""
         return self.shapes[WEIGHT] if WEIGHT in self.shapes else next(iter(self.shapes.values()))
+
+    @property
+    def has_bias_of_all(self) -> bool:
+        """Whether it is a query whose bias is query's, key's and value's, see ``one_bias``."""
+        weight, bias = self.parameters.get(WEIGHT, ""), self.parameters.get(BIAS, "")
+        return weight.endswith(_QUERY_WEIGHT) and bias.endswith(_BIAS_OF_ALL)
 
     def without(self, names: Container[str]) -> Unit:
         """The same unit, with those parameters left out."""
@@ -116,8 +124,14 @@ def _parse(name: str) -> tuple[str, str, int | None]:
 
 
 def _weight_of(name: str, shapes: Mapping[str, Shape]) -> str | None:
-    """The weight that a bias named ``b1`` or ``b_in`` belongs to, ``w1`` or ``w_in`` beside it; ``g`` for a norm's."""
+    """The weight that a bias named ``b1`` or ``b_in`` belongs to, ``w1`` or ``w_in`` beside it; ``g`` for a norm's.
+
+    The bias of query, key and value belongs to the query, where each has a weight.
+    """
     scope, dot, leaf = name.rpartition(".")
+    if leaf == _BIAS_OF_ALL:
+        query = f"{scope}{dot}{_QUERY_WEIGHT}"
+        return query if query in shapes else None
     if leaf[:1] not in ("b", "B"):
         return None
     small = leaf[0] == "b"

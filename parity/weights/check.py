@@ -5,22 +5,25 @@ from __future__ import annotations
 import difflib
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 
 from parity.weights import WeightMap
+from parity.weights.alike import Problem, lines
+from parity.weights.other_names import OtherNames, Parameters
 from parity.weights.sides import describe, holds, names, shape_of
 from parity.weights.terms import SIDES, Constant, Copies, MisfitError, Shape, Side, WeightMapError
+from parity.weights.ties import tied_in_entry
+from parity.weights.unused import unused_of_reference, unused_of_te
 
-_NONE: Mapping[str, str] = MappingProxyType({})
+_NO_OTHERS = OtherNames()
 
 
 def check_map(
     weights: WeightMap,
     reference_shapes: Mapping[str, Shape],
     candidate_shapes: Mapping[str, Shape],
-    reference_others: Mapping[str, str] = _NONE,
-    candidate_others: Mapping[str, str] = _NONE,
+    reference_others: OtherNames = _NO_OTHERS,
+    candidate_others: OtherNames = _NO_OTHERS,
 ) -> None:
     """Make sure that a map uses each parameter of both modules once, in shapes that fit.
 
@@ -28,56 +31,57 @@ def check_map(
         weights: the map.
         reference_shapes: shapes of the reference's parameters by name.
         candidate_shapes: shapes of TE's parameters by name.
-        reference_others, candidate_others: what names of theirs mean that are no parameter's, see ``other_names``.
+        reference_others, candidate_others: what further names of theirs mean, see ``other_names``.
 
     Raises:
-        WeightMapError: with every problem there is, one a line.
+        WeightMapError: with every problem there is, one a line; those of layers that are alike stand in one.
     """
+    reference = Parameters("reference", reference_shapes, reference_others)
+    candidate = Parameters("TE", candidate_shapes, candidate_others)
     problems = [
-        *_map_problems(weights, reference_shapes, candidate_shapes, reference_others, candidate_others),
-        *_unused("reference", reference_shapes, _users(weights, 0)),
-        *_unused("TE", candidate_shapes, _users(weights, 1)),
+        *_map_problems(weights, reference, candidate),
+        *unused_of_reference(weights, reference, candidate),
+        *unused_of_te(weights, reference, candidate),
     ]
     if problems:
-        raise WeightMapError("\n".join(problems))
+        raise WeightMapError("\n".join([*["weights has no entry"] * (not weights), *lines(problems)]))
 
 
 def check_entries(
-    weights: WeightMap, reference_shapes: Mapping[str, Shape], candidate_shapes: Mapping[str, Shape]
+    weights: WeightMap,
+    reference_shapes: Mapping[str, Shape],
+    candidate_shapes: Mapping[str, Shape],
+    reference_others: OtherNames = _NO_OTHERS,
+    candidate_others: OtherNames = _NO_OTHERS,
 ) -> None:
-    """As ``check``, but the map may leave parameters out.
+    """As ``check_map``, but the map may leave parameters out.
 
     Raises:
         WeightMapError: ditto.
     """
-    problems = list(_map_problems(weights, reference_shapes, candidate_shapes))
+    reference = Parameters("reference", reference_shapes, reference_others)
+    problems = list(_map_problems(weights, reference, Parameters("TE", candidate_shapes, candidate_others)))
     if problems:
-        raise WeightMapError("\n".join(problems))
+        raise WeightMapError("\n".join(lines(problems)))
 
 
-def _map_problems(
-    weights: WeightMap,
-    reference_shapes: Mapping[str, Shape],
-    candidate_shapes: Mapping[str, Shape],
-    reference_others: Mapping[str, str] = _NONE,
-    candidate_others: Mapping[str, str] = _NONE,
-) -> Iterator[str]:
+def _map_problems(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
     """What is wrong with the entries that there are."""
     if not isinstance(weights, Mapping):
         raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
     for left, right in weights.items():
-        unknown = [
-            *_unknown_names("reference", left, reference_shapes, reference_others, _describe_entry(left, right)),
-            *_unknown_names("TE", right, candidate_shapes, candidate_others, _describe_entry(left, right)),
-        ]
-        yield from unknown
-        yield from _entry_problems(left, right, reference_shapes, candidate_shapes, not unknown)
-    for kind, side in (("reference", 0), ("TE", 1)):
+        entry = _describe_entry(left, right)
+        unknown = [*_unknown_names(left, reference), *_unknown_names(right, candidate)]
+        if isinstance(left, SIDES) and isinstance(right, SIDES):
+            unknown += tied_in_entry(left, right, weights, reference, candidate)
+        yield from (Problem(f"{entry}: {told}") for told in unknown)
+        yield from map(Problem, _entry_problems(left, right, reference.shapes, candidate.shapes, not unknown))
+    for module, side in ((reference, 0), (candidate, 1)):
         for name, entries in _users(weights, side).items():
             if len(entries) > 1:
                 described = " and in ".join(_describe_entry(*entry) for entry in entries)
                 advice = "; copies(...) on the right fills several TE parameters with one" if side == 0 else ""
-                yield f'{kind} parameter "{name}" is used {len(entries)} times: in {described}{advice}'
+                yield Problem(f'{module.kind} parameter "{name}" is used {len(entries)} times: in {described}{advice}')
 
 
 def _users(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
@@ -125,31 +129,25 @@ def _entry_problems(
         yield f"{entry}: the left side is {left_shape}, the right side {right_shape} {shapes}{advice}"
 
 
-def _unknown_names(
-    kind: str, side: Side, shapes: Mapping[str, Shape], others: Mapping[str, str], entry: str
-) -> Iterator[str]:
+def _unknown_names(side: Side, module: Parameters) -> Iterator[str]:
     for name in names(side) if isinstance(side, SIDES) else ():
-        if name in others:
-            yield f'{entry}: "{name}" is no {kind} parameter of its own: {others[name]}'
-        elif name not in shapes:
-            close = difflib.get_close_matches(name, shapes, n=1)
-            advice = f'; did you mean "{close[0]}" {tuple(shapes[close[0]])}?' if close else ""
-            yield f'{entry}: there is no {kind} parameter "{name}"{advice}'
-
-
-def _unused(kind: str, shapes: Mapping[str, Shape], users: Container[str]) -> Iterator[str]:
-    """Parameters that no entry mentions."""
-    for name, shape in shapes.items():
-        if name in users:
-            continue
-        if kind == "reference":
-            yield f'reference parameter "{name}" {tuple(shape)} is used by no entry'
-        else:
+        if name in module.others.buffers:
             yield (
-                f'TE parameter "{name}" {tuple(shape)} is filled by no entry; where the reference has none, build the '
-                f"TE module without it or map {describe(Constant(0.0, tuple(shape)))} to it; where another parameter "
-                f"of TE holds the same, map to copies(...) of both"
+                f'"{name}" is no {module.kind} parameter of its own: it is a buffer, and buffers are not mapped; give '
+                "both modules the same in the factory"
             )
+        elif name not in module.shapes and name not in module.others.tied:
+            close = _closest(name, module.shapes)
+            advice = f'; did you mean "{close}" {tuple(module.shapes[close])}?' if close else ""
+            yield f'there is no {module.kind} parameter "{name}"{advice}'
+
+
+def _closest(name: str, known: Mapping[str, Shape]) -> str | None:
+    """The only name with a prefix more or a prefix less, or else the one with the most letters in common."""
+    within = sorted((other for other in known if name.endswith(f".{other}")), key=len)
+    below = [other for other in known if other.endswith(f".{name}")]
+    found = within[-1:] or (below if len(below) == 1 else difflib.get_close_matches(name, known, n=1))
+    return found[0] if found else None
 
 
 def _describe_entry(left: object, right: object) -> str:

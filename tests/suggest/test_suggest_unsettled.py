@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import textwrap
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import parity
+from parity import registry
+from parity.cli import maps
 from parity.suggest import Suggestion
 from parity.suggest.text import explain
 
@@ -97,3 +100,96 @@ def test_inputs_that_tell_no_map_from_another_are_a_problem(inputs, reason):
     suggestion = suggested(nn.Linear(HIDDEN, HIDDEN, bias=False), te.Linear(HIDDEN, HIDDEN, bias=False), inputs=inputs)
     assert reason in suggestion.problems[0]
     assert not suggestion.settled
+
+
+def test_projections_of_one_name_whose_shapes_do_not_go_together_are_told_together():
+    reference = nn.MultiheadAttention(HIDDEN, 4, batch_first=True, kdim=32, vdim=48)
+    candidate = te.MultiheadAttention(HIDDEN, 4, attention_type="cross", qkv_format="bshd", attn_mask_type="no_mask")
+    suggestion = suggested(
+        reference, candidate, inputs=lambda rng: (rng.normal(2, 16, HIDDEN), rng.normal(2, 8, 32), rng.normal(2, 8, 48))
+    )
+    (problem,) = suggestion.problems
+    assert '"k_proj_weight" (64, 32)' in problem
+    assert '"key_value.key_weight" (64, 64)' in problem
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_rms_norm_that_became_a_layer_norm_is_hinted_at_once(layers):
+    def mlp(normalization: str) -> nn.Module:
+        return te.LayerNormMLP(HIDDEN, FFN, normalization=normalization, activation="swiglu", bias=False)
+
+    def reference() -> nn.Module:
+        return nn.Sequential(*(parity.reference.SwiGLUMLP(HIDDEN, FFN) for _ in range(layers)))
+
+    wrong, right = (
+        suggested(reference(), nn.Sequential(*(mlp(normalization) for _ in range(layers))))
+        for normalization in ("LayerNorm", "RMSNorm")
+    )
+    assert not wrong.fits
+    (hint,) = wrong.hints
+    assert "looks like an RMSNorm" in hint
+    assert 'is normalization="RMSNorm" meant?' in hint
+    assert right.fits
+    assert right.hints == ()
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_hint_is_printed_before_the_map(tmp_path, capsys):
+    text = """
+        import parity
+        from torch import nn
+
+        @parity.pair("hinted")
+        def hinted(te):
+            return parity.Pair(nn.RMSNorm(64), te.LayerNorm(64), lambda rng: rng.normal(16, 64))
+    """
+    (tmp_path / "hinted_pairs.py").write_text(textwrap.dedent(text))
+    declared = registry.cases()
+    settled = maps.suggest(str(tmp_path / "hinted_pairs.py"), 0, 0, "cpu", keep=True, max_runs=10)
+    registry.restore(declared)
+    told = capsys.readouterr().out
+    assert not settled
+    assert 0 < told.index('normalization="RMSNorm"') < told.index("weights={")
+
+
+def test_a_layer_norm_that_became_an_rms_norm_is_told_with_the_option():
+    suggestion = suggested(Normed(nn.LayerNorm(HIDDEN)), Normed(te.RMSNorm(HIDDEN)))
+    (problem,) = suggestion.problems
+    assert '"norm.bias" (64,) has no place in the TE module; build that with it (normalization="LayerNorm"' in problem
+
+
+class Tied(nn.Module):
+    """An embedding and a head, maybe one parameter."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.lm_head = nn.Embedding(FFN, HIDDEN), nn.Linear(HIDDEN, FFN, bias=False)
+        if tied:
+            self.lm_head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lm_head(self.tokens(ids))
+
+
+def test_a_head_that_te_alone_ties_is_told_with_what_it_is_tied_to():
+    suggestion = suggested(Tied(tied=False), Tied(tied=True), inputs=lambda rng: rng.integers(2, 16, high=FFN))
+    (problem,) = suggestion.problems
+    assert 'which ties its "lm_head.weight" to "tokens.weight", and the reference has two parameters' in problem
+
+
+def test_a_tied_name_in_an_entry_that_stays_is_told_as_tied():
+    with pytest.raises(parity.UserError, match=r'it is tied to "tokens\.weight"'):
+        suggested(
+            Tied(tied=True),
+            Tied(tied=False),
+            inputs=lambda rng: rng.integers(2, 16, high=FFN),
+            weights={"lm_head.weight": "lm_head.weight"},
+        )
