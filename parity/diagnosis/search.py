@@ -2,7 +2,8 @@
 
 Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough. What brings the
 outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
-precision. If none explains the failure, a second is looked for on top of the best partial explanations.
+precision. If none explains the failure, two are looked for: the likeliest pairs by what each mistake does alone
+(``parity.diagnosis.pairs``), then any other on top of the best partial explanations.
 
 A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least; a budget
 of processor time ends each part of it.
