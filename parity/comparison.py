@@ -42,7 +42,7 @@ from parity.te_state.own_recipes import own_recipes
 from parity.truth import Truth
 from parity.user_error import INTERRUPTS, UserError
 from parity.watching import detached_outputs, side_effects
-from parity.watching.raised import first_paragraph, users_line, way_there
+from parity.watching.raised import first_paragraph, submodule, users_line, way_there
 from parity.watching.random_state import RandomState
 from parity.watching.te_calls import WITHOUT_TE, te_calls
 
@@ -252,10 +252,17 @@ def _step(which: str) -> Iterator[None]:
     except (NotOffered, UserError, *INTERRUPTS):
         raise
     except BaseException as error:
-        line = users_line(error)
-        place = f"; at {line}" if line else ""
-        part = part_that_raised(error) or which
-        raise _PassRaised(f"{part} raised {type(error).__name__}: {first_paragraph(error)}{place}") from error
+        part, where, line = part_that_raised(error) or which, submodule(error), users_line(error)
+        told = f"{part} raised {type(error).__name__}: {first_paragraph(error)}"
+        places = (f"in {where}" if where else "", f"at {line}" if line else "", _advice(error))
+        raise _PassRaised("; ".join(filter(None, (told, *places)))) from error
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2); else empty."""
+    if "FP8 execution requires" not in str(error):
+        return ""
+    return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
 
 
 def _seen_of_port(ran: _Ran, precision: Precision) -> Port:

@@ -20,7 +20,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 
 _ELEMENTS = 4096  # of a sample
 _MOST_EFFECTS = 2000  # the largest
-_AS_SMALL = 1e-3  # of the error's norm: an effect below does nothing
+_SMALLEST, _LARGEST = 1e-3, 1e3  # of the error's norm: an effect below does nothing, one beyond is not in it
 _SAME = 1e-4  # of the error: pairs that leave as much do the same
 _LISTED = 4096  # pairs, before those that do the same are left out
 _ONE_DIRECTION = 1e-6  # of the product of two effects' squares: they have one direction
@@ -88,8 +88,8 @@ class Effects:
     def _large(self, known: Sequence[Hypothesis]) -> list[Hypothesis]:
         """The mistakes that do most, in the order in which they are known, and single calls last."""
         sizes = {one: torch.linalg.vector_norm(effect).item() for one, effect in self.known.items()}
-        smallest = _AS_SMALL * torch.linalg.vector_norm(self.error).item()
-        some = [one for one, size in sizes.items() if smallest < size < math.inf]
+        size_of_error = torch.linalg.vector_norm(self.error).item()
+        some = [one for one, size in sizes.items() if _SMALLEST * size_of_error < size < _LARGEST * size_of_error]
         largest = sorted(some, key=sizes.__getitem__, reverse=True)[:_MOST_EFFECTS]
         order = {one: position for position, one in enumerate(known)}
         return sorted(largest, key=lambda one: (one.scope == "call", order.get(one, len(order))))
@@ -107,7 +107,7 @@ class Effects:
         listed = upper.flatten().topk(min(_LISTED, upper.numel()))
         alike: dict[int, list[tuple[int, int]]] = {}
         for value, index in zip(listed.values.tolist(), listed.indices.tolist(), strict=True):
-            if value > 0.0:
+            if 0.0 < value < math.inf:
                 alike.setdefault(round(value / (_SAME * total)), []).append(divmod(index, len(some)))
         found = []
         for pairs in alike.values():

@@ -46,6 +46,10 @@ class Budget:
         """What is left until so much of it is spent."""
         return Budget(part * self.seconds, self.began)
 
+    def at_most(self, part: float, of: Budget) -> Budget:
+        """This one, or as much of another as is left from now, if that is less."""
+        return Budget(min(self.seconds, time.process_time() - self.began + part * of.seconds), self.began)
+
     def spent(self) -> bool:
         """Whether they are; remembered in ``exceeded``."""
         self.exceeded = self.exceeded or time.process_time() - self.began > self.seconds

@@ -49,6 +49,7 @@ _SPENT_BY_STAGES = (0.5, 0.7, 0.85)  # of the budget, at the end of each; what i
 _SPENT_BY_ONE = 0.92  # ditto, after which two are tried
 # Of a stage's share, at the end of single places and of several: what is tried last is not left out of every stage.
 _SPENT_IN_A_STAGE = (0.6, 0.9)
+_SPENT_BY_CONSTANTS = 0.15  # of the whole budget, in one stage
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # of mistakes, by what each does alone
@@ -138,7 +139,7 @@ def _by_stages(
     """One mistake, of each scope in turn; ``ranked`` gets all that change anything, ``with_constants`` the tuned."""
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
-        _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), scopes, ordered)
+        _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), of_stages[0], ordered)
         for scopes in _STAGES
     ]
     tried: set[Hypothesis] = set()
@@ -151,7 +152,7 @@ def _by_stages(
             if last and len(some) == before:  # all was tried
                 continue
             found = found or _screened(search, _at_several(known, some, tried), some, at_several)
-            fitted = [] if found else tuned(search.screen, some, spend)
+            fitted = [] if found else tuned(search.screen, some, spend.at_most(_SPENT_BY_CONSTANTS, budget))
             found = found or _verified(search, fitted, spend)
             if found:
                 return found
@@ -240,11 +241,20 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
 
 def _in_order(
     some: Sequence[Hypothesis],
-    scopes: Sequence[Scope],
+    everywhere: Sequence[Ranked],
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
 ) -> Iterator[Hypothesis]:
-    """As they are, but for single calls, whose order is asked for as soon as one of them is to be tried."""
-    yield from ordered(some) if "call" in scopes else some
+    """First the mistakes of which ``everywhere`` says, when one is to be tried, that they help if made there.
+
+    The others as they are, but for single calls, whose order is asked for.
+    """
+    shares = {(one.title, one.name): share for share, (one, *_) in everywhere if share < HELPS}
+    helping = [one for one in some if (one.title, one.family[0]) in shares]
+    yield from sorted(helping, key=lambda one: shares[one.title, one.family[0]])
+    others = [one for one in some if (one.title, one.family[0]) not in shares]
+    calls = [one for one in others if one.scope == "call"]
+    yield from (one for one in others if one.scope != "call")
+    yield from ordered(calls) if calls else ()
 
 
 def _shared(path: str, name: str) -> int:

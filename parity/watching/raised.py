@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 from traceback import FrameSummary
+from typing import Any
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARIES = ("torch", "transformer_engine", "parity")
@@ -24,6 +25,14 @@ def users_frame(error: BaseException) -> FrameSummary | None:
 def users_line(error: BaseException) -> str:
     """That line as ``models.py:12 in forward``; empty where there is none."""
     return _line(users_frame(error))
+
+
+def submodule(error: BaseException) -> str:
+    """The innermost part of the outermost module that was running, by its name there; empty for that module itself."""
+    selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    running: list[Any] = [one for one in selves if hasattr(one, "named_modules")]  # without an import of torch
+    names = {id(part): name for name, part in running[0].named_modules()} if running else {}
+    return next((names[id(one)] for one in reversed(running) if names.get(id(one))), "")
 
 
 def line_running() -> str:

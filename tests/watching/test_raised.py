@@ -14,7 +14,7 @@ import torch
 import parity
 from parity.report import failure
 from parity.report.items import Item
-from parity.watching.raised import users_line, way_there
+from parity.watching.raised import submodule, users_line, way_there
 
 MODELS = """\
 import torch
@@ -53,6 +53,25 @@ def raised_by(function: Callable[[], object]) -> Exception:
     except Exception as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def test_the_part_of_a_module_that_raises_is_told_by_its_name(models):
+    error = raised_by(lambda: models.Misfit()(torch.ones(2, 4)))
+    assert submodule(error) == "inner.0"
+    assert submodule(raised_by(lambda: models.Typo(4, 4)(torch.ones(2, 4)))) == ""
+    assert submodule(raised_by(lambda: int("x"))) == ""
+
+
+def test_shapes_that_fp8_does_not_take_are_told_with_the_layer_and_what_to_do():
+    def factory(te, **_):
+        layers = (torch.nn.Sequential(linear(64, 64), linear(64, 64)) for linear in (torch.nn.Linear, te.Linear))
+        reference, candidate = layers
+        names = {name: name for name, _ in reference.named_parameters()}
+        return parity.Pair(reference, candidate, lambda rng: rng.normal(30, 64), names)
+
+    (one,) = parity.compare(parity.Case("layers", factory, sizes=({},)), ["fp8_current"])
+    assert one.status == "error"
+    assert "; in 0; pad the tokens, give a size that fits, or leave FP8 out for this pair" in one.reason
 
 
 def test_a_mistake_in_a_modules_forward_is_told_with_its_line(models):
