@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import ENVIRONMENT, result, tensor
+from fakes import ENVIRONMENT, GATE_UP_SWAPPED, result, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from parity.report import environment, failure, markdown, matrix, numbers, recor
 from parity.report.digest import MOST_RESULTS, Digest, digest
 from parity.report.items import Item
 from parity.report.record import Record
-from parity.result import Result, from_json, to_json
+from parity.result import Finding, Result, from_json, to_json
 from parity.user_error import UserError
 
 
@@ -369,6 +369,27 @@ def test_details_are_folded_and_closed() -> None:
 def test_the_message_of_a_failure_repeats_no_finding() -> None:
     [item] = gathered(*(result(seed=seed, margin=9.0) for seed in range(3)))
     assert failure.message(item).count("PAR101") == 1
+
+
+def test_the_message_of_a_failure_has_its_findings_before_its_numbers() -> None:
+    further = Finding("PAR401", "eps", "the norm has another eps")
+    [item] = gathered(result(margin=9.0, findings=(GATE_UP_SWAPPED, further)))
+    assert failure.message(item).splitlines()[:4] == [
+        "PAR101 gate-up-swapped: margin 9 at output (seed 0)",
+        GATE_UP_SWAPPED.message,
+        "PAR401 eps: the norm has another eps",
+        "worst tensor: output (output, 2x64)",
+    ]
+
+
+def test_the_message_of_a_failure_without_findings_begins_with_the_margin() -> None:
+    [item] = gathered(result(margin=9.0, findings=()))
+    assert failure.message(item).startswith("margin 9 at output (seed 0)\nworst tensor")
+
+
+def test_the_report_of_a_failure_has_its_findings_before_its_numbers() -> None:
+    text = section(markdown.draw(digest_of(result(margin=9.0)), "run"), "Failed")
+    assert text.index("**PAR101 gate-up-swapped**") < text.index("worst tensor: output")
 
 
 def test_a_failure_says_at_how_many_seeds() -> None:

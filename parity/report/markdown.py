@@ -112,10 +112,10 @@ def _failures(failed: Sequence[Item]) -> Iterator[str]:
         yield "## Failed"
     for item in failed:
         yield f"### {matrix.verdict_of(item)} `{item.name}`"
-        yield _fence([failure.headline(item), *failure.measures(item.worst)])
         findings = failure.findings(item)
         if findings:
             yield "\n".join(f"- **{finding.code} {finding.title}**: {finding.message}" for finding in findings)
+        yield _fence([failure.headline(item), *failure.measures(item.worst)])
         if item.worst.traceback:
             yield "<details>\n<summary>Traceback</summary>"
             yield _fence(item.worst.traceback.splitlines())

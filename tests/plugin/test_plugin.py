@@ -136,20 +136,20 @@ def test_a_precision_that_is_not_available_is_skipped_with_its_reason(pytester: 
     assert [(result.status, result.seed) for result in recorded(pytester).results] == [("skipped", 0)]
 
 
-def test_a_failure_shows_margin_worst_tensor_findings_and_how_to_reproduce_it(pytester: pytest.Pytester) -> None:
+def test_a_failure_shows_findings_margin_worst_tensor_and_how_to_reproduce_it(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py::fails[bf16-2x64]", "--parity-seeds=3")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "margin 102 at output (2 of 3 seeds: 0, 2; worst 2)",
+            "PAR101 gate-up-swapped: margin 102 at output (2 of 3 seeds: 0, 2; worst 2)",
+            "fc1_weight matches with its halves exchanged",
             "worst tensor: output (output, 2x64)",
             "*relative L2*0.31*0.003*0.001",
-            "PAR101 gate-up-swapped: *",
             "reproduce: pytest 'my_pairs.py::fails[[]bf16-2x64[]]' --parity-seeds=2, --parity-backend=cpu *-n 0",
         ]
     )
-    result.stdout.fnmatch_lines(["FAILED my_pairs.py::fails* - margin 102 at output*"])
+    result.stdout.fnmatch_lines(["FAILED my_pairs.py::fails* - PAR101 gate-up-swapped: *"])
     assert "Traceback" not in result.stdout.str()
     assert "item.py" not in result.stdout.str()
 
