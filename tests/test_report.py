@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from parity.cpu.emulated_gpu import emulated
 from parity.limits import aim
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
-from parity.report import environment, failure, markdown, matrix, numbers, record
+from parity.report import environment, failure, markdown, matrix, notes, numbers, record
 from parity.report.digest import MOST_RESULTS, Digest, digest
 from parity.report.items import Item
 from parity.report.record import Record
@@ -325,6 +326,34 @@ def test_failures_come_with_findings_and_a_command() -> None:
     assert "### ❌ 140 `mlp[bf16-2x64]`" in text
     assert "- **PAR101 gate-up-swapped**: fc1_weight matches with its halves exchanged" in text
     assert "pytest 'my_pairs.py::mlp[bf16-2x64]' --parity-seeds=3, --parity-backend=cpu" in text
+
+
+def test_a_note_is_counted_once_an_item_though_every_seed_or_part_of_it_repeats_it() -> None:
+    run = Digest(ENVIRONMENT)
+    run.add([result(seed=seed, notes=("no TE",)) for seed in (0, 1)])
+    run.add([result(seed=2, notes=("no TE",))])
+    run.add([result("norm", notes=("no TE", "zero"))])
+    assert run.notes == {"no TE": 2, "zero": 1}
+
+
+def test_a_terminal_shows_the_commonest_notes_and_how_many_others_there_are() -> None:
+    told = list(notes.lines(Counter({"rare": 1, **{f"common {i}": 2 for i in range(notes.MOST_LINES)}, "rarer": 1})))
+    assert told[0] == "note of 2 items: common 0"
+    assert told[-1] == "and 2 more in the report"
+    assert len(told) == notes.MOST_LINES + 1
+
+
+def test_a_long_note_is_cut_for_a_terminal() -> None:
+    [line] = notes.lines(Counter({"zero: " + ", ".join(f"d layer{i}.weight" for i in range(500)): 1}))
+    assert line.endswith(" ...")
+    assert len(line) < 250
+
+
+def test_notes_of_items_that_the_report_leaves_out_are_in_it() -> None:
+    run = digest_of(*(result(size_label=str(i), notes=(f"note {i // 900}",)) for i in range(2 * MOST_RESULTS)))
+    told = section(markdown.draw(run, "run"), "Notes")
+    assert all(f"- note {i} (" in told for i in range(3))
+    assert "items not shown here)" in told
 
 
 def test_a_run_without_failures_has_no_section_for_them() -> None:

@@ -195,6 +195,15 @@ def test_the_summary_says_the_verdict_and_where_the_report_is(pytester: pytest.P
     assert "my_pairs.py::fails[bf16-2x64]" in report.read_text()
 
 
+def test_the_summary_shows_what_items_that_passed_leave_unproven(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-one")  # of which the stand-in makes a note
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::mlp", "--parity-precisions=fp32")
+    result.stdout.fnmatch_lines(["*2 of 2 items passed*", "note of 2 items: computed on GPU-one", "report: *"])
+
+
 def test_the_record_starts_with_the_environment(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     run(pytester, "my_pairs.py", "-k", "mlp", "--parity-seeds=2")
