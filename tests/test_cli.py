@@ -7,14 +7,18 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
 import pytest
+import typer
 from fakes import ENVIRONMENT, result
 
 from parity import registry
-from parity.cli import runner, suite
+from parity.cli import app, runner, suite
+from parity.limits import table
+from parity.plugin.options import Options
 from parity.report import record
 from parity.user_error import UserError
 
@@ -115,6 +119,10 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--timeout", 14 * "9", "my_pairs.py"), ("--timeout is '999", "up to 1e+09")),
         (("run", "--seeds", 20 * "9", "my_pairs.py"), ("--seeds is '999", "at most 1,000,000 seeds")),
         (("run", "--attention", "flsh", "my_pairs.py"), ("--attention:", "'flsh'", "one of auto, flash")),
+        (("run", "--calibration", "no.json", "my_pairs.py"), ("--calibration: there is no calibration table no.json",)),
+        (("run", "--calibration", "notes.txt", "my_pairs.py"), ("notes.txt is no calibration table: line 1 is not",)),
+        (("run", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
+        (("suggest-map", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
         (("run", "--name", 300 * "x", "my_pairs.py"), ("--name is 'xxx", "a file name of up to 100")),
         (("run", "notes.txt"), ("notes.txt: a file of pairs is a Python file",)),
         (("suggest-map", "."), ("that is a folder; name one of its files",)),
@@ -132,6 +140,28 @@ def test_bad_arguments_end_in_a_sentence_and_code_2(
     write(tmp_path, FITS)
     write(tmp_path, "", "notes.txt")
     assert_mistake(parity(tmp_path, *arguments), *words)
+
+
+@pytest.mark.parametrize("command", ["run", "suggest-map", "throughput", "gpu-report"])
+def test_an_unknown_backend_in_the_environment_ends_in_a_sentence_and_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PARITY_BACKEND", "tpu")
+    write(tmp_path, FITS)
+    done = parity(tmp_path, command, "my_pairs.py")
+    assert_mistake(done, "--backend (or PARITY_BACKEND) is 'tpu', but must be one of auto, gpu, cpu")
+
+
+def test_run_has_an_option_for_each_of_the_plugin() -> None:
+    of_plugin = {name for name in vars(Options(None, "auto", (0,), Path(), "")) if name not in ("precisions", "folder")}
+    of_run = {parameter.name for parameter in typer.main.get_command(app).commands["run"].params}
+    assert of_plugin | {"precision", "report"} <= of_run
+
+
+def test_a_keyword_that_selects_nothing_is_told_with_code_2(here: Here) -> None:
+    here.write(FITS)
+    assert here.run("-k", "no_such") == 2
+    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches -k 'no_such'\n"
 
 
 def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) -> None:
@@ -286,6 +316,16 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
         for seed in (0, 1)
     ]
     assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
+
+
+def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_path: Path) -> None:
+    packaged = table.packaged()
+    strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
+    table.save(table.Table(strict, {}), tmp_path / "strict.json")
+    write(tmp_path, FITS)
+    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json").returncode == 1
+    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
+    assert [each.precision for each in record.read(tmp_path / "reports" / "parity.jsonl").results] == ["fp32"]
 
 
 def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ Paths = Annotated[
     typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
 ]
 Precisions = Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")]
-BackendName = Annotated[str, typer.Option(help="auto, gpu or cpu.")]
+BackendName = Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")]
 ReportFile = Annotated[Path, typer.Option("-o", "--out", help="The report; its record is beside it.")]
 Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
 
@@ -38,21 +38,25 @@ Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one t
 def run(
     paths: Paths = None,
     precision: Precisions = None,
-    backend: Annotated[str | None, typer.Option(help="auto, gpu or cpu.")] = None,
+    backend: Annotated[str | None, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = None,
     seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto: what the machine holds.")] = "auto",
     timeout: Annotated[str | None, typer.Option(help="Seconds for an item at one seed, 0 for no limit [600].")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="A table of limits that parity calibrate made.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
+    last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
     from parity.cli import run_options, runner, suite
 
-    arguments = run_options.as_plugins(precision, backend, seeds, attention, determinism, timeout, report, name)
-    arguments += run_options.workers(workers) + (["-k", keyword] if keyword else [])
+    arguments = run_options.as_plugins(
+        precision, backend, seeds, attention, determinism, timeout, calibration, report, name
+    )
+    arguments += run_options.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     raise typer.Exit(runner.run(suite.files(paths), arguments))
 
 
@@ -228,7 +232,7 @@ def gpu_report(
     folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
     minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
     quick: Annotated[bool, typer.Option("--quick", help="A small part of each step.")] = False,
-    backend: Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = "auto",
+    backend: BackendName = "auto",
     only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",
 ) -> None:
     """Run every check that a GPU machine allows, and leave one folder with an index; exit code 1 if one fails."""

@@ -95,8 +95,8 @@ def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[
     except ValidationError as error:
         wrong = error.errors()[0]
         what = f"{'.'.join(map(str, (kind, *wrong['loc'])))}: {wrong['msg']}"
-    except (LookupError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
+    except (LookupError, TypeError, AttributeError):
+        what = f"no {kind} in it"
     raise UserError(
         f"{path} is not a record of this version of parity (line {number}, {what}); "
         "a run writes one to reports/<name>.jsonl"

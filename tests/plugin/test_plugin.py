@@ -75,13 +75,27 @@ def test_a_bad_option_is_a_usage_error_that_lists_what_is_valid(
     result.stderr.fnmatch_lines([message])
 
 
+def test_the_environment_may_choose_the_backend_which_is_checked_under_its_name(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pytester, PAIRS)
+    pytester.makeini("[pytest]\nparity_backend = gpu")
+    monkeypatch.setenv("PARITY_BACKEND", "cpu")
+    run(pytester, "my_pairs.py", "-k", "fails").assert_outcomes(failed=2)
+    monkeypatch.setenv("PARITY_BACKEND", "tpu")
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: PARITY_BACKEND is 'tpu', but must be one of auto, gpu, cpu"])
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--parity-report=my_pairs.py", "*--parity-report is */my_pairs.py: that is a file, but a folder is due*"),
         ("--parity-report=my_pairs.py/deep", "*lies below */my_pairs.py*"),
         ("--parity-calibration=nope.json", "*--parity-calibration: there is no calibration table */nope.json*"),
-        ("--parity-calibration=my_pairs.py", "*my_pairs.py is no calibration table*"),
+        ("--parity-calibration=my_pairs.py", "*my_pairs.py is no calibration table: line * is not JSON; make*"),
+        ("--parity-calibration=.", "*cannot read the calibration table */*: Is a directory"),
     ],
 )
 def test_files_that_cannot_serve_are_refused_once_before_any_worker_starts(
