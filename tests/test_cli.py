@@ -208,22 +208,6 @@ def test_failed_parity_is_code_1(here: Here) -> None:
     assert here.stderr == ""
 
 
-def test_report_draws_a_record_again(tmp_path: Path) -> None:
-    path = tmp_path / "night.jsonl"
-    record.start(path, record.environment_line(ENVIRONMENT))
-    record.append(path, record.result_line(result()))
-    done = parity(tmp_path, "report", "night.jsonl")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "1 of 1 item passed" in done.stdout
-    assert (tmp_path / "night.md").read_text().startswith("# Parity report: night\n")
-
-
-def test_a_report_never_replaces_its_record(tmp_path: Path) -> None:
-    record.start(tmp_path / "night.md", record.environment_line(ENVIRONMENT))
-    assert_mistake(parity(tmp_path, "report", "night.md"), "would replace its record night.md", "-o")
-    assert record.read(tmp_path / "night.md").environment == ENVIRONMENT
-
-
 def test_a_terminal_that_lacks_a_character_gets_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "night.jsonl"
     record.start(path, record.environment_line(ENVIRONMENT))
@@ -243,11 +227,6 @@ def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2(tmp_path: P
             cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, "parity: No space left on device: the output ends here\n")
-
-
-def test_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
-    record.start(tmp_path / "a.jsonl", record.environment_line(ENVIRONMENT))
-    assert_mistake(parity(tmp_path, "report", "a.jsonl", "-o", "no/such/folder.md"), "cannot write")
 
 
 def test_list_shows_cases_without_te(tmp_path: Path) -> None:

@@ -87,21 +87,14 @@ def suggest_map(
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
+    against: Annotated[Path | None, typer.Option(help="An older run's JSON lines: draw what changed since.")] = None,
+    factor: Annotated[float, typer.Option(min=1.0, help="With --against: margins that changed more are told.")] = 1.5,
 ) -> None:
-    """Draw the report of a run again from its record."""
-    from parity.report import markdown, record
-    from parity.report.digest import digest
+    """Draw the report of a run again, or what changed since another run; exit code 1 if one fails, or newly fails."""
+    from parity.cli import reports
 
-    run = digest(record.read(file))
-    target = output or file.with_suffix(".md")
-    if target.exists() and target.samefile(file):
-        raise UserError(f"the report would replace its record {file}; name another file by -o")
-    try:
-        target.write_text(markdown.draw(run, file.stem), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from None
-    print(markdown.verdict(run))
-    print(f"report: {target}")
+    passed = reports.draw(file, output) if against is None else reports.compare(file, against, output, factor)
+    raise typer.Exit(0 if passed else 1)
 
 
 @app.command()

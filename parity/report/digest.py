@@ -76,6 +76,16 @@ class Digest:
             self._cut()
 
     @property
+    def failed(self) -> int:
+        """How many items failed, or could not be compared."""
+        return self.counts["failed"] + self.counts["error"]
+
+    @property
+    def missing(self) -> int:
+        """How many items of the run have no result."""
+        return max(self.environment.items - self.counts.total(), 0)
+
+    @property
     def items(self) -> list[Item]:
         """Those that are kept, in an order that does not depend on which worker was faster."""
         if self._results > MOST_RESULTS:

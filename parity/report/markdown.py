@@ -52,8 +52,7 @@ def verdict(run: Digest) -> str:
     """The run in one line."""
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
-    failed = counts["failed"] + counts["error"]
-    missing = max(run.environment.items - counts.total(), 0)
+    failed, missing = run.failed, run.missing
     notes = [f"{counts['skipped']} skipped"] if counts["skipped"] else []
     if missing:
         notes.append(f"{plural(missing, 'item')} without a result: the run was cut short or a worker crashed")
