@@ -114,10 +114,17 @@ def execute(
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
+    from parity.cpu.loading import script_traceback
     from parity.cpu.loading.script import run as run_script
 
     with te.on_cpu():
-        run_script(script, arguments or ())
+        try:
+            run_script(script, arguments or ())
+        except (UserError, BrokenPipeError):  # told by main, as of every command
+            raise
+        except Exception as error:
+            script_traceback.show(error)
+            raise typer.Exit(1) from None
 
 
 @app.command()
