@@ -28,7 +28,10 @@ Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
 ]
-Precisions = Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")]
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option("--precision", "--precisions", "-p", help="fp32,bf16, or repeat for several; without any, all."),
+]
 BackendName = Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")]
 ReportFile = Annotated[Path, typer.Option("-o", "--out", help="The report; its record is beside it.")]
 Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
@@ -206,7 +209,7 @@ def kernels(
 @app.command()
 def throughput(
     paths: Paths = None,
-    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, all.")] = "",
+    precisions: Precisions = None,
     backend: BackendName = "auto",
     sizes: Annotated[
         str, typer.Option(help="Of the built-in cases: large, declared, or auto for large on a GPU.")
@@ -224,7 +227,8 @@ def throughput(
     """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
     from parity.cli import speed
 
-    print(f"report: {speed.run(paths, precisions, backend, sizes, keyword, repeats, compiled, minutes, output)}")
+    chosen = ",".join(precisions or ())
+    print(f"report: {speed.run(paths, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
 
 
 @app.command(name="gpu-report")
@@ -261,7 +265,7 @@ def study(
 @app.command()
 def zoo(
     bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
-    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, each that this machine runs.")] = "",
+    precisions: Precisions = None,
     sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
     seeds: Annotated[
         str, typer.Option(help="3 for the seeds 0 to 2; 3,1 for 3 of the first size and 1 of the next.")
@@ -274,7 +278,8 @@ def zoo(
     from parity.machine.writable import check_file
 
     check_file(out, "--out")
-    print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), _counts(seeds), workers, out)}")
+    chosen = _listed(",".join(precisions or ()))
+    print(f"report: {bug_zoo.run(bugs, chosen, _listed(sizes), _counts(seeds), workers, out)}")
 
 
 def _counts(text: str) -> list[int]:
