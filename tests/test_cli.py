@@ -7,14 +7,18 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
 import pytest
+import typer
 from fakes import ENVIRONMENT, result
 
 from parity import registry
-from parity.cli import runner, suite
+from parity.cli import app, runner, suite
+from parity.limits import table
+from parity.plugin.options import Options
 from parity.report import record
 from parity.user_error import UserError
 
@@ -115,11 +119,18 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--timeout", 14 * "9", "my_pairs.py"), ("--timeout is '999", "up to 1e+09")),
         (("run", "--seeds", 20 * "9", "my_pairs.py"), ("--seeds is '999", "at most 1,000,000 seeds")),
         (("run", "--attention", "flsh", "my_pairs.py"), ("--attention:", "'flsh'", "one of auto, flash")),
+        (("run", "--calibration", "no.json", "my_pairs.py"), ("--calibration: there is no calibration table no.json",)),
+        (("run", "--calibration", "notes.txt", "my_pairs.py"), ("notes.txt is no calibration table: line 1 is not",)),
+        (("run", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
+        (("suggest-map", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
         (("run", "--name", 300 * "x", "my_pairs.py"), ("--name is 'xxx", "a file name of up to 100")),
         (("run", "notes.txt"), ("notes.txt: a file of pairs is a Python file",)),
         (("suggest-map", "."), ("that is a folder; name one of its files",)),
         (("run", "--report", "my_pairs.py", "my_pairs.py"), ("--report is", "a file, but a folder is due")),
         (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
+        (("throughput", "my_pairs.py", "-p", "fp32", "-p", "bf15"), ("'bf15' in --precisions;",)),
+        (("run", "my_pairs.py", "--precisions", "fp32,bf15"), ("'bf15' in --precision;",)),
+        (("zoo", "--precision", "bf15"), ("there is no precision 'bf15'",)),
         (("false-alarms", "my_pairs.py", "--seeds", "none"), ("--seeds is 'none'",)),
         (("calibrate", "my_pairs.py", "-o", "my_pairs.py/table.json"), ("-o is", "a file, but a folder is due")),
         (("calibrate", "my_pairs.py", "-p", "fp32", "-n", "1"), ("input gradients in fp32", "5 different tensors")),
@@ -132,6 +143,28 @@ def test_bad_arguments_end_in_a_sentence_and_code_2(
     write(tmp_path, FITS)
     write(tmp_path, "", "notes.txt")
     assert_mistake(parity(tmp_path, *arguments), *words)
+
+
+@pytest.mark.parametrize("command", ["run", "suggest-map", "throughput", "gpu-report"])
+def test_an_unknown_backend_in_the_environment_ends_in_a_sentence_and_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PARITY_BACKEND", "tpu")
+    write(tmp_path, FITS)
+    done = parity(tmp_path, command, "my_pairs.py")
+    assert_mistake(done, "--backend (or PARITY_BACKEND) is 'tpu', but must be one of auto, gpu, cpu")
+
+
+def test_run_has_an_option_for_each_of_the_plugin() -> None:
+    of_plugin = {name for name in vars(Options(None, "auto", (0,), Path(), "")) if name not in ("precisions", "folder")}
+    of_run = {parameter.name for parameter in typer.main.get_command(app).commands["run"].params}
+    assert of_plugin | {"precision", "report"} <= of_run
+
+
+def test_a_keyword_that_selects_nothing_is_told_with_code_2(here: Here) -> None:
+    here.write(FITS)
+    assert here.run("-k", "no_such") == 2
+    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches -k 'no_such'\n"
 
 
 def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) -> None:
@@ -185,22 +218,6 @@ def test_a_pair_that_does_not_fit_costs_no_other_and_ends_in_code_2(here: Here) 
     assert "pair 'misfits'" in here.stderr
 
 
-def test_report_draws_a_record_again(tmp_path: Path) -> None:
-    path = tmp_path / "night.jsonl"
-    record.start(path, record.environment_line(ENVIRONMENT))
-    record.append(path, record.result_line(result()))
-    done = parity(tmp_path, "report", "night.jsonl")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "1 of 1 item passed" in done.stdout
-    assert (tmp_path / "night.md").read_text().startswith("# Parity report: night\n")
-
-
-def test_a_report_never_replaces_its_record(tmp_path: Path) -> None:
-    record.start(tmp_path / "night.md", record.environment_line(ENVIRONMENT))
-    assert_mistake(parity(tmp_path, "report", "night.md"), "would replace its record night.md", "-o")
-    assert record.read(tmp_path / "night.md").environment == ENVIRONMENT
-
-
 def test_a_terminal_that_lacks_a_character_gets_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "night.jsonl"
     record.start(path, record.environment_line(ENVIRONMENT))
@@ -220,11 +237,6 @@ def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2(tmp_path: P
             cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, "parity: No space left on device: the output ends here\n")
-
-
-def test_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
-    record.start(tmp_path / "a.jsonl", record.environment_line(ENVIRONMENT))
-    assert_mistake(parity(tmp_path, "report", "a.jsonl", "-o", "no/such/folder.md"), "cannot write")
 
 
 def test_list_shows_cases_without_te(tmp_path: Path) -> None:
@@ -293,6 +305,16 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
         for seed in (0, 1)
     ]
     assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
+
+
+def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_path: Path) -> None:
+    packaged = table.packaged()
+    strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
+    table.save(table.Table(strict, {}), tmp_path / "strict.json")
+    write(tmp_path, FITS)
+    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json").returncode == 1
+    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
+    assert [each.precision for each in record.read(tmp_path / "reports" / "parity.jsonl").results] == ["fp32"]
 
 
 def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:

@@ -1,17 +1,17 @@
-"""The record of a run and the markdown that is drawn from it."""
+"""The markdown that is drawn from a run's record."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import ENVIRONMENT, result, tensor
+from fakes import ENVIRONMENT, GATE_UP_SWAPPED, result, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,19 +20,11 @@ from parity.cpu.emulated_gpu import emulated
 from parity.limits import aim
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
-from parity.report import environment, failure, markdown, matrix, numbers, record
+from parity.report import environment, failure, markdown, matrix, notes, numbers, record
 from parity.report.digest import MOST_RESULTS, Digest, digest
 from parity.report.items import Item
 from parity.report.record import Record
-from parity.result import Result, from_json, to_json
-from parity.user_error import UserError
-
-
-def written(path: Path, *results: Result) -> Path:
-    record.start(path, record.environment_line(ENVIRONMENT))
-    for each in results:
-        record.append(path, record.result_line(each))
-    return path
+from parity.result import Finding, Result
 
 
 def digest_of(*results: Result, planned: int | None = None) -> Digest:
@@ -89,59 +81,6 @@ def test_seeds_that_follow_each_other_are_a_range() -> None:
     assert numbers.seeds((4,)) == "4"
 
 
-def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    results = (result(), result(margin=math.inf, seed=3), result(status="skipped", tensors=(), reason="no FP8"))
-    assert record.read(written(tmp_path / "new" / "run.jsonl", *results)) == Record(ENVIRONMENT, results)
-
-
-def test_starting_a_record_drops_an_earlier_run(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.jsonl", result())
-    assert record.read(written(path)).results == ()
-
-
-def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.jsonl", result(), result(seed=1))
-    path.write_text(path.read_text()[:-40])
-    assert [found.seed for found in record.read(path).results] == [0]
-
-
-def test_a_broken_line_before_the_last_is_an_error(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.jsonl", result(), result(seed=1))
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], lines[1][:-40], lines[2]]))
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        record.read(path)
-
-
-@pytest.mark.parametrize("text", ["", "hello\n", "[1]\n", "{}\n", '{"environment": {"date": ""}}\n', "\x00\n"])
-def test_what_is_not_a_record_is_a_users_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"run\.jsonl is not a record"):
-        record.read(path)
-
-
-def test_a_number_that_was_damaged_is_told_with_its_line_and_place(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.jsonl", result(), result(seed=1))
-    first, second, third = path.read_text().splitlines()
-    entry = json.loads(third)
-    entry["result"]["tensors"][0]["errors"]["max_abs"] = "0.2x"
-    path.write_text("\n".join([first, second, json.dumps(entry)]))
-    with pytest.raises(UserError, match=r"line 3, result\.tensors\.0\.errors\.max_abs: Input should be a valid number"):
-        record.read(path)
-
-
-def test_an_empty_record_is_called_empty(tmp_path: Path) -> None:
-    (tmp_path / "run.jsonl").touch()
-    with pytest.raises(UserError, match=r"run\.jsonl is not a record of parity: it is empty"):
-        record.read(tmp_path / "run.jsonl")
-
-
-def test_a_record_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*No such file"):
-        record.read(tmp_path / "missing.jsonl")
-
-
 def test_the_environment_names_the_gpu_that_is_emulated() -> None:
     assert environment.measure("cpu", (0,), 1).device == "CPU, as an emulated Hopper (compute capability 9.0)"
     with emulated(cuda.BLACKWELL):
@@ -155,13 +94,6 @@ def test_the_environment_names_versions_but_no_folder() -> None:
     assert not [
         text for text in vars(measured).values() if str(Path.home()) in str(text) or str(Path.cwd()) in str(text)
     ]
-
-
-def test_a_record_from_before_cublas_and_driver_were_noted_is_read() -> None:
-    old = {k: v for k, v in environment.to_json(ENVIRONMENT).items() if k not in ("cublas", "driver", "golden")}
-    assert environment.from_json(old) == ENVIRONMENT
-    line = {k: v for k, v in to_json(result()).items() if k not in ("attention", "forced_attention")}
-    assert from_json(line) == result()
 
 
 def test_a_gpus_libraries_and_driver_are_in_the_report() -> None:
@@ -327,6 +259,34 @@ def test_failures_come_with_findings_and_a_command() -> None:
     assert "pytest 'my_pairs.py::mlp[bf16-2x64]' --parity-seeds=3, --parity-backend=cpu" in text
 
 
+def test_a_note_is_counted_once_an_item_though_every_seed_or_part_of_it_repeats_it() -> None:
+    run = Digest(ENVIRONMENT)
+    run.add([result(seed=seed, notes=("no TE",)) for seed in (0, 1)])
+    run.add([result(seed=2, notes=("no TE",))])
+    run.add([result("norm", notes=("no TE", "zero"))])
+    assert run.notes == {"no TE": 2, "zero": 1}
+
+
+def test_a_terminal_shows_the_commonest_notes_and_how_many_others_there_are() -> None:
+    told = list(notes.lines(Counter({"rare": 1, **{f"common {i}": 2 for i in range(notes.MOST_LINES)}, "rarer": 1})))
+    assert told[0] == "note of 2 items: common 0"
+    assert told[-1] == "and 2 more in the report"
+    assert len(told) == notes.MOST_LINES + 1
+
+
+def test_a_long_note_is_cut_for_a_terminal() -> None:
+    [line] = notes.lines(Counter({"zero: " + ", ".join(f"d layer{i}.weight" for i in range(500)): 1}))
+    assert line.endswith(" ...")
+    assert len(line) < 250
+
+
+def test_notes_of_items_that_the_report_leaves_out_are_in_it() -> None:
+    run = digest_of(*(result(size_label=str(i), notes=(f"note {i // 900}",)) for i in range(2 * MOST_RESULTS)))
+    told = section(markdown.draw(run, "run"), "Notes")
+    assert all(f"- note {i} (" in told for i in range(3))
+    assert "items not shown here)" in told
+
+
 def test_a_run_without_failures_has_no_section_for_them() -> None:
     text = markdown.draw(digest_of(result()), "run")
     assert "## Failed" not in text
@@ -369,6 +329,27 @@ def test_details_are_folded_and_closed() -> None:
 def test_the_message_of_a_failure_repeats_no_finding() -> None:
     [item] = gathered(*(result(seed=seed, margin=9.0) for seed in range(3)))
     assert failure.message(item).count("PAR101") == 1
+
+
+def test_the_message_of_a_failure_has_its_findings_before_its_numbers() -> None:
+    further = Finding("PAR401", "eps", "the norm has another eps")
+    [item] = gathered(result(margin=9.0, findings=(GATE_UP_SWAPPED, further)))
+    assert failure.message(item).splitlines()[:4] == [
+        "PAR101 gate-up-swapped: margin 9 at output (seed 0)",
+        GATE_UP_SWAPPED.message,
+        "PAR401 eps: the norm has another eps",
+        "worst tensor: output (output, 2x64)",
+    ]
+
+
+def test_the_message_of_a_failure_without_findings_begins_with_the_margin() -> None:
+    [item] = gathered(result(margin=9.0, findings=()))
+    assert failure.message(item).startswith("margin 9 at output (seed 0)\nworst tensor")
+
+
+def test_the_report_of_a_failure_has_its_findings_before_its_numbers() -> None:
+    text = section(markdown.draw(digest_of(result(margin=9.0)), "run"), "Failed")
+    assert text.index("**PAR101 gate-up-swapped**") < text.index("worst tensor: output")
 
 
 def test_a_failure_says_at_how_many_seeds() -> None:

@@ -28,8 +28,11 @@ Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
 ]
-Precisions = Annotated[list[str] | None, typer.Option("--precision", "-p", help="Repeat for several.")]
-BackendName = Annotated[str, typer.Option(help="auto, gpu or cpu.")]
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option("--precision", "--precisions", "-p", help="fp32,bf16, or repeat for several; without any, all."),
+]
+BackendName = Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")]
 ReportFile = Annotated[Path, typer.Option("-o", "--out", help="The report; its record is beside it.")]
 Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
 
@@ -38,21 +41,25 @@ Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one t
 def run(
     paths: Paths = None,
     precision: Precisions = None,
-    backend: Annotated[str | None, typer.Option(help="auto, gpu or cpu.")] = None,
+    backend: Annotated[str | None, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = None,
     seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto: what the machine holds.")] = "auto",
     timeout: Annotated[str | None, typer.Option(help="Seconds for an item at one seed, 0 for no limit [600].")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="A table of limits that parity calibrate made.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
+    last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
     from parity.cli import run_options, runner, suite
 
-    arguments = run_options.as_plugins(precision, backend, seeds, attention, determinism, timeout, report, name)
-    arguments += run_options.workers(workers) + (["-k", keyword] if keyword else [])
+    arguments = run_options.as_plugins(
+        precision, backend, seeds, attention, determinism, timeout, calibration, report, name
+    )
+    arguments += run_options.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     raise typer.Exit(runner.run(suite.files(paths), arguments))
 
 
@@ -83,21 +90,14 @@ def suggest_map(
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
+    against: Annotated[Path | None, typer.Option(help="An older run's JSON lines: draw what changed since.")] = None,
+    factor: Annotated[float, typer.Option(min=1.0, help="With --against: margins that changed more are told.")] = 1.5,
 ) -> None:
-    """Draw the report of a run again from its record."""
-    from parity.report import markdown, record
-    from parity.report.digest import digest
+    """Draw the report of a run again, or what changed since another run; exit code 1 if one fails, or newly fails."""
+    from parity.cli import reports
 
-    run = digest(record.read(file))
-    target = output or file.with_suffix(".md")
-    if target.exists() and target.samefile(file):
-        raise UserError(f"the report would replace its record {file}; name another file by -o")
-    try:
-        target.write_text(markdown.draw(run, file.stem), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from None
-    print(markdown.verdict(run))
-    print(f"report: {target}")
+    passed = reports.draw(file, output) if against is None else reports.compare(file, against, output, factor)
+    raise typer.Exit(0 if passed else 1)
 
 
 @app.command()
@@ -117,10 +117,17 @@ def execute(
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
+    from parity.cpu.loading import script_traceback
     from parity.cpu.loading.script import run as run_script
 
     with te.on_cpu():
-        run_script(script, arguments or ())
+        try:
+            run_script(script, arguments or ())
+        except (UserError, BrokenPipeError):  # told by main, as of every command
+            raise
+        except Exception as error:
+            script_traceback.show(error)
+            raise typer.Exit(1) from None
 
 
 @app.command()
@@ -202,7 +209,7 @@ def kernels(
 @app.command()
 def throughput(
     paths: Paths = None,
-    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, all.")] = "",
+    precisions: Precisions = None,
     backend: BackendName = "auto",
     sizes: Annotated[
         str, typer.Option(help="Of the built-in cases: large, declared, or auto for large on a GPU.")
@@ -220,7 +227,8 @@ def throughput(
     """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
     from parity.cli import speed
 
-    print(f"report: {speed.run(paths, precisions, backend, sizes, keyword, repeats, compiled, minutes, output)}")
+    chosen = ",".join(precisions or ())
+    print(f"report: {speed.run(paths, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
 
 
 @app.command(name="gpu-report")
@@ -228,7 +236,7 @@ def gpu_report(
     folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
     minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
     quick: Annotated[bool, typer.Option("--quick", help="A small part of each step.")] = False,
-    backend: Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = "auto",
+    backend: BackendName = "auto",
     only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",
 ) -> None:
     """Run every check that a GPU machine allows, and leave one folder with an index; exit code 1 if one fails."""
@@ -257,7 +265,7 @@ def study(
 @app.command()
 def zoo(
     bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
-    precisions: Annotated[str, typer.Option(help="fp32,bf16; without any, each that this machine runs.")] = "",
+    precisions: Precisions = None,
     sizes: Annotated[str, typer.Option(help="small, large or both, separated by a comma.")] = "",
     seeds: Annotated[
         str, typer.Option(help="3 for the seeds 0 to 2; 3,1 for 3 of the first size and 1 of the next.")
@@ -270,7 +278,8 @@ def zoo(
     from parity.machine.writable import check_file
 
     check_file(out, "--out")
-    print(f"report: {bug_zoo.run(bugs, _listed(precisions), _listed(sizes), _counts(seeds), workers, out)}")
+    chosen = _listed(",".join(precisions or ()))
+    print(f"report: {bug_zoo.run(bugs, chosen, _listed(sizes), _counts(seeds), workers, out)}")
 
 
 def _counts(text: str) -> list[int]:

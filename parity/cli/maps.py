@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from parity import registry
 from parity.case import Case, Size
+from parity.plugin.options import parse_backend
 from parity.suggest import suggest_map
 from parity.suggest.text import explain, python
-from parity.te import Backend
 from parity.user_error import UserError
 
 
@@ -28,7 +26,7 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
     """
     case = _case(target)
     chosen = _size(case, size)
-    suggestion = suggest_map(case, chosen, seed, _backend(backend), keep, max_runs)
+    suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     print(f"{case}{f' at {at}' if at else ''}\n")
     for hint in suggestion.hints:
@@ -36,15 +34,6 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
     print(f"{python(suggestion.weights)}\n")
     print(explain(suggestion))
     return suggestion.settled
-
-
-def _backend(name: str) -> Backend | Literal["auto"]:
-    if name == "auto":
-        return "auto"
-    for backend in get_args(Backend):
-        if name == backend:
-            return backend
-    raise UserError(f"--backend is {name!r}, but must be auto, {' or '.join(get_args(Backend))}")
 
 
 def _case(target: str) -> Case:

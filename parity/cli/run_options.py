@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.machine.writable import check_folder
+from parity.machine.writable import check_file
 from parity.plugin import options
 from parity.user_error import UserError
 
@@ -17,6 +17,7 @@ def as_plugins(
     attention: str | None,
     determinism: bool,
     timeout: str | None,
+    calibration: Path | None,
     report: Path | None,
     name: str | None,
 ) -> list[str]:
@@ -37,8 +38,11 @@ def as_plugins(
         options.parse_timeout(timeout)
     if name is not None:
         options.parse_name(name, "--name")
+    if calibration is not None:
+        options.check_calibration(calibration, "--calibration")
     if report is not None:
-        check_folder(report.absolute(), "--report")
+        for ending in ("jsonl", "md"):
+            check_file(report.absolute() / f"{name or 'parity'}.{ending}", "--report")
     given = {
         "precisions": ",".join(precision) if precision else None,
         "backend": backend,
@@ -46,6 +50,7 @@ def as_plugins(
         "attention": attention,
         "determinism": "yes" if determinism else None,
         "timeout": timeout,
+        "calibration": None if calibration is None else str(calibration),
         "report": None if report is None else str(report),
         "name": name,
     }

@@ -68,11 +68,16 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
             print(f"parity: {message}", file=sys.stderr)
         return MISTAKE
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        reasons = [*errors.skipped.values(), *_unknown(files)] or [f"no pair in {', '.join(files)} matches"]
+        reasons = [*errors.skipped.values(), *_unknown(files)] or [_without_a_match(files, arguments)]
         print(f"parity: nothing to compare: {'; '.join(reasons)}", file=sys.stderr)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
     return MISTAKE
+
+
+def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
+    keyword = f" -k {arguments[arguments.index('-k') + 1]!r}" if "-k" in arguments else ""
+    return f"no pair in {', '.join(files)} matches{keyword}"
 
 
 def _unknown(files: Sequence[str]) -> Iterator[str]:

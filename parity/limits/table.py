@@ -41,7 +41,7 @@ class Table:
         law = self.laws.get((precision, kind, statistic))
         if law is None:
             raise UserError(
-                f"the calibration table has no law for {statistic!r} of a {kind} in {precision}; "
+                f"the calibration table has no law for {statistic!r} of the kind {kind!r} in {precision}; "
                 f"make one with: parity calibrate --precision {precision}"
             )
         return _limit(law, statistic)
@@ -68,7 +68,7 @@ def load(file: Path) -> Table:
     """Read a table.
 
     Raises:
-        UserError: if there is none in the file.
+        UserError: if there is none in the file, or it cannot be read.
     """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -78,8 +78,20 @@ def load(file: Path) -> Table:
         return Table(laws, record["provenance"])
     except FileNotFoundError:
         raise UserError(f"there is no calibration table {file}; make one with: parity calibrate --out {file}") from None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no calibration table ({error!r}); make one with: parity calibrate") from None
+    except OSError as error:
+        raise UserError(f"cannot read the calibration table {file}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is no calibration table: {_wrong(error)}; make one with: parity calibrate") from None
+
+
+def _wrong(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno} is not JSON"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    if isinstance(error, KeyError):
+        return f"it lacks {error.args[0]!r}"
+    return "its JSON is laid out otherwise"
 
 
 def packaged() -> Table:

@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         reason = te.why_no_gpu()
         if reason is not None:
-            raise pytest.UsageError(f"--parity-backend=gpu: no real TransformerEngine kernels here: {reason}")
+            raise pytest.UsageError(f"the backend gpu was asked for: no real TransformerEngine kernels here: {reason}")
 
 
 def _check_surroundings(asked: Options) -> None:

@@ -58,7 +58,7 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         main_thread: the identifier of the thread that hangs.
     """
     workers = bool(item.workplace.worker)
-    seconds = f"ran longer than {item.options.timeout:g} s (--parity-timeout); "
+    seconds = f"ran longer than {item.options.timeout:g} s (--parity-timeout, or --timeout of parity run); "
     ended = "its worker was ended and replaced" if workers else f"the run ends with it: {USE_WORKERS}"
     item.results.append(item.without_comparison(seconds + ended))
     stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from parity.precision_names import PRECISION_NAMES
 from parity.user_error import UserError
 
 BACKENDS = ("auto", "gpu", "cpu")
+PARITY_BACKEND = "PARITY_BACKEND"
 _LONGEST_NAME = 100
 _MOST_SEEDS = 1_000_000
 _LAST_SEED = 2**63 - 1  # the largest that PyTorch's generators take
@@ -75,7 +77,7 @@ def declare(parser: pytest.Parser) -> None:
 
 
 def read(config: pytest.Config) -> Options:
-    """The options of a run.
+    """The options of a run. ``PARITY_BACKEND`` counts where the command line says nothing, before an ini file.
 
     A relative report folder is taken from where pytest was started; one from an ini file, from pytest's rootdir.
 
@@ -92,7 +94,7 @@ def read(config: pytest.Config) -> Options:
     start = config.rootpath if from_ini else config.invocation_params.dir
     return Options(
         precisions=parse_precisions(value("precisions"), "--parity-precisions"),
-        backend=parse_backend(value("backend"), "--parity-backend"),
+        backend=parse_backend(*_backend(config, value("backend"))),
         seeds=parse_seeds(value("seeds"), "--parity-seeds"),
         folder=start / value("report"),
         name=name,
@@ -101,6 +103,14 @@ def read(config: pytest.Config) -> Options:
         determinism=_parse_yes("determinism", value("determinism")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
     )
+
+
+def _backend(config: pytest.Config, text: str) -> tuple[str, str]:
+    """What was asked for, and by which name."""
+    asked = os.environ.get(PARITY_BACKEND)
+    if asked and config.getoption("parity_backend") is None:
+        return asked, PARITY_BACKEND
+    return text, "--parity-backend"
 
 
 def _parse_yes(name: str, text: str) -> bool:
@@ -118,15 +128,24 @@ def check_files(options: Options) -> None:
     for file in (options.record, options.report):
         check_file(file, "--parity-report")
     if options.calibration is not None:
-        from parity.limits import table
-
-        try:
-            table.load(options.calibration)
-        except UserError as error:
-            raise UserError(f"--parity-calibration: {error}") from None
+        check_calibration(options.calibration, "--parity-calibration")
 
 
 # Each of the following is told by which option the user gave its text: commands and the plugin have their own.
+
+
+def check_calibration(file: Path, option: str) -> None:
+    """Make sure that the table of limits can be read.
+
+    Raises:
+        UserError: if not.
+    """
+    from parity.limits import table
+
+    try:
+        table.load(file)
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
 
 
 def parse_name(text: str, option: str) -> str:
@@ -142,7 +161,7 @@ def parse_name(text: str, option: str) -> str:
     return text
 
 
-def parse_backend(text: str, option: str = "--backend") -> Literal["auto", "gpu", "cpu"]:
+def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> Literal["auto", "gpu", "cpu"]:
     """One of ``BACKENDS``.
 
     Raises:

@@ -65,8 +65,12 @@ class Recorder:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._digest is None:
             return
+        from parity.report import notes
+
         terminalreporter.section("parity")
         terminalreporter.write_line(self._verdict)
+        for note in notes.lines(self._digest.notes):
+            terminalreporter.write_line(note)
         for trouble in self._troubles:
             terminalreporter.write_line(trouble)
         terminalreporter.write_line(f"report: {self._report}")

@@ -96,7 +96,7 @@ def _record(node_id: str, diary: Diary, report: Any) -> None:
     stacks = diary.stacks.read_text(encoding="utf-8", errors="replace") if diary.stacks.exists() else ""
     cause = _cause_of_death(report.node)
     if stacks:
-        limit = f"ran longer than {entry.limit:g} s (--parity-timeout)"
+        limit = f"ran longer than {entry.limit:g} s (--parity-timeout, or --timeout of parity run)"
         cause = f"{limit}, and let no thread of Python run; its worker was ended and replaced"
         report.sections.append(("where it was", stacks))
     report.parity_lines = {"environment": entry.environment, "results": [*finished, entry.ended_by(cause)]}

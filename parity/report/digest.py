@@ -45,10 +45,12 @@ class Digest:
     Attributes:
         environment: where and with what it was made.
         counts: how many items there are of each status, also of those that are not kept.
+        notes: how many items have each note, ditto.
     """
 
     environment: Environment
     counts: Counter[Status] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
     _cells: dict[tuple[str, str, str], _Cell] = field(default_factory=dict)  # by file, case and precision
     _results: int = 0
     _most: int = MOST_RESULTS  # items of a cell
@@ -64,12 +66,24 @@ class Digest:
         before = cell.items.get(first.item)
         if before is not None:
             self.counts[before.status] -= 1
-        together = (*(before.results if before else ()), *results)
+        earlier = before.results if before else ()
+        self.notes.update(note for note in _notes(results) if note not in _notes(earlier))
+        together = (*earlier, *results)
         cell.items[first.item] = item = Item(tuple(sorted(together, key=lambda result: result.seed)))
         self.counts[item.status] += 1
         self._results += len(results)
         if self._results > MOST_RESULTS + _SLACK:
             self._cut()
+
+    @property
+    def failed(self) -> int:
+        """How many items failed, or could not be compared."""
+        return self.counts["failed"] + self.counts["error"]
+
+    @property
+    def missing(self) -> int:
+        """How many items of the run have no result."""
+        return max(self.environment.items - self.counts.total(), 0)
 
     @property
     def items(self) -> list[Item]:
@@ -98,6 +112,10 @@ def digest(record: Record) -> Digest:
     for results in by_item.values():
         found.add(results)
     return found
+
+
+def _notes(results: Sequence[Result]) -> dict[str, None]:
+    return dict.fromkeys(note for result in results for note in result.notes)
 
 
 def _severity(item: Item) -> tuple[int, float, str]:

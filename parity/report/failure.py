@@ -1,4 +1,4 @@
-"""What a failed item says of itself: the margin, the worst tensor, the findings, and how to run it again."""
+"""What a failed item says of itself: the findings, the margin, the worst tensor, and how to run it again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,25 @@ from parity.result import Finding, Result, TensorResult
 
 
 def message(item: Item, details: bool = False) -> str:
-    """Everything that a person needs to start looking, in a dozen lines; the traceback only with details."""
-    lines = [headline(item), *measures(item.worst)]
+    """Everything that a person needs to start looking, in a dozen lines; the traceback only with details.
+
+    The first line has the first finding's name with the margin, since pytest's summary shows no other.
+    """
+    lines = [*_findings_first(item), *measures(item.worst)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
-    lines += [f"{finding.code} {finding.title}: {finding.message}" for finding in findings(item)]
     return "\n".join([*lines, f"reproduce: {reproduce(item.worst)}"])
+
+
+def _findings_first(item: Item) -> Iterator[str]:
+    found = findings(item)
+    if not found:
+        yield headline(item)
+        return
+    first, *others = found
+    yield f"{first.code} {first.title}: {headline(item)}"
+    yield first.message
+    yield from (f"{finding.code} {finding.title}: {finding.message}" for finding in others)
 
 
 def headline(item: Item) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from parity.limits import aim
 from parity.report import failure, matrix
@@ -39,7 +39,7 @@ def draw(run: Digest, name: str) -> str:
         _how_to_read(items),
         *_failures(failed),
         *_skips(skipped),
-        *_notes(items),
+        *_notes(run, items),
         *_determinism([result for item in items for result in item.results]),
         "## Every tensor",
         *_omitted(run),
@@ -52,8 +52,7 @@ def verdict(run: Digest) -> str:
     """The run in one line."""
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
-    failed = counts["failed"] + counts["error"]
-    missing = max(run.environment.items - counts.total(), 0)
+    failed, missing = run.failed, run.missing
     notes = [f"{counts['skipped']} skipped"] if counts["skipped"] else []
     if missing:
         notes.append(f"{plural(missing, 'item')} without a result: the run was cut short or a worker crashed")
@@ -112,10 +111,10 @@ def _failures(failed: Sequence[Item]) -> Iterator[str]:
         yield "## Failed"
     for item in failed:
         yield f"### {matrix.verdict_of(item)} `{item.name}`"
-        yield _fence([failure.headline(item), *failure.measures(item.worst)])
         findings = failure.findings(item)
         if findings:
             yield "\n".join(f"- **{finding.code} {finding.title}**: {finding.message}" for finding in findings)
+        yield _fence([failure.headline(item), *failure.measures(item.worst)])
         if item.worst.traceback:
             yield "<details>\n<summary>Traceback</summary>"
             yield _fence(item.worst.traceback.splitlines())
@@ -134,15 +133,23 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
     yield "\n".join(f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items())
 
 
-def _notes(items: Sequence[Item]) -> Iterator[str]:
-    """What comparisons leave unproven, each sentence once."""
+def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
+    """What comparisons leave unproven, each sentence once; also of items that are not shown."""
     by_note: dict[str, dict[str, None]] = {}
     for item in items:
         for note in (note for result in item.results for note in result.notes):
             by_note.setdefault(note, {})[f"`{item.name}`"] = None
+    for note in run.notes:
+        by_note.setdefault(note, {})
     if by_note:
         yield "## Notes"
-        yield "\n".join(f"- {note} ({', '.join(names)})" for note, names in by_note.items())
+        yield "\n".join(f"- {note} ({_named(names, run.notes[note])})" for note, names in by_note.items())
+
+
+def _named(names: Collection[str], count: int) -> str:
+    """The items that are shown, and how many others there are."""
+    others = count - len(names)
+    return ", ".join([*names, *([f"{plural(others, 'item')} not shown here"] if others else [])])
 
 
 def _determinism(results: Sequence[Result]) -> Iterator[str]:

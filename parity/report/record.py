@@ -25,10 +25,12 @@ class Record:
     Attributes:
         environment: where and with what it was made.
         results: in the order in which they arrived.
+        damaged: numbers of the last lines that could not be read, as a crash or a full disk leaves them.
     """
 
     environment: Environment
     results: tuple[Result, ...]
+    damaged: tuple[int, ...] = ()
 
 
 def environment_line(environment: Environment) -> str:
@@ -64,27 +66,25 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> Record:
-    """Read a record back; a last line that a crash cut short is left out.
+    """Read a record back; last lines that a crash cut short are left out, and told of.
 
     Raises:
         UserError: if there is no such file, or it is not a record.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a record of parity: it is not text") from None
-    if not lines:
+    if lines == [b""]:
         raise UserError(f"{path} is not a record of parity: it is empty; a run writes one to reports/<name>.jsonl")
-    first, *others = [
-        (number, _parse(path, number, line, number == len(lines))) for number, line in enumerate(lines, 1)
-    ]
-    environment = _content(path, first, "environment", environments.from_json)
-    return Record(
-        environment,
-        tuple(_content(path, entry, "result", from_json) for entry in others if entry[1] is not None),
-    )
+    parsed = [(number, _parse(line)) for number, line in enumerate(lines, 1)]
+    whole = max((number for number, line in parsed if line is not None), default=0)
+    broken = next((number for number, line in parsed[:whole] if line is None), 0 if whole else 1)
+    if broken:
+        raise UserError(f"{path} is not a record of parity: line {broken} is not JSON")
+    environment = _content(path, parsed[0], "environment", environments.from_json)
+    results = tuple(_content(path, entry, "result", from_json) for entry in parsed[1:whole])
+    return Record(environment, results, tuple(range(whole + 1, len(parsed) + 1)))
 
 
 def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[[Any], Content]) -> Content:
@@ -95,8 +95,8 @@ def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[
     except ValidationError as error:
         wrong = error.errors()[0]
         what = f"{'.'.join(map(str, (kind, *wrong['loc'])))}: {wrong['msg']}"
-    except (LookupError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
+    except (LookupError, TypeError, AttributeError):
+        what = f"no {kind} in it"
     raise UserError(
         f"{path} is not a record of this version of parity (line {number}, {what}); "
         "a run writes one to reports/<name>.jsonl"
@@ -107,10 +107,9 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
     return json.dumps({kind: content}, allow_nan=False, ensure_ascii=False, default=str) + "\n"
 
 
-def _parse(path: Path, number: int, line: str, last: bool) -> Any:
+def _parse(line: bytes) -> Any:
+    """What the line holds; None where it is not JSON, or null, which no line of a record is."""
     try:
-        return json.loads(line)
+        return json.loads(line.decode())
     except (ValueError, RecursionError):
-        if last and number > 1:
-            return None
-        raise UserError(f"{path} is not a record of parity: line {number} is not JSON") from None
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -94,12 +95,37 @@ def test_arguments_that_look_like_parity_s_own_are_the_script_s(write, tmp_path:
     assert ran.stdout.strip() == "['show.py', '--help', '-x', '1']"
 
 
-def test_an_exception_in_the_script_shows_its_own_line(write, tmp_path: Path) -> None:
+def frames(traceback: str) -> list[str]:
+    """Files and lines, as ``fails.py:3``."""
+    return [f"{Path(file).name}:{line}" for file, line in re.findall(r'File "(.*)", line (\d+)', traceback)]
+
+
+def test_an_exception_in_the_script_shows_its_own_line_and_no_other(write, tmp_path: Path) -> None:
     write("fails.py", "x = 1\n\nraise ValueError('mine')")
     ran = execute(tmp_path, "fails.py")
     assert ran.returncode == 1
-    assert 'fails.py", line 3' in ran.stderr
+    assert frames(ran.stderr) == ["fails.py:3"]
     assert ran.stderr.strip().endswith("ValueError: mine")
+
+
+def test_an_exception_in_a_module_of_the_script_s_shows_the_way_there_and_its_cause(write, tmp_path: Path) -> None:
+    write("fails.py", "import broken")
+    write("broken.py", "try:\n    import not_there\nexcept ImportError as error:\n    raise ValueError from error")
+    assert frames(execute(tmp_path, "fails.py").stderr) == ["broken.py:2", "fails.py:1", "broken.py:4"]
+
+
+def test_a_script_that_is_not_python_shows_the_line_and_nothing_of_what_parsed_it(write, tmp_path: Path) -> None:
+    write("fails.py", "import broken")
+    write("broken.py", "x = = 1")
+    ran = execute(tmp_path, "fails.py")
+    assert (ran.returncode, frames(ran.stderr)) == (1, ["fails.py:1", "broken.py:1"])
+    assert ran.stderr.strip().endswith("SyntaxError: invalid syntax")
+
+
+def test_a_hook_that_the_script_sets_for_exceptions_is_called(write, tmp_path: Path) -> None:
+    write("fails.py", "import sys\nsys.excepthook = lambda *raised: print('seen', raised[1])\nraise ValueError('mine')")
+    ran = execute(tmp_path, "fails.py")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "seen mine\n", "")
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:

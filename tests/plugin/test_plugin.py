@@ -75,13 +75,27 @@ def test_a_bad_option_is_a_usage_error_that_lists_what_is_valid(
     result.stderr.fnmatch_lines([message])
 
 
+def test_the_environment_may_choose_the_backend_which_is_checked_under_its_name(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pytester, PAIRS)
+    pytester.makeini("[pytest]\nparity_backend = gpu")
+    monkeypatch.setenv("PARITY_BACKEND", "cpu")
+    run(pytester, "my_pairs.py", "-k", "fails").assert_outcomes(failed=2)
+    monkeypatch.setenv("PARITY_BACKEND", "tpu")
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: PARITY_BACKEND is 'tpu', but must be one of auto, gpu, cpu"])
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--parity-report=my_pairs.py", "*--parity-report is */my_pairs.py: that is a file, but a folder is due*"),
         ("--parity-report=my_pairs.py/deep", "*lies below */my_pairs.py*"),
         ("--parity-calibration=nope.json", "*--parity-calibration: there is no calibration table */nope.json*"),
-        ("--parity-calibration=my_pairs.py", "*my_pairs.py is no calibration table*"),
+        ("--parity-calibration=my_pairs.py", "*my_pairs.py is no calibration table: line * is not JSON; make*"),
+        ("--parity-calibration=.", "*cannot read the calibration table */*: Is a directory"),
     ],
 )
 def test_files_that_cannot_serve_are_refused_once_before_any_worker_starts(
@@ -136,20 +150,20 @@ def test_a_precision_that_is_not_available_is_skipped_with_its_reason(pytester: 
     assert [(result.status, result.seed) for result in recorded(pytester).results] == [("skipped", 0)]
 
 
-def test_a_failure_shows_margin_worst_tensor_findings_and_how_to_reproduce_it(pytester: pytest.Pytester) -> None:
+def test_a_failure_shows_findings_margin_worst_tensor_and_how_to_reproduce_it(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py::fails[bf16-2x64]", "--parity-seeds=3")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "margin 102 at output (2 of 3 seeds: 0, 2; worst 2)",
+            "PAR101 gate-up-swapped: margin 102 at output (2 of 3 seeds: 0, 2; worst 2)",
+            "fc1_weight matches with its halves exchanged",
             "worst tensor: output (output, 2x64)",
             "*relative L2*0.31*0.003*0.001",
-            "PAR101 gate-up-swapped: *",
             "reproduce: pytest 'my_pairs.py::fails[[]bf16-2x64[]]' --parity-seeds=2, --parity-backend=cpu *-n 0",
         ]
     )
-    result.stdout.fnmatch_lines(["FAILED my_pairs.py::fails* - margin 102 at output*"])
+    result.stdout.fnmatch_lines(["FAILED my_pairs.py::fails* - PAR101 gate-up-swapped: *"])
     assert "Traceback" not in result.stdout.str()
     assert "item.py" not in result.stdout.str()
 
@@ -193,6 +207,15 @@ def test_the_summary_says_the_verdict_and_where_the_report_is(pytester: pytest.P
         ["*= parity =*", f"*2 of {COMPARED} items failed*{2 * len(UNAVAILABLE)} skipped*", f"report: {report}"]
     )
     assert "my_pairs.py::fails[bf16-2x64]" in report.read_text()
+
+
+def test_the_summary_shows_what_items_that_passed_leave_unproven(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-one")  # of which the stand-in makes a note
+    write(pytester, PAIRS)
+    result = run(pytester, "my_pairs.py::mlp", "--parity-precisions=fp32")
+    result.stdout.fnmatch_lines(["*2 of 2 items passed*", "note of 2 items: computed on GPU-one", "report: *"])
 
 
 def test_the_record_starts_with_the_environment(pytester: pytest.Pytester) -> None:

@@ -78,13 +78,22 @@ def test_seeds_that_were_compared_before_a_crash_are_recorded(eventful: Eventful
     assert [(result.seed, result.status) for result in results] == [(0, "passed"), (1, "error")]
 
 
+LIMIT = "(--parity-timeout, or --timeout of parity run)"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("breaks_the_device", "raised AcceleratorError: CUDA error: an illegal memory access was encountered"),
         ("segfaults_at_seed_1", "its worker died: SIGSEGV"),
-        ("hangs", "ran longer than 3 s (--parity-timeout); its worker was ended and replaced"),
-        ("hangs_for_good", "ran longer than 3 s (--parity-timeout), and let no thread of Python run; its worker"),
+        (
+            "hangs",
+            f"ran longer than 3 s {LIMIT}; its worker was ended and replaced",
+        ),
+        (
+            "hangs_for_good",
+            f"ran longer than 3 s {LIMIT}, and let no thread of Python run; its worker",
+        ),
     ],
 )
 def test_its_result_says_what_happened(eventful: Eventful, name: str, reason: str) -> None:
