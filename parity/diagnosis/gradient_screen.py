@@ -91,9 +91,9 @@ class GradientScreen:
         """Of a tensor's tolerance."""
         return max(_norm(self._golden[key]), TINY) * self._tolerances[key]
 
-    def _effect(self, tensors: Tensors) -> Tensor:
-        """By how much the failed tensors are off, each in units of its tolerance, one after another."""
-        return torch.cat([((tensors[key] - self._golden[key]) / self._size(key)).flatten() for key in self._failed])
+    def _effect(self, tensors: Tensors) -> list[Tensor]:
+        """By how much the failed tensors are off, each in units of its tolerance."""
+        return [(tensors[key] - self._golden[key]) / self._size(key) for key in self._failed]
 
     def _errors(self, tensors: Tensors) -> dict[tuple[Kind, str], float]:
         """Of the failed tensors, in tolerances."""

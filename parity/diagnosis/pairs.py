@@ -21,7 +21,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 _ELEMENTS = 4096  # of a sample
 _MOST_EFFECTS = 2000  # the largest
 _SMALLEST, _LARGEST = 1e-3, 1e3  # of the error's norm: an effect below does nothing, one beyond is not in it
-_SAME = 1e-4  # of the error: pairs that leave as much do the same
+_SAME = 1e-4  # of the error's square: pairs that leave as much do the same
 _LISTED = 4096  # pairs, before those that do the same are left out
 _ONE_DIRECTION = 1e-6  # of the product of two effects' squares: they have one direction
 
@@ -52,13 +52,13 @@ class Effects:
     known: dict[Hypothesis, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(error: Tensor) -> Effects:
-        """None known yet; ``error`` is of all elements."""
-        return Effects(_sample(error))
+    def of(errors: Sequence[Tensor]) -> Effects:
+        """None known yet; ``errors`` are those of each tensor, of all its elements."""
+        return Effects(_sample(errors))
 
-    def note(self, one: Hypothesis, effect: Tensor) -> None:
-        """What one does, on all elements."""
-        self.known[one] = _sample(effect)
+    def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
+        """What one does to each tensor, of all its elements."""
+        self.known[one] = _sample(effects)
 
     def likely_pairs(
         self, known: Sequence[Hypothesis], most: int, go_together: Callable[[Hypothesis, Hypothesis], bool]
@@ -73,8 +73,9 @@ class Effects:
         some = self._large(known)
         if len(some) < 2:
             return LikelyPairs([], [])
-        effects = torch.stack([self.known[one] for one in some])
-        products, along = effects @ effects.T, effects @ self.error
+        size = torch.linalg.vector_norm(self.error)  # of which all is counted in parts, so that no square overflows
+        effects = torch.stack([self.known[one] for one in some]) / size
+        products, along = effects @ effects.T, effects @ (self.error / size)
         squares = products.diagonal()
         as_they_are = 2.0 * (along[:, None] + along) - squares[:, None] - squares - 2.0 * products
         both = squares[:, None] * squares - products**2
@@ -102,13 +103,12 @@ class Effects:
         go_together: Callable[[Hypothesis, Hypothesis], bool],
     ) -> list[tuple[Hypothesis, Hypothesis]]:
         """The pairs whose effects explain most of the error's square; ``some`` has the likeliest mistakes first."""
-        total = self.error.square().sum().item()
         upper = explained.triu(1)
         listed = upper.flatten().topk(min(_LISTED, upper.numel()))
         alike: dict[int, list[tuple[int, int]]] = {}
         for value, index in zip(listed.values.tolist(), listed.indices.tolist(), strict=True):
             if 0.0 < value < math.inf:
-                alike.setdefault(round(value / (_SAME * total)), []).append(divmod(index, len(some)))
+                alike.setdefault(round(value / _SAME), []).append(divmod(index, len(some)))
         found = []
         for pairs in alike.values():
             # Neither of the two is far down the list: the second of a pair is the later one.
@@ -119,7 +119,16 @@ class Effects:
         return found
 
 
-def _sample(x: Tensor) -> Tensor:
-    """Evenly spread elements, in FP32."""
-    step = max(1, -(-x.numel() // _ELEMENTS))
-    return x.flatten()[::step].float()
+def _sample(tensors: Sequence[Tensor]) -> Tensor:
+    """The same elements whenever tensors of these sizes are given, each about as large as before, in FP32.
+
+    They are drawn at random, since regular ones may be of one column.
+    """
+    return torch.cat([_some(x, _ELEMENTS // len(tensors) + 1).float() for x in tensors])
+
+
+def _some(x: Tensor, count: int) -> Tensor:
+    if x.numel() <= count:
+        return x.flatten()
+    elements = torch.randint(x.numel(), (count,), generator=torch.Generator().manual_seed(0))
+    return x.flatten()[elements.to(x.device)] * math.sqrt(x.numel() / count)

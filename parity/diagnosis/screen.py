@@ -147,15 +147,15 @@ class Screen:
         expected = self._of_rows(self._golden, alone)
         return all(name in outputs and outputs[name].shape == x.shape for name, x in expected.items())
 
-    def _effect(self, outputs: dict[str, Tensor], cut: bool) -> Tensor:
-        """By how much outputs are off in the screened row, each in units of its tolerance, one after another.
+    def _effect(self, outputs: dict[str, Tensor], cut: bool) -> list[Tensor]:
+        """By how much outputs are off in the screened row, each in units of its tolerance.
 
         Args:
             outputs: of that row, or of all.
             cut: whether of all.
         """
         outputs, golden = self._of_rows(outputs, cut), self._of_rows(self._golden, True)
-        return torch.cat([((outputs[name] - x) / self._size(name, golden)).flatten() for name, x in golden.items()])
+        return [(outputs[name] - x) / self._size(name, golden) for name, x in golden.items()]
 
     def _size(self, name: str, golden: dict[str, Tensor]) -> float:
         """Of an output's tolerance."""

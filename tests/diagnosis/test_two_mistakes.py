@@ -151,18 +151,29 @@ def test_the_likeliest_pair_is_the_one_whose_effects_add_up_to_the_error():
     effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
     known = list(effects)
     error = effects[known[3]] + effects[known[11]]
-    seen = Effects.of(error)
+    seen = Effects.of([error])
     for one, effect in effects.items():
-        seen.note(one, effect)
+        seen.note(one, [effect])
     assert seen.likely_pairs(known, 4, lambda one, other: True).as_they_are[0] == (known[3], known[11])
+
+
+def test_large_tensors_are_known_by_a_sample_that_is_not_of_one_column():
+    column, row = torch.zeros(512, 512), torch.zeros(512, 512)
+    column[:, 0], row[7] = 1.0, 1.0
+    by_column, by_row = named("column"), named("row")
+    seen = Effects.of([column + row])
+    for one, effect in ((by_column, column), (by_row, row), (named("both"), row - column)):
+        seen.note(one, [effect])
+    pairs = seen.likely_pairs(list(seen.known), 4, lambda one, other: True)
+    assert pairs.as_they_are[0] == (by_column, by_row)
 
 
 def test_effects_need_not_have_the_sizes_that_they_have_alone():
     effects = {named(str(i)): torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(20)}
     known = list(effects)
-    seen = Effects.of(0.2 * effects[known[3]] - 3.0 * effects[known[11]])
+    seen = Effects.of([0.2 * effects[known[3]] - 3.0 * effects[known[11]]])
     for one, effect in effects.items():
-        seen.note(one, effect)
+        seen.note(one, [effect])
     assert seen.likely_pairs(known, 4, lambda one, other: True).by_multiples[0] == (known[3], known[11])
 
 
@@ -170,8 +181,8 @@ def test_of_mistakes_that_do_the_same_the_likelier_is_told_and_single_calls_last
     first, same, other = named("first"), named("same"), named("other")
     call = named("call", scope="call")
     effect, others = torch.arange(10.0), torch.arange(10.0).flip(0)
-    seen = Effects.of(effect + others)
+    seen = Effects.of([effect + others])
     for one, does in ((call, effect), (same, effect), (first, effect), (other, others)):
-        seen.note(one, does)
+        seen.note(one, [does])
     pairs = seen.likely_pairs([call, first, same, other], 4, lambda one, other: True)
     assert pairs.as_they_are[0] == (first, other)
