@@ -46,9 +46,9 @@ class Budget:
         """What is left until so much of it is spent."""
         return Budget(part * self.seconds, self.began)
 
-    def at_most(self, part: float, of: Budget) -> Budget:
-        """This one, or as much of another as is left from now, if that is less."""
-        return Budget(min(self.seconds, time.process_time() - self.began + part * of.seconds), self.began)
+    def more(self, part: float) -> Budget:
+        """So much of it from now on, whatever is spent."""
+        return Budget(time.process_time() - self.began + part * self.seconds, self.began)
 
     def spent(self) -> bool:
         """Whether they are; remembered in ``exceeded``."""

@@ -47,9 +47,9 @@ CHECKS_FOR_FILTERS = 2.0
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)  # of the budget, at the end of each; what is left out then comes after all of them
 _SPENT_BY_ONE = 0.92  # ditto, after which two are tried
-# Of a stage's share, at the end of single places and of several: what is tried last is not left out of every stage.
-_SPENT_IN_A_STAGE = (0.6, 0.9)
-_SPENT_BY_CONSTANTS = 0.15  # of the whole budget, in one stage
+_AT_ONE_PLACE = 0.6  # of a stage's share, at the end of mistakes at single places
+_FOR_SEVERAL = 0.05  # of the whole budget, in one stage, whatever single places took: few are tried, where one helps
+_FOR_CONSTANTS = 0.15  # ditto, at most
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # of mistakes, by what each does alone
@@ -146,13 +146,13 @@ def _by_stages(
     # A model of many layers has so many weights to mistake that a budget may not last for more.
     for last in (False, True):
         for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
-            at_one, at_several, spend = _shares(budget, number, last)
+            at_one, spend = _shares(budget, number, last)
             before = len(some)
             found = _screened(search, ((one,) for one in _untried(stage, tried)), some, at_one)
             if last and len(some) == before:  # all was tried
                 continue
-            found = found or _screened(search, _at_several(known, some, tried), some, at_several)
-            fitted = [] if found else tuned(search.screen, some, spend.at_most(_SPENT_BY_CONSTANTS, budget))
+            found = found or _screened(search, _at_several(known, some, tried), some, budget.more(_FOR_SEVERAL))
+            fitted = [] if found else tuned(search.screen, some, min(spend, budget.more(_FOR_CONSTANTS), key=_end))
             found = found or _verified(search, fitted, spend)
             if found:
                 return found
@@ -161,12 +161,15 @@ def _by_stages(
     return []
 
 
-def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget, Budget]:
-    """Of a stage's budget: for mistakes at single places, at several, and for their constants."""
+def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
+    """Of a stage's budget: for mistakes at single places, and in all."""
     ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
     begin, end = ends[-2:] if last else ends[stage : stage + 2]
-    at_one, at_several = (budget.share(begin + part * (end - begin)) for part in _SPENT_IN_A_STAGE)
-    return at_one, at_several, budget.share(end)
+    return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
+
+
+def _end(budget: Budget) -> float:
+    return budget.seconds
 
 
 def _in_pairs(
@@ -191,8 +194,8 @@ def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budge
     next(search.screen.shares([(scaled,)], budget), None)  # its effect is known then; alone it needs no search
     likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
     pairs: list[Ranked] = []
-    found = _screened(search, likely.as_they_are, pairs, budget)
-    found = found or _screened(search, likely.by_multiples, pairs, budget)
+    found = _screened(search, map(_as_one_if_alike, likely.as_they_are), pairs, budget)
+    found = found or _screened(search, map(_as_one_if_alike, likely.by_multiples), pairs, budget)
     if found:
         return found
     to_be_tuned = [*likely.by_multiples[:_TUNED], *(pair for _, pair in pairs[:_TUNED])]
@@ -336,6 +339,13 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
         if explanation is not None:
             found.append(explanation)
     return sorted(found, key=lambda one: (not one.complete, one.misfit))
+
+
+def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, ...]:
+    """One mistake where both are the same one at two places."""
+    first, second = pair
+    alike = first.place and second.place and (first.title, first.family) == (second.title, second.family)
+    return (at_places(pair),) if alike else pair
 
 
 def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
