@@ -183,8 +183,8 @@ def _in_pairs(
     partial_ones = {round(share, _DIGITS): first for share, (first,) in reversed(ranked) if share < HELPS}
     for first in list(reversed(partial_ones.values()))[:_PARTIAL]:
         if not found and not budget.spent():
-            together = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
-            found = _screened(search, together, [], budget)
+            pairs = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
+            found = _screened(search, pairs, [], budget)
     return found
 
 
