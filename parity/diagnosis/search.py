@@ -61,7 +61,7 @@ _MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is t
 _BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or factor takes some of almost any error
 _OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
-_PATH = re.compile(r"\w+(?:\.\w+)+")  # of a module or a parameter
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # of a module or a parameter; 0.5 is none
 
 
 @dataclass(frozen=True)

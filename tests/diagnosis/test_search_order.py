@@ -18,14 +18,15 @@ from parity.diagnosis.weight_maps.weight_mistakes import weight_hypotheses
 
 def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_those_near_the_worst_gradient():
     module = nn.Identity()
-    far, near, everywhere = (
-        Hypothesis("title", name, "", module) for name in ("exchanged layers.0.q.weight", "layers.1.v scaled", "window")
+    far, near, everywhere, with_decimals = (
+        Hypothesis("title", name, "", module)
+        for name in ("exchanged layers.0.q.weight", "layers.1.v scaled", "window", "norm eps=0.0001")
     )
     results = [tensor(margin=0.1), tensor("layers.1.v.weight", "weight gradient", margin=9.0)]
     golden = {("output", "output"): torch.zeros(2, 64)}
     prepared = SimpleNamespace(golden=SimpleNamespace(outputs={"output": torch.zeros(2, 64)}))
     failed: Any = SimpleNamespace(results=results, outputs=results[:1], golden=golden, prepared=prepared)
-    assert _nearest_first(failed, [far, near, everywhere]) == [everywhere, near, far]
+    assert _nearest_first(failed, [far, near, everywhere, with_decimals]) == [everywhere, with_decimals, near, far]
 
 
 @pytest.mark.parametrize(
