@@ -51,34 +51,11 @@ def max_abs(error: Tensor) -> float:
     return max(abs(error.amin().item()), abs(error.amax().item()))  # a third of the time that aminmax takes
 
 
-def ulp(golden: Tensor, dtype: torch.dtype) -> Tensor:
-    """The spacing of ``dtype``'s numbers at each element's magnitude, that of the subnormals near zero.
-
-    Args:
-        golden: finite FP64 values of any shape.
-        dtype: a floating-point dtype, FP32 or narrower.
-
-    Returns:
-        FP64 tensor of golden's shape.
-    """
-    return _power_of_two(golden, dtype).mul_(torch.finfo(dtype).eps)
-
-
 def _power_of_two(golden: Tensor, dtype: torch.dtype) -> Tensor:
     """At or below each element's magnitude; no less than the smallest normal number of ``dtype``."""
     magnitude = golden.abs().clamp_(min=torch.finfo(dtype).smallest_normal)
     as_integers, exponent = _EXPONENT[golden.dtype]
     return magnitude.view(as_integers).bitwise_and_(exponent).view(golden.dtype)
-
-
-def max_ulps(error: Tensor, spacing: Tensor) -> float:
-    """The largest ``|error|`` in ulps; 0 for empty tensors.
-
-    Args:
-        error: FP64 or FP32.
-        spacing: the ``ulp`` of golden's elements, same shape.
-    """
-    return max_abs(error / spacing)
 
 
 def cosine(error_norm: float, golden_norm: float, product: float) -> float:
@@ -127,9 +104,9 @@ class Measures:
         self._dtype = dtype
 
     @cached_property
-    def _binades(self) -> Tensor:
-        """Ulps but for a factor, with which FP32 holds them all and the errors over them."""
-        return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES)
+    def _per_ulp(self) -> Tensor:
+        """One over the ulps but for a factor, with which FP32 holds them all and the errors in them."""
+        return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES).reciprocal_()
 
     def of(self, x: Tensor, error: Summed) -> Errors:
         """Every measure of one of them.
@@ -139,14 +116,14 @@ class Measures:
             error: its ``difference`` from golden.
         """
         if error.is_finite:
-            return _measure_finite(error, self._golden, self._binades, self._dtype)
+            return _measure_finite(error, self._golden, self._per_ulp, self._dtype)
         golden = self._golden.values
         x_finite, golden_finite = x.isfinite(), golden.isfinite()
         spoiled = ~x_finite & golden_finite
         comparable = x_finite & golden_finite
         compared = golden[comparable]
         return dataclasses.replace(
-            _measure_finite(Summed(error.values[comparable]), Summed(compared), self._binades[comparable], self._dtype),
+            _measure_finite(Summed(error.values[comparable]), Summed(compared), self._per_ulp[comparable], self._dtype),
             nans=int((x.isnan() & golden_finite).sum()),
             infs=int((x.isinf() & golden_finite).sum()),
             golden_non_finite=int((~golden_finite).sum()),
@@ -154,12 +131,12 @@ class Measures:
         )
 
 
-def _measure_finite(error: Summed, golden: Summed, binades: Tensor, dtype: torch.dtype) -> Errors:
+def _measure_finite(error: Summed, golden: Summed, per_ulp: Tensor, dtype: torch.dtype) -> Errors:
     relative = relative_l2(error.norm, golden.norm)
     return Errors(
         relative_l2=relative,
         max_abs=error.max_abs,
-        max_ulps=max_ulps(error.values, binades) * (_BINADES / torch.finfo(dtype).eps),
+        max_ulps=max_abs(error.values * per_ulp) * (_BINADES / torch.finfo(dtype).eps),
         cosine=cosine(error.norm, golden.norm, error.dot(golden)),
         sqnr_db=sqnr_db(relative),
         golden_rms=golden.root_mean_square,

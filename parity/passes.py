@@ -205,7 +205,7 @@ def run_candidate(
     if seen is not None:
         seen(ran)
     gradients = {
-        name: (ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)).double()
+        name: ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)
         for name, parameter in parameters.items()
     }
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parity.errors import difference
+from parity.errors import Measures, difference
 from parity.result import Kind
 from parity.summed import Summed
 
@@ -39,6 +39,7 @@ class Truth:
 
     def __init__(self, exact: Tensor) -> None:
         self.exact = exact.detach().double()
+        self._measures: dict[tuple[Summed, torch.dtype], Measures] = {}
 
     @property
     def root_mean_square(self) -> float:
@@ -56,6 +57,15 @@ class Truth:
             if all(map(_is_held, errors)):
                 return Deviations(self._in_fp32, errors)
         return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
+
+    def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
+        """Those of the errors that come with this golden of ``deviations``; kept for the next precision.
+
+        Args:
+            golden: of ``deviations``.
+            dtype: the dtype whose ulps count.
+        """
+        return self._measures.setdefault((golden, dtype), Measures(golden, dtype))
 
     @cached_property
     def _in_fp32(self) -> Summed:

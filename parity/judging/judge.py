@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.errors import Measures
 from parity.judgeable import overflows_within
 from parity.judging.directions import Direction, resemblance
 from parity.judging.scatter import allowance, scatters
@@ -169,7 +168,7 @@ def _judged(
 ) -> TensorResult:
     kind, name = key
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
-    measures = Measures(truth, precision.dtype)
+    measures = golden[key].measures(truth, precision.dtype)
     least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
     most = _most(error, model_errors)

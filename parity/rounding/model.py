@@ -323,11 +323,11 @@ class _RoundingMode(TorchDispatchMode):
         lefts = left.tensor_split(self._freedom.splits_of_k, -1)
         rights = right.tensor_split(self._freedom.splits_of_k, -2)
         result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
-        multiply = torch.mm if left.dim() == 2 else torch.bmm
+        add_product = Tensor.addmm_ if left.dim() == 2 else Tensor.baddbmm_
         alpha = kwargs.get("alpha", 1)
         for part, other in zip(lefts[1:], rights[1:], strict=True):
             if part.shape[-1]:
-                result.add_(multiply(part, other), alpha=alpha)
+                add_product(result, part, other, alpha=alpha)
         return result
 
     def _has_weights(self, left: Tensor, right: Tensor) -> bool:

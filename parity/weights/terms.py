@@ -262,7 +262,7 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class Copies:
-    """See ``copies``. Values are equal, so that one tells all; gradients add up."""
+    """See ``copies``. Values are equal, so that one tells all; gradients add up, in FP64."""
 
     function: ClassVar[str] = "copies"
     parts: tuple[Side, ...]
@@ -274,7 +274,7 @@ class Copies:
         return parts[0]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(parts)).sum(0) if self.are_gradients else parts[0]
+        return torch.stack(list(parts)).sum(0, dtype=torch.float64) if self.are_gradients else parts[0]
 
     def unpack(self, value: Tensor, parts: Sequence[Shape]) -> Sequence[Tensor]:
         return [value] * len(parts)

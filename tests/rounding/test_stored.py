@@ -23,10 +23,10 @@ def test_a_tensor_that_was_written_to_is_not():
 
 def test_a_tensor_in_the_memory_of_one_that_is_gone_is_not():
     stored, memory = Stored(), set()
-    for _ in range(8):  # the allocator gives the same memory out again
+    for _ in range(1000):  # the allocator gives the same memory out again
         x = torch.randn(256)
         assert x not in stored
         memory.add(x.data_ptr())
         stored.add(x)
         del x
-    assert len(memory) < 8
+    assert len(memory) < 1000
