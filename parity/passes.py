@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from parity.rounding.model import rounded
 from parity.rounding.operands_read import OperandsRead
 from parity.rounding.parts import Rounding
 from parity.rounding.phase import Phase
+from parity.rounding.stored import Stored
 from parity.scaled_lookups import ScaledLookups
 from parity.te import Kernels
 from parity.te_state import caches, quantization
@@ -111,24 +113,32 @@ def run_model(
     """
     prepared.reference.float()
     compared, probed = (chosen.compared, chosen.probed) if chosen else (None, None)
-    cotangents = jittered(prepared.cotangents, rounding, freedom)
-    model = under_model(prepared, rounding, freedom, kinks, compared)
+    stored = Stored()
+
+    def given(tensors: Any) -> Any:
+        """What is in the port's dtype, in FP32."""
+        widened = jittered(cast(tensors, torch.float32), rounding, freedom)
+        if rounding.storage is prepared.dtype:
+            tree_map_only(Tensor, stored.add, widened)
+        return widened
+
+    cotangents = given(prepared.cotangents)
+    model = under_model(prepared, rounding, freedom, kinks, compared, stored)
     with model as phase, separate_norms(prepared.reference, prepared.weights):
         ran = run(
             prepared.reference,
             prepared.call,
-            jittered(cast(prepared.inputs, torch.float32), rounding, freedom),
+            given(prepared.inputs),
             prepared.input_names,
             lambda outputs: {name: cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
         )
     tensors = tensors_of(ran)
     if prepared.probed:
-        with under_model(prepared, rounding, freedom, choices=probed):
-            probe = jittered(cast(prepared.probe, torch.float32), rounding, freedom)
-            inputs = tree_map_only(Tensor, _as_activation, probe)
+        with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
+            inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
             tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
-    return {key: rounding.store_part(tensor) for key, tensor in tensors.items()}
+    return {key: tensor if tensor in stored else rounding.store_part(tensor) for key, tensor in tensors.items()}
 
 
 def under_model(
@@ -137,12 +147,13 @@ def under_model(
     freedom: Freedom,
     kinks: Kinks | None = None,
     choices: Choices | None = None,
+    stored: Stored | None = None,
 ) -> AbstractContextManager[Phase]:
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together, read = _scaled_together(prepared.weights, parameters), _weights_read(prepared, rounding)
-    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices)
+    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored)
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
@@ -230,12 +241,12 @@ def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
 
 def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
     """Its outputs on the probing inputs; none where it looks up other rows than the reference."""
-
     scaled = ScaledLookups(prepared.dtype)
+    call = scaled.around(pair.call_candidate) if prepared.lookups else pair.call_candidate
 
     def once() -> dict[str, Tensor]:
         with precision.autocast(kernels):
-            return outputs_of(pair.candidate, scaled.around(pair.call_candidate), prepared.probe)
+            return outputs_of(pair.candidate, call, prepared.probe)
 
     outputs = quantization.settled(once, precision.warmup_passes)
     return outputs if scaled.seen == prepared.lookups else {}

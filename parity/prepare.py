@@ -128,9 +128,9 @@ class Prepared:
     built: list[Pair] = field(default_factory=list)
 
     @property
-    def probe_call(self) -> Callable[..., Any]:
-        """How to call the reference on the probing inputs."""
-        return ScaledLookups(self.dtype).around(self.call)
+    def probe_call(self) -> Callable[..., Any] | None:
+        """How to call the reference on the probing inputs, or None."""
+        return ScaledLookups(self.dtype).around(self.call) if self.lookups else self.call
 
 
 class _Key(NamedTuple):

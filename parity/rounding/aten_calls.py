@@ -17,21 +17,23 @@ FIRST_OPERAND = {
 }
 SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
 SOFTMAX = (_aten._softmax.default, _aten._safe_softmax.default, SOFTMAX_BACKWARD)
-POINTWISE = (
-    _aten.mul.Tensor,
-    _aten.mul.Scalar,
-    _aten.rsub.Scalar,
-    _aten.exp.default,
-    _aten.softplus.default,
-    _aten.softplus_backward.default,
-    _aten.silu.default,
-    _aten.gelu.default,
-    _aten.relu.default,
-    _aten.sigmoid.default,
-    _aten.silu_backward.default,
-    _aten.gelu_backward.default,
-    _aten.threshold_backward.default,
-    *SOFTMAX,
+POINTWISE = frozenset(
+    {
+        _aten.mul.Tensor,
+        _aten.mul.Scalar,
+        _aten.rsub.Scalar,
+        _aten.exp.default,
+        _aten.softplus.default,
+        _aten.softplus_backward.default,
+        _aten.silu.default,
+        _aten.gelu.default,
+        _aten.relu.default,
+        _aten.sigmoid.default,
+        _aten.silu_backward.default,
+        _aten.gelu_backward.default,
+        _aten.threshold_backward.default,
+        *SOFTMAX,
+    }
 )
 RELU, RELU_IN_PLACE, RELU_BACKWARD = _aten.relu.default, _aten.relu_.default, _aten.threshold_backward.default
 HARDSWISH_BACKWARD = _aten.hardswish_backward.default
@@ -60,7 +62,8 @@ LAYER_NORM = _aten.native_layer_norm.default
 NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)
 AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 TABLES = (_aten.cos.default, _aten.sin.default)
-SAME_PLACE = (*POINTWISE, _aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default)
+SAME_PLACE = POINTWISE | {_aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default}
+COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default})
 REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)
 ELEMENTWISE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
 SUM, SUM_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor

@@ -33,7 +33,7 @@ class Lineage:
 
         So is what adds anything to a matrix of weights, as a step of an optimizer does.
         """
-        if func is EMBEDDING:  # rows that the inputs choose
+        if func is EMBEDDING or not self._of_weights:  # the inputs choose an embedding's rows
             return
         operands = list(_floating(args))
         weights = [x for x in operands if address(x) in self._of_weights]

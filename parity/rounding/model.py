@@ -41,6 +41,7 @@ from parity.rounding.aten_calls import (
     BIASED,
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
+    COPIES,
     FIRST_OPERAND,
     MATRICES,
     NORMS,
@@ -70,10 +71,11 @@ from parity.rounding.patches import are_patches, rows_of
 from parity.rounding.patches import backward as patches_backward
 from parity.rounding.patches import forward as patches_forward
 from parity.rounding.phase import Phase
-from parity.rounding.plain_calls import is_in_place, is_view
+from parity.rounding.plain_calls import is_in_place
 from parity.rounding.plain_kernels import PLAIN_KERNELS, as_in
 from parity.rounding.recurrent import step_by_step
 from parity.rounding.steps_rounded import StepsRounded, written
+from parity.rounding.stored import Stored
 from parity.rounding.storing import Storing
 
 
@@ -87,6 +89,7 @@ def rounded(
     kinks: Kinks | None = None,
     weights_read: OperandsRead | None = None,
     choices: Choices | None = None,
+    stored: Stored | None = None,
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
@@ -100,13 +103,13 @@ def rounded(
         kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
         weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
         choices: takes note of the largest of many numbers, and chooses as a port did; None for neither.
+        stored: what need not be rounded when it is stored; what this pass rounds is added.
 
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    mode = _RoundingMode(
-        rounding, weights, freedom, scaled_together, plain, kinks, weights_read or OperandsRead(), choices
-    )
+    storing = Storing(rounding, freedom, stored or Stored())
+    mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices)
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -122,9 +125,8 @@ def rounded(
 class _RoundingMode(TorchDispatchMode):
     def __init__(
         self,
-        rounding: Rounding,
+        storing: Storing,
         weights: Iterable[Tensor] | None,
-        freedom: Freedom,
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
         kinks: Kinks | None,
@@ -134,16 +136,13 @@ class _RoundingMode(TorchDispatchMode):
         super().__init__()
         held = list(weights or ())
         self.phase = Phase()
-        self._freedom, self._kinks, self._choices = freedom, kinks, choices
-        self._storing = Storing(rounding, freedom)
-        self.steps = StepsRounded(self._storing, self._while_suspended)
-        self._biases = BiasesByHand(self._storing, freedom)
+        self._storing, self._freedom, self._kinks, self._choices = storing, storing.freedom, kinks, choices
+        self.steps = StepsRounded(storing, self._while_suspended)
+        self._biases = BiasesByHand(storing, storing.freedom)
         self._norms = NormsSeen()
-        self._attention = Attention(self._storing, self.phase)
+        self._attention = Attention(storing, self.phase)
         outside_te = list(plain)
-        self._linear = LinearOperands(
-            self._storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read
-        )
+        self._linear = LinearOperands(storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read)
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
@@ -169,7 +168,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended:
+        if self._suspended or func.is_view:  # what is known of a tensor is known of all that lies in its memory
             return func(*args, **kwargs)
         if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
             result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
@@ -201,7 +200,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if self.steps.each_call or self._is_step_by_hand(func, args):
+        if self._freedom.steps is not None and (self.steps.each_call or self._is_step_by_hand(func, args)):
             return self._stored_in_place(func, args, kwargs)
         if func in FIRST_OPERAND:
             return self._gemm(func, args, kwargs)
@@ -250,6 +249,8 @@ class _RoundingMode(TorchDispatchMode):
             result = self._storing.store(result[0]), *result[1:]
         elif self._freedom.stores_pointwise and self._is_step_stored(func, args):
             result = self._storing.store(result)
+        elif func in COPIES:
+            self._storing.see_copy(args, result)
         self._norms.see(func, args, result)
         self._attention.see(func, args, result)
         return result
@@ -257,8 +258,6 @@ class _RoundingMode(TorchDispatchMode):
     def _stored_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that rounds what it returns and what it writes to."""
         result = func(*args, **kwargs)
-        if is_view(func):
-            return result
         targets = list(written(func, args, kwargs))
         for x in targets:
             stored = self._storing.store(x)
@@ -295,7 +294,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def _is_plain(self, func: Any) -> bool:
         """Whether a port calls the function by itself, or another whose gradient it gives."""
-        if not self._freedom.plain or func in SOFTMAX or is_view(func):
+        if not self._freedom.plain or func in SOFTMAX:
             return False
         name = func.overloadpacket.__name__
         if self.phase.differentiates and name in ARITHMETIC:
@@ -310,11 +309,11 @@ class _RoundingMode(TorchDispatchMode):
         """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
         if func in TABLES:
             return True
-        if self._norms.is_step(args):
+        if (func not in POINTWISE and func not in REDUCTIONS) or self._norms.is_step(args):
             return False
         if func in REDUCTIONS and not _keeps_channels(*args[:2]):
             return False  # statistics of a norm, likewise
-        return func in (*POINTWISE, *REDUCTIONS) and (self.phase.differentiates or any(_requires_grad(x) for x in args))
+        return self.phase.differentiates or any(_requires_grad(x) for x in args)
 
     def _product(
         self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any

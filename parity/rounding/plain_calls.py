@@ -49,12 +49,6 @@ def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
         yield recorder.names
 
 
-def is_view(func: Any) -> bool:
-    """Whether an ATen function returns its argument's memory, unchanged."""
-    returned = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
-    return any(not alias.is_write for alias in returned)
-
-
 def is_in_place(func: Any) -> bool:
     """Whether an ATen function returns its argument, changed."""
     return any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
@@ -69,7 +63,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         names = {name, *added_bias(name, args)}
-        is_new = not names <= self.names and name not in _LEFT_OUT and not is_view(func)
+        is_new = not names <= self.names and name not in _LEFT_OUT and not func.is_view
         if is_new and self._is_of_activations(func, args) and _is_users(sys._getframe(1)):
             self.names |= names
         return func(*args, **(kwargs or {}))

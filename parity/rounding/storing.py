@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from parity.formats import Format, largest, spacing
 from parity.rounding.freedom import JITTER, Freedom
@@ -22,14 +24,15 @@ class Storing:
     Args:
         rounding: what is rounded.
         freedom: the choices of the kernels that are modelled.
+        stored: what is stored already; what this pass stores is added.
     """
 
-    def __init__(self, rounding: Rounding, freedom: Freedom) -> None:
+    def __init__(self, rounding: Rounding, freedom: Freedom, stored: Stored) -> None:
         self.rounding = rounding
         self.freedom = freedom
         self._roundoff = torch.finfo(rounding.storage).eps / 2
         self._noise: torch.Generator | None = None
-        self._stored = Stored()
+        self._stored = stored
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
         """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
@@ -48,6 +51,11 @@ class Storing:
     def is_stored(self, x: Tensor) -> bool:
         """Whether storing a tensor would not change it."""
         return self.freedom.jitter is None and x in self._stored
+
+    def see_copy(self, sources: Any, copy: Tensor) -> None:
+        """What is copied of nothing but stored tensors is stored as well."""
+        if all(self.is_stored(x) for x in tree_leaves(sources) if isinstance(x, Tensor)):
+            self._stored.add(copy)
 
     def jittered_amax(self, x: Tensor) -> Tensor:
         """The largest magnitude, moved as the value may be that has it."""
