@@ -53,9 +53,10 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         _check_no_overflow(what, value, dtype)
-        if value.any() and not value.to(dtype).any():
+        largest = max_abs(value)
+        if largest > 0.0 and max_abs(value.to(dtype)) == 0.0:
             raise NothingToJudge(
-                f"every element of {what} rounds to 0 in {_name(dtype)}, as the largest is {value.abs().max():.2g}; "
+                f"every element of {what} rounds to 0 in {_name(dtype)}, as the largest is {largest:.2g}; "
                 "nothing can be compared at this precision: draw larger inputs, or leave the precision out"
             )
 

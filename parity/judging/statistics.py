@@ -22,6 +22,7 @@ exceed another's by chance.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -108,18 +109,20 @@ def statistics(
     worst: dict[str, Statistic] = {}
     for name, label, dims in _slices(shape, of_parameter):
         there = math.prod(shape[dim] for dim in dims)
-        own = torch.stack([model.squares_over(dims) for model in model_errors]).amax(0)
-        prior = _PRIOR_ELEMENTS * relative * golden.squares_over(dims)
-        expected = (there * own + prior) / (there + _PRIOR_ELEMENTS)
+        own = functools.reduce(torch.maximum, (model.squares_over(dims) for model in model_errors))
+        share = there / (there + _PRIOR_ELEMENTS)
+        expected = (own * share).add_(golden.squares_over(dims), alpha=(1.0 - share) * relative)
         # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
         # gradient is zero but for rounding, of which no model knows the size.
-        expected = expected.clamp(min=total * there / count)
-        found = _worst(name, label, error.squares_over(dims), expected * _chance(there) ** 2)
-        if found.value > _USUAL:
-            independent = _independent(model_errors, dims, there)
-            found = _worst(name, label, error.squares_over(dims), expected * _chance(independent) ** 2)
-        if name not in worst or worst[name].value < found.value:
-            worst[name] = found
+        expected.clamp_(min=total * there / count)
+        ratios = _ratios(error.squares_over(dims), expected)
+        value = math.sqrt(ratios.max().item()) / _chance(there)
+        if value > _USUAL:
+            ratios /= _chance(_independent(model_errors, dims, there)) ** 2
+            value = math.sqrt(ratios.max().item())
+        if name not in worst or worst[name].value < value:
+            place = _place(int(ratios.argmax()), ratios.shape)
+            worst[name] = Statistic(name, value, f"{label} at {place}")
     yield from worst.values()
     if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE <= count // shape[-1]:
         yield Statistic("shift", _shift(error, model_errors, total))
@@ -138,12 +141,6 @@ def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, t
             yield "slice", f"dim {dim}", others
     if len(shape) > 2 and shape[-1] >= SMALLEST_SLICE:
         yield "slice" if of_parameter else "row", "row", (every[-1],)
-
-
-def _worst(name: str, label: str, errors: Tensor, expected: Tensor) -> Statistic:
-    ratios = torch.where(errors > 0, errors / expected, 0.0).sqrt()
-    place = _place(int(ratios.argmax()), ratios.shape)
-    return Statistic(name, ratios.max().item(), f"{label} at {place}")
 
 
 def _place(flat: int, shape: torch.Size) -> str:
@@ -199,3 +196,8 @@ def _ratio(error: float, expected: float) -> float:
     if error == 0:
         return 0.0
     return error / expected if expected > 0 else math.inf
+
+
+def _ratios(errors: Tensor, expected: Tensor) -> Tensor:
+    """Ditto, of each element."""
+    return torch.where(errors > 0, errors / expected, 0.0)

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from parity.errors import max_abs
 
 _aten = torch.ops.aten
 # By GEMM, the one of the same operands that adds nothing.
@@ -124,22 +122,31 @@ def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tens
         return None
     if left is None:
         return product.result.clone()
-    return product.result + _MULTIPLY[func](left, product.right) if _is_small(left, product) else None
+    if not _is_small(left, product):
+        return None
+    return product.result + _MULTIPLY[func](left.values.float(), product.right)
 
 
-def _change(x: Tensor, golden: Tensor) -> Tensor | None:
-    """The difference in FP32; None if there is none."""
+class _Change(NamedTuple):
+    """What an operand differs by from golden's, in FP64, and its norm."""
+
+    values: Tensor
+    norm: float
+
+
+def _change(x: Tensor, golden: Tensor) -> _Change | None:
+    """None if there is none."""
     if x.data_ptr() == golden.data_ptr() and x.stride() == golden.stride():
         return None
     change = x - golden
-    return change.float() if max_abs(change) != 0.0 else None
+    norm = _norm(change)
+    return _Change(change, norm) if norm != 0.0 else None
 
 
-def _is_small(left: Tensor, product: _Product) -> bool:
+def _is_small(left: _Change, product: _Product) -> bool:
     """Whether the change of the left operand is one of golden's, and FP32 holds its products to full precision."""
     golden, right = product.norms
-    change = torch.linalg.vector_norm(left).item()
-    return _LEAST <= change <= _SMALL * golden and _LEAST <= right <= _MOST
+    return _LEAST <= left.norm <= _SMALL * golden and _LEAST <= right <= _MOST
 
 
 def _norm(x: Tensor) -> float:
