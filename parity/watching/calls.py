@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from parity.watching.trace import Call, Edit, Site, Trace, Value
 
 _OUTSIDE = "around the module"
+# What calls are given besides tensors, and holds none.
+_LEAVES = (int, float, str, type(None), torch.dtype)
 
 
 class Misfit(RuntimeError):
@@ -115,17 +117,15 @@ class _Recorder(TorchFunctionMode):
         if not _is_recorded(result, changed):
             return result
         site = self.frames.site(canonical_name(func))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        values = {id(x): self._value(x, Value(-1, site, i, False)) for i, x in enumerate(given)}
-        named_args, named_kwargs = tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, (args, kwargs))
+        values = {id(x): self._value(x, Value(-1, site, i, False)) for i, x in enumerate(_tensors((args, kwargs)))}
+        named_args, named_kwargs = _named((args, kwargs), values)
         returned = changed if changed is not None else result
-        tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
         values |= {
             id(x): self._renew(x, Value(-1, site, i, True))
-            for i, x in enumerate(tensors)
+            for i, x in enumerate(_tensors(returned))
             if x is changed or id(x) not in values
         }
-        results = tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, returned)
+        results = _named(returned, values)
         call = Call(site, canonical_name(func), func, named_args, named_kwargs, results)
         self.trace.add(call)
         self._note_what_changed(sharing, changed, call)
@@ -210,7 +210,7 @@ class _Editor(TorchFunctionMode):
     def _find(self, needed: Sequence[Value], returned: bool, tree: Any) -> None:
         wanted = [value for value in needed if value.returned is returned]
         if wanted:
-            tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+            tensors = _tensors(tree)
             self._found.update({value.number: tensors[value.position] for value in wanted})
 
     def _keep_what_was(self, changed: Tensor) -> None:
@@ -258,11 +258,39 @@ def canonical_name(function: Any) -> str:
 
 
 def _is_recorded(result: Any, changed: Tensor | None) -> bool:
-    return (
-        isinstance(result, Tensor)
-        or changed is not None
-        or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
-    )
+    return isinstance(result, Tensor) or changed is not None or bool(_tensors(result))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Those among a call's arguments or results, in order."""
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """As ``tree_leaves``, in a tenth of the time for what most calls are given."""
+    if isinstance(tree, (Tensor, *_LEAVES)):
+        yield tree
+    elif type(tree) in (tuple, list):
+        for branch in tree:
+            yield from _leaves(branch)
+    elif type(tree) is dict:
+        for branch in tree.values():
+            yield from _leaves(branch)
+    else:
+        yield from tree_leaves(tree)
+
+
+def _named(tree: Any, values: Mapping[int, Value]) -> Any:
+    """The tree with each tensor's value, by the tensor's id, in its place."""
+    if isinstance(tree, Tensor):
+        return values[id(tree)]
+    if isinstance(tree, _LEAVES):
+        return tree
+    if type(tree) in (tuple, list):
+        return type(tree)(_named(branch, values) for branch in tree)
+    if type(tree) is dict:
+        return {name: _named(branch, values) for name, branch in tree.items()}
+    return tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, tree)
 
 
 def _changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
