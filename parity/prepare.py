@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import weights
+from parity import draws, weights
 from parity.case import Case, Pair, draw_inputs
 from parity.declaring.outside_te import parameters_outside_te
 from parity.declaring.validate import CheckedSize
@@ -154,7 +154,8 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
         # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
-        pair = case.build(kernels.te, checked.size)
+        with draws.draws_of((case, checked), seed, kernels).repeated():
+            pair = case.build(kernels.te, checked.size)
     _check_has_values("reference", pair.reference)
     _check_has_values("candidate", pair.candidate)
     pair.reference.to(kernels.device).train()
@@ -201,6 +202,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 def forget() -> None:
     """Let go of everything that is kept."""
     _KEPT.clear()
+    draws.forget()
 
 
 def _make_room(coming: _Key) -> None:
