@@ -1,4 +1,4 @@
-"""What modules draw for their weights, drawn once: a pair is built again for each precision, from the same seed.
+"""What is drawn for weights and inputs, drawn once: each precision begins from the same seed again.
 
 What a generator gives depends on its state alone, so that what it gave in the same state before can be copied, which
 takes a tenth of the time or less.
@@ -23,7 +23,7 @@ _MOST = 2**28
 
 
 class Draws:
-    """Tensors as they were filled, by the state of the CPU's default generator before."""
+    """Tensors as a CPU's generator filled them, by its state before."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the values, and the state after
@@ -38,19 +38,22 @@ class Draws:
             yield
 
     def _filling(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.numel() < _FEWEST:
-                return draw(tensor, *args, **kwargs)
-            if kwargs.get("generator") is not None or any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
-                return draw(tensor, *args, **kwargs)
-            generator = torch.default_generator
+        def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+            if (
+                not is_plain
+                or tensor.numel() < _FEWEST
+                or any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+            ):
+                return draw(tensor, *args, generator=generator, **kwargs)
+            generator = generator or torch.default_generator
             state = generator.get_state().numpy().tobytes()
             key = draw.__name__, state, tensor.shape, tensor.stride(), tensor.dtype, args, tuple(sorted(kwargs.items()))
             if key in self._made:
                 values, after = self._made[key]
                 generator.set_state(after)
                 return tensor.copy_(values)
-            drawn = draw(tensor, *args, **kwargs)
+            drawn = draw(tensor, *args, generator=generator, **kwargs)
             if tensor.nbytes <= self._left:
                 self._left -= tensor.nbytes
                 self._made[key] = tensor.detach().clone(), generator.get_state()
@@ -69,6 +72,6 @@ def draws_of(subject: Hashable, *details: Hashable) -> Draws:
     return _KEPT.setdefault((subject, *details), Draws())
 
 
-def forget() -> None:
+def forget_draws() -> None:
     """Let go of all."""
     _KEPT.clear()

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import draws, weights
+from parity import weights
 from parity.case import Case, Pair, draw_inputs
 from parity.declaring.outside_te import parameters_outside_te
 from parity.declaring.validate import CheckedSize
+from parity.draws import draws_of, forget_draws
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden.in_fp64 import in_fp64
 from parity.golden.placement import golden_device
@@ -154,7 +155,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
         # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
-        with draws.draws_of((case, checked), seed, kernels).repeated():
+        with draws_of((case, checked), seed, kernels).repeated():
             pair = case.build(kernels.te, checked.size)
     _check_has_values("reference", pair.reference)
     _check_has_values("candidate", pair.candidate)
@@ -202,7 +203,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 def forget() -> None:
     """Let go of everything that is kept."""
     _KEPT.clear()
-    draws.forget()
+    forget_draws()
 
 
 def _make_room(coming: _Key) -> None:
@@ -225,16 +226,19 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     began = time.process_time()
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
-    if case.vary_constants:
-        vary_constants(pair.reference, Rng(seed, "weights"))
+    drawn = draws_of((case, checked), seed, kernels)
+    with drawn.repeated():
+        if case.vary_constants:
+            vary_constants(pair.reference, Rng(seed, "weights"))
+        inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
     candidate_weights = share_rounded_weights(pair, dtype)
-    inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
     cotangents: dict[str, Tensor] = {}
 
     def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rng = Rng(seed, "cotangents")
-        for name, output in outputs.items():
-            cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
+        with drawn.repeated(), torch._C.DisableTorchFunction():  # what golden's pass computes in FP64 is not drawn so
+            for name, output in outputs.items():
+                cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
         return cotangents
 
     calls: list[Calls] = []
