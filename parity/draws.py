@@ -6,7 +6,7 @@ takes a tenth of the time or less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -39,12 +39,7 @@ class Draws:
 
     def _filling(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
-            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
-            if (
-                not is_plain
-                or tensor.numel() < _FEWEST
-                or any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
-            ):
+            if not _is_repeatable(tensor, (*args, *kwargs.values())):
                 return draw(tensor, *args, generator=generator, **kwargs)
             generator = generator or torch.default_generator
             state = generator.get_state().numpy().tobytes()
@@ -60,6 +55,12 @@ class Draws:
             return drawn
 
         return fill
+
+
+def _is_repeatable(tensor: Tensor, arguments: Sequence[Any]) -> bool:
+    """Whether what fills a tensor depends on a CPU's generator and numbers alone, and takes some time."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return is_plain and tensor.numel() >= _FEWEST and not any(isinstance(x, Tensor) for x in arguments)
 
 
 _KEPT: dict[tuple[Hashable, ...], Draws] = {}
