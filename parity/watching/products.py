@@ -1,8 +1,9 @@
 """Golden's GEMMs, kept so that a pass which differs from golden by little need not compute them again in FP64.
 
 A GEMM is linear: where a mistake changes the left operand from A to A + a, the result changes by ``a B``. This product
-of a small change needs FP32 only, which costs it one part in ten million and takes half the time. Where nothing has
-changed, golden's result is taken as it is.
+of a small change needs FP32 only, which costs it one part in ten million and takes half the time. Where each row is
+scaled by a factor of its own, as by another eps of a norm before it, the result's rows are scaled by the same factors.
+Where nothing has changed, golden's result is taken as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _MULTIPLY = {
 }
 # Of an operand's norm: a larger change is none of this GEMM, but another one of the same shapes.
 _SMALL = 0.05
+# Of a change's norm: what FP32 loses of it.
+_LOST = 1e-7
+# Rows that tell of most changes that they do not scale rows.
+_FEW = 4
 # Norms of operands whose products FP32 holds to full precision.
 _LEAST, _MOST = 1e-15, 1e15
 
@@ -56,6 +61,11 @@ class _Product:
     def right(self) -> Tensor:
         """The right operand in FP32."""
         return self.operands[-1].float()
+
+    @property
+    def multiplied(self) -> Tensor:
+        """The result but for the addend."""
+        return self.result - self.operands[0] if len(self.operands) == 3 else self.result
 
     @cached_property
     def norms(self) -> tuple[float, float]:
@@ -124,6 +134,9 @@ def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tens
         return product.result.clone()
     if not _is_small(left, product):
         return None
+    factors = _factors_of_rows(left.values, product.operands[-2])
+    if factors is not None:
+        return torch.addcmul(product.result, factors, product.multiplied)
     return product.result + _MULTIPLY[func](left.values.float(), product.right)
 
 
@@ -147,6 +160,17 @@ def _is_small(left: _Change, product: _Product) -> bool:
     """Whether the change of the left operand is one of golden's, and FP32 holds its products to full precision."""
     golden, right = product.norms
     return _LEAST <= left.norm <= _SMALL * golden and _LEAST <= right <= _MOST
+
+
+def _factors_of_rows(change: Tensor, golden: Tensor) -> Tensor | None:
+    """What each row of golden's operand is multiplied by in the change, ``[..., rows, 1]``; None in another change."""
+    for rows in (slice(_FEW), slice(None)):
+        some, of_golden = change[..., rows, :], golden[..., rows, :]
+        squares = of_golden.square().sum(-1, keepdim=True)
+        factors = (some * of_golden).sum(-1, keepdim=True) / squares.clamp_(min=torch.finfo(squares.dtype).tiny)
+        if _norm(torch.addcmul(some, factors, of_golden, value=-1.0)) > _LOST * _norm(some):
+            return None
+    return factors
 
 
 def _norm(x: Tensor) -> float:

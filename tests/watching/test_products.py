@@ -95,6 +95,29 @@ def test_a_left_operand_that_changed_a_little_costs_a_gemm_in_fp32(name: str) ->
     assert computed == [torch.float32]
 
 
+@given(st.sampled_from(sorted(GEMMS)), st.floats(-9.0, -2.0))
+def test_rows_of_the_left_operand_that_are_scaled_scale_those_of_the_product(name: str, exponent: float) -> None:
+    """As another eps of a norm scales them; no GEMM is computed, and the addend stays."""
+    *addend, left, right = operands_of(name)
+    products, [golden] = recorded(GEMMS[name], [*addend, left, right])
+    factors = 1.0 + 10**exponent * torch.rand(*left.shape[:-1], 1, generator=torch.Generator().manual_seed(1)).double()
+    now = [*addend, factors * left, right]
+    [result], computed = reused(products, GEMMS[name], now)
+    whole = GEMMS[name](*now)
+    assert computed == []
+    assert (result - whole).norm() <= 1e-6 * (whole - golden).norm() + 1e-14 * whole.norm()
+
+
+def test_a_change_that_scales_all_rows_but_one_element_costs_a_gemm() -> None:
+    left, right = operands_of("mm")
+    products, [golden] = recorded(torch.mm, [left, right])
+    now = 1.001 * left
+    now[-1, -1] += 1e-3
+    [result], computed = reused(products, torch.mm, [now, right])
+    assert computed == [torch.float32]
+    assert (result - now @ right).norm() <= 1e-6 * (now @ right - golden).norm()
+
+
 @given(st.sampled_from(sorted(GEMMS)), st.floats(-17.0, 0.5))
 def test_the_result_is_that_of_the_whole_gemm(name: str, exponent: float) -> None:
     """Whatever the size of the change: to one part in a million of what it changes."""
