@@ -68,9 +68,12 @@ _KEPT: dict[tuple[Hashable, ...], Draws] = {}
 
 def draws_of(subject: Hashable, *details: Hashable) -> Draws:
     """Those of a subject, with these details; kept until another subject's are asked for."""
-    if any(key[0] != subject for key in _KEPT):
+    if any(kept[0] != subject for kept in _KEPT):
         _KEPT.clear()
-    return _KEPT.setdefault((subject, *details), Draws())
+    key = subject, *details
+    if key not in _KEPT:
+        _KEPT[key] = Draws()
+    return _KEPT[key]
 
 
 def forget_draws() -> None:

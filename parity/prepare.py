@@ -226,12 +226,12 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     began = time.process_time()
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
+    if case.vary_constants:
+        vary_constants(pair.reference, Rng(seed, "weights"))
+    candidate_weights = share_rounded_weights(pair, dtype)
     drawn = draws_of((case, checked), seed, kernels)
     with drawn.repeated():
-        if case.vary_constants:
-            vary_constants(pair.reference, Rng(seed, "weights"))
         inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
-    candidate_weights = share_rounded_weights(pair, dtype)
     cotangents: dict[str, Tensor] = {}
 
     def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,13 +19,18 @@ class Stored:
 
     def add(self, x: Tensor) -> None:
         """Note that ``x`` was rounded."""
-        if x.is_inference():  # nobody counts what is written to it
+        if not _is_watched(x):
             return
         storage = x.untyped_storage()
         self._kept[storage.data_ptr()] = StorageWeakRef(storage), x._version
 
     def __contains__(self, x: Tensor) -> bool:
-        if x.is_inference():
+        if not _is_watched(x):
             return False
         storage, version = self._kept.get(x.untyped_storage().data_ptr(), (None, 0))
         return storage is not None and not storage.expired() and version == x._version
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether somebody counts what is written to its memory, if it has one of its own at all."""
+    return x.layout is torch.strided and not x.is_inference()
