@@ -83,3 +83,25 @@ def test_what_no_probe_would_change_is_compared_once():
     one = result("bf16", tables=(OneHot, OneHot))
     assert one.passed
     assert not probed(one)
+
+
+def test_a_reference_without_lookups_is_probed_with_a_port_that_has_one():
+    class Joined(nn.Module):
+        def __init__(self, table: Any, norm: Any) -> None:
+            super().__init__()
+            self.tokens, self.norm = table(VOCABULARY, WIDTH), norm(WIDTH)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.norm(x + self.tokens(ids))
+
+    def factory(te: Any, **_: Any) -> parity.Pair:
+        reference, candidate = Joined(OneHot, nn.LayerNorm), Joined(nn.Embedding, te.LayerNorm)
+        names = {name: name for name, _ in reference.named_parameters()}
+        return parity.Pair(reference, candidate, inputs, names)
+
+    def inputs(rng: Any) -> dict[str, Tensor]:
+        return {"x": rng.normal(64, WIDTH), "ids": rng.integers(64, high=VOCABULARY)}
+
+    (one,) = parity.compare(parity.Case("joined", factory, sizes=({},)), ["bf16"])
+    assert one.passed
+    assert probed(one) == ["output"]
