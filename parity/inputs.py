@@ -23,7 +23,7 @@ class Rng:
 
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         """Gaussian values of the given shape."""
-        drawn = torch.empty(shape, dtype=torch.float32).normal_(generator=self._generator)
+        drawn = torch.empty(shape, dtype=torch.float32).normal_(generator=self._generator)  # ``draws`` sees the method
         return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # a step takes long where nothing is drawn
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from parity.errors import difference, max_abs, relative_l2
+from parity.errors import all_finite, difference, max_abs, relative_l2
 from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.truth import Truths
@@ -76,7 +76,7 @@ def check_weights_fit(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None
 
 
 def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
-    if _all_finite(value.to(dtype)):
+    if all_finite(value.to(dtype)):
         return
     lost = value.isfinite() & ~value.to(dtype).isfinite()
     if lost.any():
@@ -198,18 +198,14 @@ def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) ->
 
 def _can_be_judged(golden: Tensor, modelled: Sequence[Tensor], computed: Tensor) -> bool:
     """Whether some model is finite, and the candidate too, unless it alone is not."""
-    if not (_all_finite(golden) and any(map(_all_finite, modelled))):
+    if not (all_finite(golden) and any(map(all_finite, modelled))):
         return False
-    return _all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
+    return all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
 
 
 def overflows_within(computed: Tensor, model: Tensor) -> bool:
     """Whether the model is not finite wherever the computed tensor is not."""
     return not bool((model.isfinite() & ~computed.isfinite()).any())
-
-
-def _all_finite(x: Tensor) -> bool:
-    return math.isfinite(max_abs(x))
 
 
 def proves_nothing(tensors: Sequence[TensorResult]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from parity.errors import max_abs
+from parity.errors import all_finite
 from parity.inputs import Rng
 
 SMALLEST, LARGEST = 1e-5, 4.0
@@ -38,7 +38,7 @@ def probe(inputs: Any, rng: Rng) -> Any:
 
 def _is_activation(x: Tensor) -> bool:
     is_matrix = x.is_floating_point() and x.dim() > 1 and x.numel() > 0
-    return is_matrix and math.isfinite(max_abs(x)) and bool(_varies(x).any())
+    return is_matrix and all_finite(x) and bool(_varies(x).any())
 
 
 def _varies(rows: Tensor) -> Tensor:

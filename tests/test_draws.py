@@ -1,4 +1,4 @@
-"""What a pair's modules draw when they are built, and draw again."""
+"""What is drawn for weights and inputs, and drawn again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_another_seed_draws_other_numbers() -> None:
     assert not any(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
-def test_a_generator_of_its_own_is_left_to_itself() -> None:
+def test_a_generator_of_its_own_gives_what_its_own_state_does() -> None:
     with Draws().repeated():
         generators = [torch.Generator().manual_seed(seed) for seed in (0, 0, 1)]
         one, same, other = (torch.empty(8192).normal_(generator=generator) for generator in generators)

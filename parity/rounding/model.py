@@ -200,7 +200,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if self._freedom.steps is not None and (self.steps.each_call or self._is_step_by_hand(func, args)):
+        if self.steps.each_call or self._is_step_by_hand(func, args):
             return self._stored_in_place(func, args, kwargs)
         if func in FIRST_OPERAND:
             return self._gemm(func, args, kwargs)
