@@ -37,6 +37,7 @@ from parity.judgeable import (
     check_weights_stay,
 )
 from parity.machine import free_memory, host
+from parity.nominal_clock import Clock
 from parity.probes import probe
 from parity.scaled_lookups import Lookups, ScaledLookups
 from parity.te import Kernels
@@ -107,6 +108,7 @@ class Prepared:
             everything that the pass computed.
         kept: what was computed of this and is asked for again.
         built: the pair, whose candidate has not run; whoever runs it takes it out.
+        clock: of what a search for a cause computes.
     """
 
     dtype: torch.dtype
@@ -127,6 +129,7 @@ class Prepared:
     calls: list[Calls] = field(default_factory=list)
     kept: dict[Hashable, Any] = field(default_factory=dict)
     built: list[Pair] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def probe_call(self) -> Callable[..., Any] | None:

@@ -1,12 +1,12 @@
 """Names what is wrong with a failed comparison; the codes are explained in ``docs/findings.md``."""
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.catalogue import calls_of, subtle_hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.failure import Failure, Rerun
 from parity.diagnosis.findings import findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.reruns.argument_names import with_argument_names
-from parity.diagnosis.screen import Budget
 from parity.diagnosis.search import CHECKS_FOR_FILTERS, Screened
 from parity.diagnosis.verify import is_loud, verified
 

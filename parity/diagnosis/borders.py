@@ -16,11 +16,12 @@ from parity.diagnosis.attention.attention import Attention, attentions, traced_b
 from parity.diagnosis.attention.masks import hidden_keys
 from parity.diagnosis.attention.packed import Packed, packed_attentions
 from parity.diagnosis.attention.segments import is_of_sequences, lengths_of, sequences_instead
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.rope.rope_positions import counted_from, in_rows
 from parity.diagnosis.rope.rotation import Rotation, rotations
-from parity.diagnosis.screen import TINY, Budget
+from parity.diagnosis.screen import TINY
 from parity.diagnosis.trial import outputs_under
 from parity.diagnosis.verify import Explanation, verified
 from parity.watching.trace import Edit, Trace

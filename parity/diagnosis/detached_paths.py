@@ -13,11 +13,11 @@ from torch import Tensor
 
 from parity.diagnosis.agreement import explains
 from parity.diagnosis.blocks.residuals import Residual, residuals
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import verified
 from parity.result import Finding, TensorResult

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from parity.diagnosis.budget import Budget
 from parity.passes import Tensors, tensors_of
 from parity.precision import Precision
 from parity.prepare import Prepared
@@ -16,7 +17,7 @@ from parity.rounding.freedom import FUSED, UNFUSED, Freedom
 from parity.tolerance import Tolerance
 
 _FEW = 32  # elements
-# Seconds: what a shorter check takes is half chance, and a search that ends by chance finds by chance.
+# Seconds, which a shorter check counts for: what it takes is half chance, and small modules have as many mistakes.
 _SHORTEST_CHECK = 1.0
 
 
@@ -71,10 +72,9 @@ class Failure:
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
     own_recipes: Sequence[str] = ()
 
-    @property
-    def counts_for(self) -> float:
-        """Seconds that the comparison counts for, where a search may cost a multiple of it."""
-        return max(self.seconds, _SHORTEST_CHECK)
+    def budget(self, checks: float) -> Budget:
+        """What so many comparisons like this one take, from now on."""
+        return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
 
     @property
     def golden(self) -> Tensors:

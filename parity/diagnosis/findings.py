@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
+import torch
+
 from parity.diagnosis.blocks.unused_branches import unused_parameters
 from parity.diagnosis.borders import border_explanations
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.detached_paths import detached_path_findings
@@ -27,7 +30,7 @@ from parity.diagnosis.reruns.randomness import random_findings
 from parity.diagnosis.reruns.reruns import dropout_findings, microbatch_findings, own_recipe_findings
 from parity.diagnosis.restarts import restart_explanations
 from parity.diagnosis.scale import output_scale_findings, whole_scale_findings
-from parity.diagnosis.screen import Budget, Ranked
+from parity.diagnosis.screen import Ranked
 from parity.diagnosis.search import (
     CHECKS_FOR_BORDERS,
     CHECKS_FOR_OPERANDS,
@@ -37,8 +40,10 @@ from parity.diagnosis.search import (
     explanations,
     partly_explained,
 )
+from parity.diagnosis.trial import outputs_under
 from parity.diagnosis.values import non_finite, unreached_parameters, unread_inputs
 from parity.diagnosis.verify import Explanation, is_loud, verified
+from parity.nominal_clock import work_of
 from parity.result import Finding
 from parity.watching.trace import Trace
 
@@ -65,6 +70,7 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
         return ()
     spoiled = list(non_finite(failed, failure.precision))
     finite = all(result.finite for result in failure.outputs)
+    failure.prepared.clock.forward = work_of(lambda: outputs_under(failure.prepared, (), torch.float64))
     trace = calls_of(failure.prepared).trace
     # Gradients that are not finite, or not there, need no further cause where all else is right.
     never_came = unused_parameters(failure.prepared.weights, unreached)
@@ -73,7 +79,7 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     screened = Screened() if screened is None else screened
     causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
-        budget = Budget(CHECKS_FOR_THE_REST * failure.counts_for)
+        budget = failure.budget(CHECKS_FOR_THE_REST)
         causes = list(detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
@@ -105,10 +111,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
     A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
     """
-    seconds = failure.counts_for
-    search, rest = Budget(CHECKS_FOR_SEARCH * seconds), CHECKS_FOR_THE_REST * seconds
-
-    first_order = cache(lambda: FirstOrder(failure, trace, Budget(_CHECKS_FOR_DIRECTIONS * seconds)))
+    search = failure.budget(CHECKS_FOR_SEARCH)
+    first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))
     tells = not outputs_tell_little(failure)
 
     def ordered(calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
@@ -127,7 +131,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         return _by_chance(failure) or list(_told(_of_one_number(failure, trace, search), failure))
     outputs_passed = all(result.passed for result in failure.outputs)
     if outputs_passed:
-        causes += [lambda: gradient_findings(failure, trace, Budget(rest))]
+        causes += [lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST))]
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
@@ -138,10 +142,10 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: whole_scale_findings(failure),
         lambda: _told(explanations(failure, known(), search, screened, ordered), failure),
         lambda: _of_other_operands(failure, trace, first_order) if tells else (),
-        lambda: _told(border_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
-        lambda: _told(restart_explanations(failure, trace, Budget(CHECKS_FOR_BORDERS * seconds)), failure),
+        lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
+        lambda: _told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
         lambda: output_scale_findings(failure),
-        lambda: precision_findings(failure, Budget(rest)),
+        lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
     return next(filter(None, (list(cause()) for cause in causes)), [])
@@ -154,7 +158,7 @@ def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[],
     """
     if failure.among is not None or not is_loud(failure):
         return
-    budget = Budget(CHECKS_FOR_OPERANDS * failure.counts_for)
+    budget = failure.budget(CHECKS_FOR_OPERANDS)
     listed = other_operand_hypotheses(trace, failure.prepared.reference, first_order(), budget.share(0.5))
     found = [one for one in explanations(failure, listed, budget) if one.complete]
     if found:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import TINY, Budget
-from parity.diagnosis.trial import differentiable_outputs
+from parity.diagnosis.screen import TINY
+from parity.diagnosis.trial import BACKWARD, differentiable_outputs
 from parity.watching.trace import Call, Edit, Trace, Value, edit
 
 _DIRECTIONS = 32  # of the outputs: cosines of what has nothing to do with the error are about 1/sqrt of it
@@ -72,6 +73,7 @@ class FirstOrder:
         for number in range(count if reached else 0):
             if number >= _FEWEST and budget.spent():
                 break
+            failure.prepared.clock.advance(BACKWARD)
             drawn = {name: weights[name] * _drawn(golden[name], rng) for name in weights}
             error.append(sum((drawn[name] * off[name]).sum().item() for name in weights))
             given = [outputs[name] for name in reached], list(kept.values()), [drawn[name] for name in reached]

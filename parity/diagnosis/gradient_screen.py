@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from parity.diagnosis.budget import Budget, while_it_lasts
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.pairs import Effects
-from parity.diagnosis.screen import CHANGES, EXACT, FAITHFUL, TINY, Budget, Ranked, while_it_lasts
+from parity.diagnosis.screen import CHANGES, EXACT, FAITHFUL, TINY, Ranked
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.result import Kind
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.diagnosis.agreement import agrees, explains
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.codes import finding
 from parity.diagnosis.detached_paths import detached_path_findings
 from parity.diagnosis.failure import Failure
@@ -17,7 +18,6 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.padding_rows import padding_row_findings
 from parity.diagnosis.reruns.reruns import run_changed
 from parity.diagnosis.scale import factor_of, readable, shared_factor
-from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult

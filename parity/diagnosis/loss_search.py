@@ -7,13 +7,14 @@ import math
 import torch
 from torch import nn
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.functions.factors import factor_hypotheses
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
 from parity.diagnosis.losses.losses import loss_hypotheses
-from parity.diagnosis.screen import TINY, Budget
+from parity.diagnosis.screen import TINY
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.diagnosis.verify import Explanation, verified
 from parity.watching.trace import Trace

@@ -9,10 +9,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import Budget
 from parity.diagnosis.verify import verified
 from parity.result import Finding, TensorResult
 from parity.watching.trace import Call, Trace, Value, edit

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import MOST_PLACES
-from parity.diagnosis.screen import Budget
 from parity.diagnosis.trial import Tensors, tensors_under
 from parity.formats import Format, e4m3, e5m2, largest, tf32
 from parity.precision import Precision

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 from parity.diagnosis.borders import turned_from, wrong_rows
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
 from parity.diagnosis.rope.rotation import Rotation, rotations
-from parity.diagnosis.screen import Budget, Screen
+from parity.diagnosis.screen import Screen
 from parity.diagnosis.verify import Explanation, verified
 from parity.watching.trace import Trace
 

@@ -6,13 +6,12 @@ Forward only, and in FP32 where that is exact enough.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from parity.diagnosis.budget import Budget, while_it_lasts
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.pairs import Effects
@@ -32,38 +31,6 @@ CHANGES = 1e-6
 
 _FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
 _FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
-
-
-@dataclass
-class Budget:
-    """Seconds of processor time that may be spent; other processes on the machine do not shorten a diagnosis."""
-
-    seconds: float
-    began: float = field(default_factory=time.process_time)
-    exceeded: bool = False
-
-    def share(self, part: float) -> Budget:
-        """What is left until so much of it is spent."""
-        return Budget(part * self.seconds, self.began)
-
-    def more(self, part: float) -> Budget:
-        """So much of it from now on, whatever is spent."""
-        return Budget(time.process_time() - self.began + part * self.seconds, self.began)
-
-    def spent(self) -> bool:
-        """Whether they are; remembered in ``exceeded``."""
-        self.exceeded = self.exceeded or time.process_time() - self.began > self.seconds
-        return self.exceeded
-
-
-def while_it_lasts(combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[tuple[Hypothesis, ...]]:
-    """Of combinations, those that a budget lasts for."""
-    left = iter(combinations)
-    while not budget.spent():
-        combination = next(left, None)
-        if combination is None:
-            return
-        yield combination
 
 
 Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it

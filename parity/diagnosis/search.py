@@ -5,8 +5,8 @@ outputs nearest to the candidate's is then computed in full: outputs and gradien
 precision. If none explains the failure, two are looked for: the likeliest pairs by what each mistake does alone
 (``parity.diagnosis.pairs``), then any other on top of the best partial explanations.
 
-A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least; a budget
-of processor time ends each part of it.
+A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least. A budget ends each
+part of it, by what was computed (``parity.nominal_clock``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from itertools import takewhile
 
 import torch
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.gradient_screen import GradientScreen, outputs_tell_little
 from parity.diagnosis.hypothesis import Hypothesis, Scope, at_places
 from parity.diagnosis.scale import scaled_outputs
-from parity.diagnosis.screen import TINY, Budget, Ranked, Screen
+from parity.diagnosis.screen import TINY, Ranked, Screen
 from parity.diagnosis.together import together
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.tuning import HELPS, HELPS_LITTLE, sharper, tuned, tuned_pairs

@@ -1,4 +1,7 @@
-"""Tries hypotheses: the reference's outputs and gradients as they would be if some of them were true at once."""
+"""Tries hypotheses: the reference's outputs and gradients as they would be if some of them were true at once.
+
+Each pass advances the comparison's clock, by which a search ends.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.together import together
@@ -23,6 +26,11 @@ from parity.prepare import Prepared, cast, cast_module
 from parity.rounding.freedom import UNFUSED, Freedom
 from parity.watching.calls import Misfit, edited
 from parity.watching.trace import Edit
+
+# In forward passes in FP64: what FP32 takes of each element, a backward pass, and any pass under a rounding model.
+_IN_FP32 = 0.5
+BACKWARD = 2.0
+_ROUNDED = 2.0
 
 
 def outputs_under(
@@ -38,6 +46,7 @@ def outputs_under(
     """
     _cast_if_other(prepared.reference, dtype)
     inputs = cast(prepared.inputs, dtype)
+    prepared.clock.advance(1.0, _share(inputs, rows) * (1.0 if dtype is torch.float64 else _IN_FP32))
     if rows is not None:
         inputs = tree_map_only(Tensor, lambda x: x[rows], inputs)
     try:
@@ -51,6 +60,7 @@ def differentiable_outputs(prepared: Prepared, hypotheses: Sequence[Hypothesis])
     """As ``outputs_under``, in FP64 and of all rows, with what autograd needs of them."""
     _cast_if_other(prepared.reference, torch.float64)
     inputs = cast(prepared.inputs, torch.float64)
+    prepared.clock.advance(1.0)
     try:
         with torch.enable_grad(), in_fp64():
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
@@ -80,10 +90,13 @@ def tensors_under(
     _cast_if_other(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
     model = under_model(prepared, precision.rounding, freedom) if precision else in_fp64()
+    passes = _ROUNDED if precision else 1.0
+    prepared.clock.advance(passes)
 
     def backward(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         if not only_if({name: output.detach() for name, output in outputs.items()}):
             raise Misfit("its outputs are others")
+        prepared.clock.advance(BACKWARD * passes)
         return {name: given[name].to(output.dtype) for name, output in outputs.items()}
 
     try:
@@ -108,6 +121,12 @@ def _cast_if_other(module: nn.Module, dtype: torch.dtype) -> None:
     tensors = chain(module.parameters(), module.buffers())
     if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in tensors):
         cast_module(module, dtype)
+
+
+def _share(inputs: Any, rows: slice | None) -> float:
+    """Which part of the batch some rows are."""
+    batches = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
+    return 1.0 if rows is None or not batches else len(range(*rows.indices(batches[0]))) / max(batches[0], 1)
 
 
 def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:

@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.gradient_screen import GradientScreen
 from parity.diagnosis.hypothesis import Hypothesis, Scope
-from parity.diagnosis.screen import EXACT, Budget, Ranked, Screen
+from parity.diagnosis.screen import EXACT, Ranked, Screen
 
 HELPS = 0.9  # of the error before, which a partial explanation must go below
 HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise

@@ -10,10 +10,11 @@ import torch
 from fakes import tensor
 from torch import nn
 
+from parity.diagnosis.budget import Budget, while_it_lasts
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import Budget, while_it_lasts
 from parity.diagnosis.search import _nearest_first
 from parity.diagnosis.weight_maps.weight_mistakes import weight_hypotheses
+from parity.nominal_clock import Clock
 
 
 def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_those_near_the_worst_gradient():
@@ -44,7 +45,10 @@ def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one,
 
 
 def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():
-    budget, left = Budget(1e9), iter([(Hypothesis("title", name, "", nn.Identity()),) for name in ("one", "other")])
+    budget, left = (
+        Budget.of(Clock(), 1e9),
+        iter([(Hypothesis("title", name, "", nn.Identity()),) for name in ("one", "other")]),
+    )
     assert list(while_it_lasts(left, budget.share(0.0))) == []
     assert [one.name for (one,) in while_it_lasts(left, budget)] == ["one", "other"]
     assert not budget.exceeded

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from parity.diagnosis.budget import Budget
 from parity.diagnosis.first_order import FirstOrder
 from parity.diagnosis.functions.operations import ordinal
 from parity.diagnosis.functions.reads import Layers, Place, edits_at, is_activation, made_again, places
 from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.screen import Budget
 from parity.diagnosis.walk import RESHAPES, back
+from parity.nominal_clock import Work
 from parity.watching.trace import Call, Trace, Value
 
 _NUMBER = re.compile(r"\d+")
@@ -132,6 +133,7 @@ class _Exchanges:
         count = sum(value.number < place.before for value in values)
         gradient = self._gradient(place) if count > 1 else None
         if gradient is not None:
+            self._budget.clock.spend(Work(2 * len(gradient), 2 * count * gradient.numel()))
             own = self._trace.tensor(place.value).float().flatten()
             effects = ((self._tensors[shape][:count] - own) @ gradient.T).cpu()
             self._alone.append(_Alike((place,), [(value,) for value in values[:count]], effects))
@@ -202,6 +204,7 @@ class _Exchanges:
     def _exchanged(self, one: _Alike, other: _Alike) -> _Exchange | None:
         pairs: list[tuple[Place, Value]] = []
         for first, second in zip(one.places, other.places, strict=True):
+            self._budget.clock.spend(Work(1))
             if first.value == second.value:
                 return None
             if second.value.number not in self._effects[first] or first.value.number not in self._effects[second]:
