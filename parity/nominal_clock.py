@@ -7,6 +7,7 @@ be. So the search ends by what it has computed, which is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +84,8 @@ class _Meter(TorchDispatchMode):
         self.operations += 1
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self.flops += count(*args, **kwargs, out_val=result)
+            with suppress(Exception):  # a formula that does not know such shapes is no reason to end the pass
+                self.flops += count(*args, **kwargs, out_val=result)
         if not func.is_view:
             self.elements += sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
