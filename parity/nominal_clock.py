@@ -7,20 +7,24 @@ be. So the search ends by what it has computed, which is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 # Of the nominal machine: a core of a server's CPU that runs PyTorch in FP64 (an AMD EPYC, torch 2.13.0, least squares
 # over 1,131 references); with each operation goes what it takes to watch and to change it.
 _SECONDS_AN_OPERATION = 10e-6
 _SECONDS_A_FLOP = 20e-12
 _SECONDS_AN_ELEMENT = 2e-9
+
+# Matrix products, with the position of the operand whose columns are summed over. ``torch.utils.flop_counter`` knows
+# more operations, and imports Triton, which a process takes more than a second to leave.
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,14 @@ class _Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.operations += 1
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            with suppress(Exception):  # a formula that does not know such shapes is no reason to end the pass
-                self.flops += count(*args, **kwargs, out_val=result)
+        self.flops += _flops(func.overloadpacket, args, result)
         if not func.is_view:
             self.elements += sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
+
+
+def _flops(operation: Any, args: Sequence[Any], result: Any) -> int:
+    """Of a matrix product or a convolution; 0 for what is neither."""
+    if operation in _PRODUCTS:
+        return 2 * result.numel() * args[_PRODUCTS[operation]].shape[-1]
+    return 2 * result.numel() * args[1][0].numel() if operation is _ATEN.convolution else 0

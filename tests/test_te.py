@@ -106,6 +106,20 @@ def test_importing_te_leaves_the_environment_as_it_was():
     assert ran.returncode == 0, ran.stderr
 
 
+def test_a_failed_comparison_imports_no_triton_which_a_process_takes_long_to_leave():
+    ran = run_python(
+        "import sys, torch, parity\n"
+        "def factory(te, batch, width):\n"
+        "    inputs, weights = lambda rng, batch, width: rng.normal(batch, width), {'weight': 'weight'}\n"
+        "    return parity.Pair(torch.nn.RMSNorm(width, eps=1e-2), te.RMSNorm(width, eps=0.5), inputs, weights)\n"
+        "case = parity.Case('norm', factory, sizes=(dict(batch=2, width=16),))\n"
+        "(result,) = parity.compare(case, ['fp32'])\n"
+        "assert result.status == 'failed' and result.findings, result\n"
+        "assert 'triton' not in sys.modules"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_importing_te_writes_no_bytecode_that_a_real_te_would_read():
     ran = run_python(
         "import sys; from parity import te; te.kernels()\n"
