@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from parity.nominal_clock import Clock
@@ -30,13 +30,13 @@ class Budget:
     clock: Clock
     seconds: float
     began: float
-    began_here: float = field(default_factory=time.process_time)
+    began_here: float
     exceeded: bool = False
 
     @staticmethod
     def of(clock: Clock, seconds: float) -> Budget:
         """So many from now on."""
-        return Budget(clock, seconds, clock.seconds)
+        return Budget(clock, seconds, clock.seconds, time.process_time())
 
     def share(self, part: float) -> Budget:
         """What is left until so much of it is spent."""
