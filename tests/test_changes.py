@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from parity.report import against
 from parity.report.against import Comparison
 from parity.report.changes import Kind, between
 from parity.report.environment import Environment
-from parity.report.record import Record
+from parity.report.record import Record, Uncollected
 from parity.result import Result
 
 FAILED = result(margin=9.0)
@@ -91,6 +92,12 @@ def test_the_report_names_both_machines_and_versions_and_marks_what_differs() ->
     assert ["PyTorch", "2.12.0", "2.13.0", "≠"] in rows
     assert ["Python", "3.11.7", "3.11.7", ""] in rows
     assert ["seeds", "0, 1", "0", "≠"] in rows
+
+
+def test_what_could_not_be_collected_is_named() -> None:
+    runs = compared([result()], [result()])
+    broken = replace(runs.after, uncollected=(Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64"),))
+    assert re.search(r"\| not collected +\| +\| my_pairs.py::misfits +\| ≠", against.draw(replace(runs, after=broken)))
 
 
 def test_what_was_not_compared_comes_with_its_reason() -> None:

@@ -312,7 +312,10 @@ def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_
     strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
     table.save(table.Table(strict, {}), tmp_path / "strict.json")
     write(tmp_path, FITS)
-    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json").returncode == 1
+    strictly = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json")
+    assert strictly.returncode == 1
+    assert "--parity-calibration=strict.json -n 0" in strictly.stdout
+    assert record.read(tmp_path / "reports" / "parity.jsonl").environment.limits == "strict.json"
     assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
     assert [each.precision for each in record.read(tmp_path / "reports" / "parity.jsonl").results] == ["fp32"]
 

@@ -23,7 +23,7 @@ from parity.plugin.recorder import Recorder
 from parity.report import environment, failure, markdown, matrix, notes, numbers, record
 from parity.report.digest import MOST_RESULTS, Digest, digest
 from parity.report.items import Item
-from parity.report.record import Record
+from parity.report.record import Record, Uncollected
 from parity.result import Finding, Result
 
 
@@ -127,6 +127,24 @@ def test_a_case_says_which_attention_ran_where() -> None:
     assert "Attention: unfused in fp32-2x64, bf16-2x64-unfused; fused (F16) in bf16-2x64." in text
     assert "bf16-2x64-unfused]' --parity-seeds=0, --parity-backend=cpu" in failure.reproduce(forced)
     assert failure.reproduce(forced).endswith("--parity-attention=unfused -n 0")
+
+
+def test_limits_from_a_table_are_told_and_are_part_of_the_command() -> None:
+    run = digest_of(result(margin=140.0))
+    run.environment = replace(run.environment, limits="my limits.json")
+    text = markdown.draw(run, "run")
+    assert re.search(r"\| limits +\| my limits.json ", text)
+    assert "--parity-calibration='my limits.json' -n 0" in section(text, "Failed")
+    assert "calibration" not in markdown.draw(digest_of(result(margin=140.0)), "run")
+
+
+def test_what_could_not_be_collected_is_told_before_what_failed() -> None:
+    run = digest_of(result(margin=140.0))
+    run.uncollected["my_pairs.py::misfits"] = Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64")
+    text = markdown.draw(run, "run")
+    assert "; 1 pair not collected; " in markdown.verdict(run)
+    assert "`my_pairs.py::misfits`:\n\n```text\nfc1.weight is 128x64\n```" in section(text, "Not collected")
+    assert text.index("## Not collected") < text.index("## Failed")
 
 
 def test_an_item_is_as_bad_as_its_worst_seed() -> None:

@@ -11,6 +11,7 @@ from fakes import ENVIRONMENT, result
 
 from parity import cli
 from parity.report import record
+from parity.report.record import Uncollected
 from parity.result import Result
 
 
@@ -63,6 +64,15 @@ def test_a_record_of_a_run_that_failed_ends_with_code_1_as_the_run_did(report: C
 def test_a_record_that_lacks_items_of_its_run_ends_with_code_1(report: Command) -> None:
     write("night.jsonl", result(), planned=2)
     assert report("night.jsonl").code == 1
+
+
+def test_a_record_of_a_run_that_could_not_collect_a_pair_ends_with_code_1(report: Command) -> None:
+    path = write("night.jsonl", result())
+    record.append(path, record.uncollected_line(Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64")))
+    done = report("night.jsonl")
+    assert done.code == 1
+    assert done.stdout.startswith("⚠️ 1 of 1 item passed")
+    assert "; 1 pair not collected; " in done.stdout
 
 
 def test_last_lines_that_are_damaged_are_told_with_the_number_of_results_that_were_read(report: Command) -> None:

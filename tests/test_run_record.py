@@ -10,7 +10,7 @@ import pytest
 from fakes import ENVIRONMENT, result
 
 from parity.report import environment, record
-from parity.report.record import Record
+from parity.report.record import Record, Uncollected
 from parity.result import Result, from_json, to_json
 from parity.user_error import UserError
 
@@ -25,6 +25,14 @@ def written(path: Path, *results: Result) -> Path:
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     results = (result(), result(margin=math.inf, seed=3), result(status="skipped", tensors=(), reason="no FP8"))
     assert record.read(written(tmp_path / "new" / "run.jsonl", *results)) == Record(ENVIRONMENT, results)
+
+
+def test_what_could_not_be_collected_is_read_back_wherever_it_stands(tmp_path: Path) -> None:
+    broken = Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64")
+    path = written(tmp_path / "run.jsonl", result())
+    record.append(path, record.uncollected_line(broken))
+    record.append(path, record.result_line(result(seed=1)))
+    assert record.read(path) == Record(ENVIRONMENT, (result(), result(seed=1)), (broken,))
 
 
 def test_starting_a_record_drops_an_earlier_run(tmp_path: Path) -> None:

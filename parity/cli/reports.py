@@ -31,7 +31,7 @@ def draw(file: Path, output: Path | None) -> bool:
     for line in notes.lines(run.notes):
         print(line)
     print(f"report: {target}")
-    return not (run.failed or run.missing)
+    return run.complete and not run.failed
 
 
 def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool:

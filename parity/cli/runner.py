@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parity.plugin import uncollected
 from parity.plugin.unknown import unknown_pairs
 from parity.user_error import UserError
 
@@ -36,11 +36,8 @@ class _CollectionErrors:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            file = report.nodeid.split("::")[0]
-            message = _without_traceback(report.longreprtext)
-            told = message if file in message else f"{_place(file, report.longreprtext) or report.nodeid}: {message}"
-            report.longrepr = message
-            self.messages.setdefault(report.nodeid, told)
+            self.messages.setdefault(report.nodeid, uncollected.message(report))
+            report.longrepr = uncollected.without_traceback(report.longreprtext)
         elif report.skipped and isinstance(report.longrepr, tuple):
             self.skipped.setdefault(report.nodeid, f"{report.nodeid} skips itself: {report.longrepr[2]}")
 
@@ -91,15 +88,3 @@ def _unknown(files: Sequence[str]) -> Iterator[str]:
         with suppress(UserError):  # told already, by the workers
             registry.load_file(path)
     yield from unknown_pairs(ids, Path.cwd(), registry.cases())
-
-
-def _place(file: str, text: str) -> str:
-    """The last line of the file in a traceback as pytest shows it; empty where there is none."""
-    lines = re.findall(rf"^(?:.*/)?{re.escape(Path(file).name)}:(\d+): in ", text, re.MULTILINE)
-    return f"{file}:{lines[-1]}" if lines else ""
-
-
-def _without_traceback(text: str) -> str:
-    """The error's own lines where pytest shows a traceback, which it marks with an ``E``; else the text as it is."""
-    marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E  ")]
-    return "\n".join(marked) or text.strip()

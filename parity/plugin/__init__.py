@@ -17,7 +17,7 @@ from parity.declaring.source import imports_parity
 from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.lasting import lasting
-from parity.plugin import ending, interruption, lines, options, staffing
+from parity.plugin import ending, interruption, lines, options, staffing, uncollected
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
@@ -167,13 +167,21 @@ def pytest_make_collect_report(
             raise
         from parity.registry import import_failure
 
-        return pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
+        report = pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
     if isinstance(collector, pytest.Module) and report.passed and "parity.registry" in sys.modules:
         report.result.extend(_nodes(collector))
     call = getattr(report, "call", None)
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
         report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
+    if report.failed and _has_pairs(collector):
+        uncollected.note(report, collector.config.invocation_params.dir)
     return report
+
+
+def _has_pairs(collector: pytest.Collector) -> bool:
+    return isinstance(collector, BrokenCase) or (
+        isinstance(collector, pytest.Module) and imports_parity(collector.path)
+    )
 
 
 def _told(error: UserError, details: bool) -> str:

@@ -68,6 +68,11 @@ class ParityItem(pytest.Item):
     def workplace(self) -> Workplace:
         return workplace.of(self.config)
 
+    @property
+    def limits(self) -> str:
+        """The file with the table of limits, as one writes it from where pytest was started; empty for the packaged."""
+        return self._from_start(self.options.calibration) if self.options.calibration else ""
+
     def runtest(self) -> None:
         from parity.limits import table
         from parity.report import failure
@@ -85,7 +90,7 @@ class ParityItem(pytest.Item):
             raise
         item = Item(tuple(self.results))
         if item.bad:
-            raise ParityError(failure.message(item, details=self.config.option.verbose >= DETAILS))
+            raise ParityError(failure.message(item, self.config.option.verbose >= DETAILS, self.limits))
 
     def _result(self, seed: int, calibration: Table) -> Result:
         from parity import memory
@@ -183,10 +188,13 @@ class ParityItem(pytest.Item):
 
     def _path_to_show(self) -> str:
         """The file as one writes it from where pytest was started; a report shows no folder above that."""
-        try:
-            return self.path.relative_to(self.config.invocation_params.dir).as_posix()
-        except ValueError:
-            return self.nodeid.split("::")[0]
+        start = self.config.invocation_params.dir
+        return self._from_start(self.path) if self.path.is_relative_to(start) else self.nodeid.split("::")[0]
+
+    def _from_start(self, path: Path) -> str:
+        """As one writes it from where pytest was started if it lies below."""
+        start = self.config.invocation_params.dir
+        return (path.relative_to(start) if path.is_relative_to(start) else path).as_posix()
 
 
 def _register(config: pytest.Config, mark: str) -> None:

@@ -31,6 +31,6 @@ def environment_line(item: ParityItem) -> str:
     stash = item.session.stash
     if _ENVIRONMENT not in stash:
         planned = sum(isinstance(other, type(item)) for other in item.session.items)
-        measured = environment.measure(item.kernels.backend, item.options.seeds, planned)
+        measured = environment.measure(item.kernels.backend, item.options.seeds, planned, item.limits)
         stash[_ENVIRONMENT] = record.environment_line(measured)
     return stash[_ENVIRONMENT]

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from parity.plugin import uncollected
 from parity.plugin.options import Options
 
 if TYPE_CHECKING:
     from parity.report.digest import Digest
+    from parity.report.record import Uncollected
 
 
 class Recorder:
@@ -31,6 +33,7 @@ class Recorder:
         self._digest: Digest | None = None
         self._verdict = ""
         self._begun = False
+        self._uncollected: dict[str, Uncollected] = {}
         self._unwritten: list[str] = []
         self._troubles: list[str] = []
 
@@ -40,14 +43,25 @@ class Recorder:
             report.parity_lines = {}  # type: ignore[attr-defined]  # pytest keeps every report until its end
             self.record(lines)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        message = uncollected.noted(report)
+        if message and report.nodeid not in self._uncollected:  # each of xdist's workers collects, and tells
+            from parity.report.record import Uncollected, uncollected_line
+
+            self._uncollected[report.nodeid] = Uncollected(report.nodeid, message)
+            if self._digest is not None:
+                self._write(uncollected_line(self._uncollected[report.nodeid]))
+
     def record(self, lines: dict[str, Any]) -> None:
         """Write an item's lines, see ``lines.of_item``."""
         from parity.report import record
         from parity.report.digest import Digest
 
         if self._digest is None:
-            self._digest = Digest(record.environment_of(lines["environment"]))
+            self._digest = Digest(record.environment_of(lines["environment"]), uncollected=self._uncollected)
             self._write(lines["environment"])
+            for each in self._uncollected.values():
+                self._write(record.uncollected_line(each))
         for line in lines["results"]:
             self._write(line)
         if lines["results"]:  # an item of which parity itself failed has none

@@ -95,11 +95,14 @@ def _environments(runs: Comparison) -> str:
 
 def _facts(run: Record) -> dict[str, str]:
     items = len({result.item for result in run.results})
-    return {
+    facts = {
         **run.environment.facts,
         "seeds": seeds(run.environment.seeds),
         "items with a result": f"{items} of {max(items, run.environment.items)}",
     }
+    if run.uncollected:
+        facts["not collected"] = ", ".join(each.node_id for each in run.uncollected)
+    return facts
 
 
 def _told_of(kind: Kind, factor: float) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from parity.report.environment import Environment
 from parity.report.items import WORST_FIRST, Item, in_order
-from parity.report.record import Record
+from parity.report.record import Record, Uncollected
 from parity.result import Result, Status
 
 MOST_RESULTS = 1_000
@@ -46,11 +46,13 @@ class Digest:
         environment: where and with what it was made.
         counts: how many items there are of each status, also of those that are not kept.
         notes: how many items have each note, ditto.
+        uncollected: pairs and files of which nothing was compared, by id.
     """
 
     environment: Environment
     counts: Counter[Status] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    uncollected: dict[str, Uncollected] = field(default_factory=dict)
     _cells: dict[tuple[str, str, str], _Cell] = field(default_factory=dict)  # by file, case and precision
     _results: int = 0
     _most: int = MOST_RESULTS  # items of a cell
@@ -74,6 +76,11 @@ class Digest:
         self._results += len(results)
         if self._results > MOST_RESULTS + _SLACK:
             self._cut()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the run was to compare has a result."""
+        return not (self.missing or self.uncollected)
 
     @property
     def failed(self) -> int:
@@ -105,7 +112,7 @@ class Digest:
 
 def digest(record: Record) -> Digest:
     """The digest of a run that was read back."""
-    found = Digest(record.environment)
+    found = Digest(record.environment, uncollected={each.node_id: each for each in record.uncollected})
     by_item: dict[str, list[Result]] = {}
     for result in record.results:
         by_item.setdefault(f"{result.path}::{result.item}", []).append(result)

@@ -1,4 +1,7 @@
-"""What a run's numbers depend on: kernels, device, versions and seeds. Nothing in it names a user or a folder."""
+"""What a run's numbers depend on: kernels, device, versions, seeds and limits.
+
+Nothing in it names a user or a folder, but for a table of limits that lies elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ class Environment:
         cublas: version of cuBLASLt, as TE finds it.
         driver: version of the GPU's driver.
         golden: the device of the FP64 pass, and what was measured to choose it.
+        limits: the file with the table of limits; empty for the packaged one.
     """
 
     date: str
@@ -56,6 +60,7 @@ class Environment:
     cublas: str = ""  # this and what follows are not in older records
     driver: str = ""
     golden: str = ""
+    limits: str = ""
 
     @property
     def kernels(self) -> str:
@@ -76,6 +81,7 @@ class Environment:
             "cuBLAS": self.cublas,
             "cuDNN": self.cudnn,
             "driver": self.driver,
+            "limits": self.limits,
             "Python": self.python,
             "parity": self.parity,
             "date": self.date,
@@ -83,8 +89,8 @@ class Environment:
         return {name: value for name, value in known.items() if value}
 
 
-def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
-    """The environment of this process."""
+def measure(backend: str, seeds: Sequence[int], items: int, limits: str = "") -> Environment:
+    """The environment of this process; the arguments are fields of it."""
     import torch
 
     from parity.golden.placement import golden_device
@@ -107,6 +113,7 @@ def measure(backend: str, seeds: Sequence[int], items: int) -> Environment:
         cublas=cublas_version() if gpu else "",
         driver=driver_version() if gpu else "",
         golden=golden_device(torch.device("cuda", torch.cuda.current_device())).reason if gpu else "",
+        limits=limits,
     )
 
 

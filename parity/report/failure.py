@@ -13,15 +13,20 @@ from parity.report.numbers import cosine, plural, seeds, short
 from parity.result import Finding, Result, TensorResult
 
 
-def message(item: Item, details: bool = False) -> str:
+def message(item: Item, details: bool = False, limits: str = "") -> str:
     """Everything that a person needs to start looking, in a dozen lines; the traceback only with details.
 
     The first line has the first finding's name with the margin, since pytest's summary shows no other.
+
+    Args:
+        item: that failed.
+        details: whether to add a traceback.
+        limits: the file with the table of limits; empty for the packaged one.
     """
     lines = [*_findings_first(item), *measures(item.worst)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
-    return "\n".join([*lines, f"reproduce: {reproduce(item.worst)}"])
+    return "\n".join([*lines, f"reproduce: {reproduce(item.worst, limits)}"])
 
 
 def _findings_first(item: Item) -> Iterator[str]:
@@ -103,12 +108,19 @@ def findings(item: Item) -> list[Finding]:
     return list(first.values())
 
 
-def reproduce(result: Result) -> str:
-    """The one-line command that runs this comparison alone; its report does not replace that of the whole run."""
+def reproduce(result: Result, limits: str = "") -> str:
+    """The one-line command that runs this comparison alone; its report does not replace that of the whole run.
+
+    Args:
+        result: of the comparison.
+        limits: the file with the table of limits; empty for the packaged one.
+    """
     node_id = shlex.quote(f"{result.path}::{result.item}")
     options = f"--parity-seeds={result.seed}, --parity-backend={result.backend} --parity-name=reproduce"
     if result.forced_attention:
         options += f" --parity-attention={result.forced_attention}"
+    if limits:
+        options += f" --parity-calibration={shlex.quote(limits)}"
     return f"pytest {node_id} {options} -n 0"
 
 

@@ -37,7 +37,8 @@ def draw(run: Digest, name: str) -> str:
         "## Cases by precision",
         matrix.draw(items),
         _how_to_read(items),
-        *_failures(failed),
+        *_uncollected(run),
+        *_failures(failed, run.environment.limits),
         *_skips(skipped),
         *_notes(run, items),
         *_determinism([result for item in items for result in item.results]),
@@ -52,20 +53,29 @@ def verdict(run: Digest) -> str:
     """The run in one line."""
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
-    failed, missing = run.failed, run.missing
-    notes = [f"{counts['skipped']} skipped"] if counts["skipped"] else []
-    if missing:
-        notes.append(f"{plural(missing, 'item')} without a result: the run was cut short or a worker crashed")
-    if failed:
+    if run.failed:
         worst = _worst([item for item in items if item.status in ("failed", "error")])
-        head = f"{matrix.FAILED} {failed} of {plural(ran, 'item')} failed{worst}"
+        head = f"{matrix.FAILED} {run.failed} of {plural(ran, 'item')} failed{worst}"
     elif ran:
         worst = _worst([item for item in items if item.status == "passed"])
-        head = f"{'⚠️' if missing else matrix.PASSED} {ran} of {plural(ran, 'item')} passed{worst}"
+        head = f"{matrix.PASSED if run.complete else '⚠️'} {ran} of {plural(ran, 'item')} passed{worst}"
     else:
         head = "⚠️ nothing was compared"
     kernels = "real kernels" if run.environment.backend == "gpu" else "emulated kernels"
-    return "; ".join([head, *notes, kernels])
+    return "; ".join([head, *_not_compared(run), kernels])
+
+
+def _not_compared(run: Digest) -> Iterator[str]:
+    """How many items, pairs and files have no numbers, for each reason."""
+    if run.counts["skipped"]:
+        yield f"{run.counts['skipped']} skipped"
+    if run.missing:
+        yield f"{plural(run.missing, 'item')} without a result: the run was cut short or a worker crashed"
+    pairs = sum("::" in node_id for node_id in run.uncollected)
+    counts = {"pair": pairs, "file": len(run.uncollected) - pairs}
+    told = [plural(count, noun) for noun, count in counts.items() if count]
+    if told:
+        yield f"{' and '.join(told)} not collected"
 
 
 def _worst(items: Sequence[Item]) -> str:
@@ -106,7 +116,17 @@ def _how_to_read(items: Sequence[Item]) -> str:
     return "\n".join(lines)
 
 
-def _failures(failed: Sequence[Item]) -> Iterator[str]:
+def _uncollected(run: Digest) -> Iterator[str]:
+    """What the tables do not have, and why."""
+    if run.uncollected:
+        yield "## Not collected"
+        yield "Of these nothing was compared; what is wrong with them is to be mended first."
+    for each in run.uncollected.values():
+        yield f"`{each.node_id}`:"
+        yield _fence(each.message.splitlines())
+
+
+def _failures(failed: Sequence[Item], limits: str) -> Iterator[str]:
     if failed:
         yield "## Failed"
     for item in failed:
@@ -120,7 +140,7 @@ def _failures(failed: Sequence[Item]) -> Iterator[str]:
             yield _fence(item.worst.traceback.splitlines())
             yield "</details>"
         yield "Run it alone:"
-        yield _fence([failure.reproduce(item.worst)])
+        yield _fence([failure.reproduce(item.worst, limits)])
 
 
 def _skips(skipped: Sequence[Item]) -> Iterator[str]:

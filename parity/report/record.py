@@ -1,14 +1,17 @@
-"""The record of a run: JSON lines, first the environment, then each result as soon as it exists."""
+"""The record of a run: JSON lines, first the environment, then each result as soon as it exists.
+
+Between the results stands what could not be collected, so that a report of the others does not pass for one of all.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from parity.report import environment as environments
 from parity.report.environment import Environment
@@ -19,17 +22,32 @@ Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
+class Uncollected:
+    """A pair that has a mistake, or a file of pairs, so that nothing of it was compared.
+
+    Attributes:
+        node_id: pytest's.
+        message: what is wrong, without a traceback.
+    """
+
+    node_id: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Record:
     """A run, read back.
 
     Attributes:
         environment: where and with what it was made.
         results: in the order in which they arrived.
+        uncollected: what could not be compared at all, ditto.
         damaged: numbers of the last lines that could not be read, as a crash or a full disk leaves them.
     """
 
     environment: Environment
     results: tuple[Result, ...]
+    uncollected: tuple[Uncollected, ...] = ()
     damaged: tuple[int, ...] = ()
 
 
@@ -41,6 +59,11 @@ def environment_line(environment: Environment) -> str:
 def result_line(result: Result) -> str:
     """A result's line; sizes that are not JSON, such as a dtype, become text."""
     return _line("result", to_json(result))
+
+
+def uncollected_line(uncollected: Uncollected) -> str:
+    """The line of what could not be collected."""
+    return _line("uncollected", asdict(uncollected))
 
 
 def environment_of(line: str) -> Environment:
@@ -83,8 +106,22 @@ def read(path: Path) -> Record:
     if broken:
         raise UserError(f"{path} is not a record of parity: line {broken} is not JSON")
     environment = _content(path, parsed[0], "environment", environments.from_json)
-    results = tuple(_content(path, entry, "result", from_json) for entry in parsed[1:whole])
-    return Record(environment, results, tuple(range(whole + 1, len(parsed) + 1)))
+    of_pairs = [entry for entry in parsed[1:whole] if _is_uncollected(entry[1])]
+    of_results = [entry for entry in parsed[1:whole] if not _is_uncollected(entry[1])]
+    return Record(
+        environment,
+        results=tuple(_content(path, entry, "result", from_json) for entry in of_results),
+        uncollected=tuple(_content(path, entry, "uncollected", _uncollected_from_json) for entry in of_pairs),
+        damaged=tuple(range(whole + 1, len(parsed) + 1)),
+    )
+
+
+def _is_uncollected(line: Any) -> bool:
+    return isinstance(line, dict) and "uncollected" in line
+
+
+def _uncollected_from_json(content: Any) -> Uncollected:
+    return TypeAdapter(Uncollected).validate_python(content)
 
 
 def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[[Any], Content]) -> Content:

@@ -167,6 +167,25 @@ def test_a_file_that_exits_while_it_is_imported_costs_no_other_file(pytester: py
     result.stdout.fnmatch_lines(["*/exits.py:3: importing the file raised SystemExit: 3"])
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_could_not_be_collected_is_in_the_record_and_the_report_of_the_others(
+    pytester: pytest.Pytester, workers: int
+) -> None:
+    write(pytester, PAIRS + "\n    @parity.pair('misfits')\n    def misfits(te): ...\n")
+    write(pytester, "import parity\n\nraise ValueError('no')", "raises")
+    write(pytester, "import nothing_of_parity", "test_other")
+    files = ("my_pairs.py", "raises.py", "test_other.py", "--continue-on-collection-errors")
+    result = run_with_workers(pytester, workers, *files)
+    assert {each.node_id: each.message for each in recorded(pytester).uncollected} == {
+        "my_pairs.py::misfits": "my_pairs.py::misfits: pair 'misfits': fc1.weight is 128x64, but fc1_weight is 64x128",
+        "raises.py": "raises.py:3: ValueError: no",
+    }
+    result.stdout.fnmatch_lines(["*; 1 pair and 1 file not collected; *"])
+    report = (pytester.path / "reports" / "parity.md").read_text()
+    assert report.count("not collected") == 1
+    assert "fc1.weight is 128x64" in report
+
+
 def test_a_mark_around_a_pair_is_told_where_marks_belong(pytester: pytest.Pytester) -> None:
     write(pytester, "import parity, pytest\n@pytest.mark.skip(reason='later')\n@parity.pair('mlp')\ndef mlp(te): ...")
     run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*my_pairs.py:3: pair 'mlp': marks of pytest*marks=?\"slow\"?*"])
