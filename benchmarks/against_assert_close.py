@@ -16,13 +16,15 @@ from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te, weights
-from parity.case import Case
+from parity.build import build
+from parity.case import Case, draw_inputs
+from parity.cast import cast
 from parity.declaring.validate import CheckedSize
 from parity.execute import positional_names, run
 from parity.inputs import Rng
 from parity.passes import tensors_of
 from parity.precision import Precision
-from parity.prepare import build, cast, draw_inputs, forget
+from parity.prepare import forget
 from parity.te import Kernels
 
 

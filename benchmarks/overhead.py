@@ -23,12 +23,14 @@ from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
+from parity.build import build
 from parity.case import Case
+from parity.cast import cast
 from parity.declaring.validate import CheckedSize
 from parity.execute import outputs_of, run
 from parity.judging.directions import directions
 from parity.precision import Precision
-from parity.prepare import Prepared, build, cast, forget, prepare
+from parity.prepare import Prepared, forget, prepare
 from parity.te import Kernels
 from parity.te_state import quantization
 

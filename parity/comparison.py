@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from parity import te
 from parity.arguments import check_kinds, checked_precisions, checked_seeds
+from parity.build import part_that_raised
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
@@ -30,7 +31,7 @@ from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import Prepared, forget, part_that_raised, prepare
+from parity.prepare import Prepared, forget, prepare
 from parity.result import PROBED, Determinism, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port

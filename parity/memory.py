@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.case import Case, draw_inputs
+from parity.cast import cast
 from parity.declaring.meta_build import without_memory
 from parity.declaring.validate import CheckedSize
 from parity.execute import as_arguments
 from parity.inputs import Rng
 from parity.machine import heap
-from parity.prepare import cast, forget
+from parity.prepare import forget
 from parity.user_error import INTERRUPTS
 
 # FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of

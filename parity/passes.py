@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity import weights
+from parity.build import build
 from parity.case import Case, Pair
+from parity.cast import cast, size_in_bytes
 from parity.declaring.validate import CheckedSize
 from parity.execute import Pass, outputs_of, run
 from parity.precision import Precision
-from parity.prepare import Prepared, build, cast, size_in_bytes
+from parity.prepare import Prepared
 from parity.result import PROBED, Kind
 from parity.rounding.choices import Choices, Chosen
 from parity.rounding.freedom import FUSED, Freedom

@@ -7,7 +7,6 @@ a case's precisions one after another, each with all seeds.
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from parity import weights
-from parity.case import Case, Pair, draw_inputs
+from parity.build import build, rounded_inputs, share_rounded_weights, vary_constants
+from parity.case import Case, Pair
+from parity.cast import cast, on_device, size_in_bytes
 from parity.declaring.outside_te import parameters_outside_te
 from parity.declaring.validate import CheckedSize
 from parity.draws import draws_of, forget_draws
@@ -28,20 +28,12 @@ from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden.in_fp64 import in_fp64
 from parity.golden.placement import golden_device
 from parity.inputs import Rng
-from parity.judgeable import (
-    check_golden,
-    check_inputs_fit,
-    check_reproducible,
-    check_state_stays,
-    check_weights_fit,
-    check_weights_stay,
-)
+from parity.judgeable import check_golden, check_reproducible, check_state_stays, check_weights_stay
 from parity.machine import free_memory, host
 from parity.nominal_clock import Clock
 from parity.probes import probe
 from parity.scaled_lookups import Lookups, ScaledLookups
 from parity.te import Kernels
-from parity.te_state.quantized_parameters import moved
 from parity.user_error import UserError
 from parity.watching.attributes import attributes_of, changed_attributes
 from parity.watching.calls import tracing
@@ -51,9 +43,6 @@ from parity.watching.products import Products
 from parity.watching.random_state import RandomState, other_numbers
 from parity.watching.trace import Trace
 from parity.weights import WeightMap
-
-# Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
-CONSTANT_NOISE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,44 +135,6 @@ class _Key(NamedTuple):
 
 
 _KEPT: OrderedDict[_Key, Prepared] = OrderedDict()  # the latest last
-
-
-def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
-    """The pair, its modules initialised from the seed, on the kernels' device, in training mode.
-
-    Raises:
-        UserError: if one of them has no values.
-    """
-    on_gpu = kernels.device.type == "cuda"
-    with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
-        # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
-        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
-        with draws_of((case, checked), seed, kernels).repeated():
-            pair = case.build(kernels.te, checked.size)
-    _check_has_values("reference", pair.reference)
-    _check_has_values("candidate", pair.candidate)
-    pair.reference.to(kernels.device).train()
-    moved(pair.candidate, device=kernels.device).train()
-    for part in (*pair.reference.modules(), *pair.candidate.modules()):
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            part.sparse = False  # how a gradient is stored changes none of its numbers
-    return pair
-
-
-def _check_has_values(role: str, module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise UserError(
-                f"the {role}'s {name} is on the device meta, where it has no values; build the {role} on the CPU or "
-                "the GPU"
-            )
-
-
-def part_that_raised(error: BaseException) -> str:
-    """Which part of a pair raised before any of its modules ran; empty if none did."""
-    running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    parts = {Case.build: "the factory", draw_inputs: "inputs", build: "moving the pair's modules to the device"}
-    return next((part for function, part in parts.items() if function.__code__ in running), "")
 
 
 def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
@@ -340,68 +291,3 @@ def _check(
             check_weights_stay(golden, again(), written)
         if changed:
             check_state_stays(golden, again(), changed)
-
-
-def size_in_bytes(tree: Any) -> int:
-    """The memory that the tree's tensors take together."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module itself, what it holds in floating point in another dtype.
-
-    Complex buffers stay as they are: ``module.to(dtype)`` would drop their imaginary part.
-    """
-    casts: dict[torch.dtype, Callable[[], nn.Module]] = {
-        torch.float64: module.double,
-        torch.float32: module.float,
-        torch.bfloat16: module.bfloat16,
-        torch.float16: module.half,
-    }
-    return casts[dtype]()
-
-
-def cast(inputs: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """The inputs with floating-point tensors in ``dtype``, and all on the device, if one is given."""
-    return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs)
-
-
-def on_device(tensors: Any, device: torch.device) -> Any:
-    """The same tree with every tensor on the device."""
-    return tree_map_only(Tensor, lambda x: x.to(device), tensors)
-
-
-def vary_constants(reference: nn.Module, rng: Rng) -> None:
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-                parameter.add_(rng.normal(*parameter.shape, std=CONSTANT_NOISE).to(parameter.device))
-
-
-def share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Round the weights in the candidate's layout, and give the reference, in FP64, what they stand for there.
-
-    Returns:
-        The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
-    """
-    reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
-    shapes = weights.parameter_shapes(pair.candidate)
-    mapped = weights.to_candidate(pair.weights, reference, shapes)
-    check_weights_fit(mapped, dtype)
-    candidate = {name: tensor.to(dtype) for name, tensor in mapped.items()}
-    shared = weights.to_reference(
-        pair.weights,
-        {name: tensor.double() for name, tensor in candidate.items()},
-        {name: tuple(tensor.shape) for name, tensor in reference.items()},
-    )
-    with torch.no_grad():
-        for name, tensor in shared.items():
-            reference[name].copy_(tensor)
-    return candidate
-
-
-def rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
-    """The pair's inputs of this seed, in the dtype, on the device."""
-    drawn = draw_inputs(pair, checked.size, Rng(seed))
-    check_inputs_fit(drawn, dtype)
-    return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)

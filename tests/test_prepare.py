@@ -134,12 +134,3 @@ def test_what_is_kept_counts_with_its_bytes() -> None:
         assert one.held["golden"] > 2 * output
         assert one.held["directions"] == output * len(directions.directions(one))  # changes and their squares, in FP32
         assert one.held["models"] > 2 * output
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_cast_of_a_module_leaves_its_complex_buffers_alone(dtype):
-    module = torch.nn.Linear(2, 2)
-    module.register_buffer("table", torch.tensor([1.0 + 2.0j]))
-    assert prepare.cast_module(module, dtype) is module
-    assert module.weight.dtype is dtype
-    assert module.table.tolist() == [1.0 + 2.0j]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parity.cast import cast
 from parity.diagnosis.attention.attention import attentions, distinct_heads, heads_of
 from parity.diagnosis.attention.attention_mistakes import attention_hypotheses
 from parity.diagnosis.attention.joined_streams import joined_stream_hypotheses
@@ -54,7 +55,7 @@ from parity.diagnosis.weight_maps.weight_mistakes import repeated_weight_hypothe
 from parity.diagnosis.weight_maps.weight_readings import Heads
 from parity.execute import outputs_of
 from parity.golden.in_fp64 import in_fp64
-from parity.prepare import Calls, Prepared, cast
+from parity.prepare import Calls, Prepared
 from parity.watching.trace import Trace
 from parity.weights import parameter_shapes
 

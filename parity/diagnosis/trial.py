@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.cast import cast, cast_module
 from parity.diagnosis.hypothesis import Call, Hypothesis
 from parity.diagnosis.together import together
 from parity.execute import outputs_of, run
@@ -22,7 +23,7 @@ from parity.golden.in_fp64 import in_fp64
 from parity.golden.long_sequences import attention_in_blocks
 from parity.passes import Tensors, tensors_of, under_model
 from parity.precision import Precision
-from parity.prepare import Prepared, cast, cast_module
+from parity.prepare import Prepared
 from parity.rounding.freedom import UNFUSED, Freedom
 from parity.watching.calls import Misfit, edited
 from parity.watching.trace import Edit

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from parity.cast import cast
 from parity.execute import outputs_of, run
 from parity.golden.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.passes import Tensors, tensors_of
-from parity.prepare import Prepared, cast
+from parity.prepare import Prepared
 from parity.result import PROBED, Finding, TensorResult
 
 # A kernel that computes in FP32 rounds at each of its steps, the inputs are perturbed once: by this many roundoffs.

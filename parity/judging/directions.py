@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parity.cast import size_in_bytes
 from parity.diagnosis import Hypothesis, calls_of, subtle_hypotheses
 from parity.diagnosis.codes import CODES
 from parity.diagnosis.trial import outputs_under
 from parity.errors import difference
 from parity.judging.component import Component, has_component
 from parity.judging.statistics import Statistic
-from parity.prepare import Prepared, size_in_bytes
+from parity.prepare import Prepared
 from parity.result import Check, Finding, TensorResult
 from parity.summed import Summed
 from parity.truth import in_fp32

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parity.cast import cast, cast_module
 from parity.execute import outputs_of
 from parity.judging.directions import PRESENT, Direction, found_by_filter, share_of
-from parity.prepare import Prepared, cast, cast_module
+from parity.prepare import Prepared
 from parity.result import TensorResult
 
 _TITLES = frozenset({"norm-statistics", "norm-rounding"})

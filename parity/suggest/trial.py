@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity import weights
+from parity.build import vary_constants
 from parity.case import Pair, Size, draw_inputs
+from parity.cast import cast
 from parity.errors import measure
 from parity.execute import outputs_of
 from parity.golden.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.precision import PRECISIONS
-from parity.prepare import cast, vary_constants
 from parity.rounding.model import rounded
 from parity.te import Kernels
 from parity.te_state import caches

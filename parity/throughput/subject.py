@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity import errors, execute, weights
+from parity.build import build, rounded_inputs, share_rounded_weights, vary_constants
 from parity.case import Case, Pair
+from parity.cast import cast
 from parity.declaring.validate import CheckedSize
 from parity.golden.in_fp64 import in_fp64
 from parity.inputs import Rng
 from parity.one_line import one_line
-from parity.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.te import Kernels
 from parity.te_state.quantized_parameters import moved
 from parity.throughput.clock import Passes

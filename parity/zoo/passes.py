@@ -9,10 +9,11 @@ from torch import Tensor
 
 from parity import passes
 from parity.case import Case
+from parity.cast import cast, cast_module
 from parity.declaring.validate import CheckedSize
 from parity.execute import outputs_of, run
 from parity.precision import Precision
-from parity.prepare import Prepared, cast, cast_module
+from parity.prepare import Prepared
 from parity.result import PROBED, Kind
 from parity.te import Kernels
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from parity.case import Case
+from parity.cast import cast
 from parity.comparison import compare_at
 from parity.cpu.products import tf32
 from parity.declaring.validate import CheckedSize, check_case
 from parity.limits.table import Table, packaged
 from parity.precision import PRECISIONS, Precision
-from parity.prepare import Prepared, cast, forget, prepare
+from parity.prepare import Prepared, forget, prepare
 from parity.te import Kernels
 from parity.zoo import passes, rivals, signal
 from parity.zoo.bug import Bug, planted

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from parity.cast import cast
 from parity.execute import outputs_of
 from parity.passes import under_model
 from parity.precision import Precision
-from parity.prepare import Prepared, cast
+from parity.prepare import Prepared
 from parity.rounding.freedom import UNFUSED
 from parity.watching.calls import tracing
 from parity.watching.trace import Site, Trace
