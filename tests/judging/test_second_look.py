@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import parity
+from parity.calibration.drawn_models import MODELS
 from parity.declaring.validate import check_case
 from parity.formats import e4m3
 from parity.judging.second_look import LOOKS, TELLING_LOOKS, second_look
@@ -293,6 +294,12 @@ def saturated(values_times=1.0, heads=2, head_dim=32):
 def test_right_ports_with_a_saturated_softmax_pass_though_few_roundings_decide_their_errors(heads, head_dim):
     results = parity.compare(saturated(heads=heads, head_dim=head_dim), ["bf16"], seeds=range(16))
     assert {result.status for result in results} == {"passed"}
+
+
+def test_a_right_port_passes_whose_mean_over_tokens_hides_how_much_the_undecided_ones_scatter():
+    size = dict(batch=4, seq=7, hidden=128, ffn=244, heads=2, groups=1)
+    result = parity.compare(dataclasses.replace(MODELS["model_020"], sizes=(size,)), ["fp16"], seeds=[401])[0]
+    assert result.passed
 
 
 def test_a_mistake_behind_a_saturated_softmax_is_told():
