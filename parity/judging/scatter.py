@@ -21,7 +21,7 @@ from parity.summed import Summed
 # Times its median among drawn runs, beyond which the norm of a row's error hangs on few roundings.
 _SCATTERS = 2.0
 # Fewer drawn runs have no median to speak of.
-_FEWEST_DRAWN = 4
+FEWEST_DRAWN = 4
 # A row of fewer elements says too little about its own error.
 _SMALLEST_ROW = 32
 # Of a normal law, which a faithful port exceeds as often as a limit.
@@ -37,7 +37,7 @@ def scatters(drawn: Sequence[Summed]) -> bool:
         drawn: errors of runs whose roundings are independent; those that are not finite are left out.
     """
     drawn = [error for error in drawn if error.is_finite]
-    if len(drawn) < _FEWEST_DRAWN:
+    if len(drawn) < FEWEST_DRAWN:
         return False
     shape = drawn[0].values.shape
     sums = [torch.tensor([error.total]) for error in drawn]
@@ -63,7 +63,7 @@ def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> f
     """
     largest = max(error.norm for error in model_errors)
     drawn = [math.log(error.norm) for error in model_errors if error.is_drawn and error.norm > 0.0]
-    if largest <= golden.norm or len(drawn) < _FEWEST_DRAWN:
+    if largest <= golden.norm or len(drawn) < FEWEST_DRAWN:
         return 1.0
     reached = float(np.mean(drawn) + _DEVIATIONS * np.std(drawn, ddof=1))
     return max(1.0, math.exp(reached) / (limit * largest))

@@ -30,9 +30,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from scipy import special
 from torch import Tensor
 
 from parity.judging.component import Component, has_component
+from parity.judging.scatter import FEWEST_DRAWN
 from parity.summed import Summed, over_rows
 
 Count = TypeVar("Count", float, Tensor)
@@ -44,6 +46,9 @@ SMALLEST_SLICE = 32
 _PRIOR_ELEMENTS = 8
 # Above what right ports' worst slices have; from there on it is worth to count how many elements make up an error.
 _USUAL = 1.5
+# Of a normal law below three standard deviations, in how many degrees of freedom chance no longer counts.
+_CHANCE = float(special.ndtr(3.0))
+_MOST_FREEDOM = 1e4
 # The unit roundoff of FP32, in which kernels compute.
 _UNIT = torch.finfo(torch.float32).eps / 2
 # What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
@@ -118,7 +123,9 @@ def statistics(
         ratios = _ratios(error.squares_over(dims), expected)
         value = math.sqrt(ratios.max().item()) / _chance(there)
         if value > _USUAL:
-            ratios /= _chance(_independent(model_errors, dims, there)) ** 2
+            ratios /= torch.maximum(
+                _chance(_independent(model_errors, dims, there)), _chance_by_runs(model_errors, dims)
+            ).square()
             value = math.sqrt(ratios.max().item())
         if name not in worst or worst[name].value < value:
             place = _place(int(ratios.argmax()), ratios.shape)
@@ -185,6 +192,27 @@ def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: i
     second = torch.stack([x.sum(dims) for x in squares]).amax(0)
     fourth = torch.stack([x.square().sum(dims) for x in squares]).amax(0)
     return torch.where(fourth > 0, 3.0 * second.square() / fourth, count).clamp(1.0, count)
+
+
+def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
+    """What the norm of each slice may exceed the largest of the drawn runs' by, as ``_chance``, by their scatter.
+
+    One rounding may move all of a slice, as a query's that sees many keys alike moves a row of the queries' weights:
+    its elements do not show that, but runs do that round independently. For n independent normal errors the squared
+    norm has mean n and variance ``2 n``, and a chi-squared distribution: its quantile at three standard deviations of a
+    normal one, over the median of the largest of so many.
+
+    Args:
+        dims: over which a slice extends.
+    """
+    drawn = [model.squares_over(dims) for model in model_errors if model.is_drawn]
+    if len(drawn) < FEWEST_DRAWN:
+        return torch.ones(())
+    squares = torch.stack(drawn).double()
+    variance, mean = squares.var(0), squares.mean(0)
+    freedom = torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM) / 2.0
+    reached, largest = (special.gammaincinv(freedom.numpy(force=True), p) for p in (_CHANCE, 0.5 ** (1 / len(drawn))))
+    return torch.as_tensor(np.sqrt(reached / largest), dtype=drawn[0].dtype, device=drawn[0].device)
 
 
 def _norm(x: Tensor) -> float:

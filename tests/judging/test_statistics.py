@@ -70,6 +70,23 @@ def test_a_row_of_many_errors_may_not():
     assert values(error, [MODEL], GOLDEN)["row"] > 1.9
 
 
+def unluckiest_row(draw_errors, unlucky):
+    """The worst row of 64 for an error that is unlucky in the first one, next to drawn runs."""
+    drawn = [Summed(draw_errors(seed), is_drawn=True) for seed in range(DRAWS)]
+    error = draw_errors(DRAWS)
+    error[0] = unlucky * torch.stack([run.values[0] for run in drawn]).norm(dim=-1).max() * error[0] / error[0].norm()
+    found = statistics.statistics(Summed(error), drawn, Summed(draw(64, 256, seed=99)), LEAST, of_parameter=True)
+    return next(statistic.value for statistic in found if statistic.name == "slice")
+
+
+def test_a_row_that_one_rounding_moves_may_be_as_unlucky_as_one_rounding():
+    row = draw(256, seed=50)
+    by_one = unluckiest_row(lambda seed: draw(64, 1, seed=seed) * row, unlucky=3.0)
+    by_many = unluckiest_row(lambda seed: draw(64, 256, seed=seed), unlucky=3.0)
+    assert by_one < 2.2
+    assert by_many > 2.4
+
+
 def test_what_any_model_loses_is_expected():
     assert values(2 * MODEL, [MODEL, 2 * MODEL], GOLDEN)["norm"] <= 1.0
     assert values(2 * MODEL, [MODEL], GOLDEN)["norm"] > 1.8
