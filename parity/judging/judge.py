@@ -31,7 +31,7 @@ class Drawn:
     Attributes:
         count: how many of the models, the last ones.
         of_outputs: whether all outputs are judged by them as well. Gradients are in any case, since few numbers of a
-            loss scale them all, and all outputs of a pass if few roundings decide on one of them.
+            loss scale them all, and outputs on which few roundings decide.
     """
 
     count: int = 0
@@ -62,28 +62,7 @@ def judge(
         drawn: which of the models round independently.
     """
     floors = _floors(golden, models)
-    leaning = _leaning(golden, models, drawn)
-    return tuple(
-        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, key[0] in leaning)
-        for key in golden
-    )
-
-
-def _leaning(golden: Truths, models: Sequence[Tensors], drawn: Drawn) -> frozenset[Kind]:
-    """Which kinds of tensors have errors that lean by chance, as the drawn models do.
-
-    Where few roundings decide on one output, they do on those that come of it, such as a mean over tokens, in which
-    others hide how much they scatter.
-    """
-    if not drawn.count:
-        return frozenset()
-
-    def leans(key: tuple[Kind, str]) -> bool:
-        return key[0].endswith("gradient") or scatters(
-            golden[key].deviations([model[key] for model in models[-drawn.count :]]).errors
-        )
-
-    return frozenset(key[0] for key in golden if leans(key))
+    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors, drawn) for key in golden)
 
 
 def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
@@ -133,12 +112,12 @@ def _deviations(
     models: Sequence[Tensors],
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn = NONE_DRAWN,
-    leans: bool = False,
 ) -> Deviations:
     """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
     found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
     first_drawn = len(found.errors) - drawn.count
     of_drawn = found.errors[first_drawn:]
+    leans = key[0].endswith("gradient") or scatters(of_drawn)
     if not leans and not drawn.of_outputs:
         del found.errors[first_drawn:]
     for error in of_drawn:
@@ -186,10 +165,9 @@ def _judged(
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn,
-    leans: bool,
 ) -> TensorResult:
     kind, name = key
-    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn, leans)
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
     measures = golden[key].measures(truth, precision.dtype)
     least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)

@@ -24,6 +24,10 @@ _SCATTERS = 2.0
 FEWEST_DRAWN = 4
 # A row of fewer elements says too little about its own error.
 _SMALLEST_ROW = 32
+# A tensor whose norm scatters like that of fewer independent roundings is moved by few of them, if it has many more
+# elements than that.
+_FEW_ROUNDINGS = 32
+_MANY_TIMES = 4
 # Of a normal law, which a faithful port exceeds as often as a limit.
 _DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
 
@@ -31,7 +35,8 @@ _DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
 def scatters(drawn: Sequence[Summed]) -> bool:
     """Whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
 
-    Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself.
+    Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself. They show in the norm of a
+    row, or in that of the whole, if others hide them in each row, as in a mean over tokens.
 
     Args:
         drawn: errors of runs whose roundings are independent; those that are not finite are left out.
@@ -39,6 +44,22 @@ def scatters(drawn: Sequence[Summed]) -> bool:
     drawn = [error for error in drawn if error.is_finite]
     if len(drawn) < FEWEST_DRAWN:
         return False
+    few = min(_FEW_ROUNDINGS, drawn[0].values.numel() / _MANY_TIMES)
+    return _rows_scatter(drawn) or _roundings(drawn) < few
+
+
+def _roundings(drawn: Sequence[Summed]) -> float:
+    """Of how many independent roundings the squared norm scatters like: n of them have mean n and variance ``2 n``.
+
+    The runs of both kinds of kernels come in turn, and lose as much as one of them does.
+    """
+    squares = [error.total for error in drawn]
+    variance = (np.var(squares[::2], ddof=1) + np.var(squares[1::2], ddof=1)) / 2.0
+    return float(2.0 * np.mean(squares) ** 2 / variance) if variance > 0.0 else math.inf
+
+
+def _rows_scatter(drawn: Sequence[Summed]) -> bool:
+    """Whether a row's norm is far beyond its usual one in some run; the whole tensor's, where rows are short."""
     shape = drawn[0].values.shape
     sums = [torch.tensor([error.total]) for error in drawn]
     if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
