@@ -9,7 +9,7 @@ computes that instead. Autograd differentiates what was edited like anything els
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from parity.watching.trace import Call, Edit, Site, Trace, Value
 
@@ -263,34 +263,27 @@ def _is_recorded(result: Any, changed: Tensor | None) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     """Those among a call's arguments or results, in order."""
-    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """As ``tree_leaves``, in a tenth of the time for what most calls are given."""
-    if isinstance(tree, (Tensor, *_LEAVES)):
-        yield tree
-    elif type(tree) in (tuple, list):
-        for branch in tree:
-            yield from _leaves(branch)
-    elif type(tree) is dict:
-        for branch in tree.values():
-            yield from _leaves(branch)
-    else:
-        yield from tree_leaves(tree)
+    found: list[Tensor] = []
+    _mapped(tree, found.append)
+    return found
 
 
 def _named(tree: Any, values: Mapping[int, Value]) -> Any:
     """The tree with each tensor's value, by the tensor's id, in its place."""
+    return _mapped(tree, lambda tensor: values[id(tensor)])
+
+
+def _mapped(tree: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """As ``tree_map_only`` of tensors, in a tenth of the time for what most calls are given."""
     if isinstance(tree, Tensor):
-        return values[id(tree)]
+        return of_tensor(tree)
     if isinstance(tree, _LEAVES):
         return tree
     if type(tree) in (tuple, list):
-        return type(tree)(_named(branch, values) for branch in tree)
+        return type(tree)(_mapped(branch, of_tensor) for branch in tree)
     if type(tree) is dict:
-        return {name: _named(branch, values) for name, branch in tree.items()}
-    return tree_map(lambda x: values[id(x)] if isinstance(x, Tensor) else x, tree)
+        return {name: _mapped(branch, of_tensor) for name, branch in tree.items()}
+    return tree_map_only(Tensor, of_tensor, tree)
 
 
 def _changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
