@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import cuda, dropout, enums, info, norm, versions
+from parity.cpu import cuda, dropout, enums, info, kernel_choices, norm, versions
 from parity.cpu.activations import activation, scaled_activation
 from parity.cpu.attention import backend_choice, fused, kv_cache, rope, softmax
 from parity.cpu.mixture import aux_loss, padding, permutation, router
@@ -76,7 +76,7 @@ def build(version: Version) -> ModuleType:
     parameters that TE's ``csrc/extensions/pybind.cpp`` gives it.
     """
     # What the environment asks for is refused when TE is loaded, not in the middle of a model.
-    cuda.emulated_gpu(), cuda.cublaslt_version()
+    cuda.emulated_gpu(), cuda.cublaslt_version(), kernel_choices.current()
     extension = _Extension(NAME)
     extension.version = version
     for family in KERNEL_FAMILIES:

@@ -3,7 +3,7 @@
 TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
 happens on the syntax tree (``rewrite.py``) while a ``transformer_engine.*`` module is imported, so nothing
 outside TE is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after
-any exception. Three more names have stand-ins in TE's sources:
+any exception. More names have stand-ins in TE's sources:
 
 =====================================  =====================================  =======================================
 TE writes                              is read as                             because
@@ -11,6 +11,7 @@ TE writes                              is read as                             be
 ``torch.compile``                      ``parity.cpu.loading.fusion.fuse``     it rounds as the compiled GPU code does
 ``triton``                             ``parity.cpu.triton.stand_in``         it has no CPU target
 ``from importlib.metadata import``     ``parity.cpu.loading.packages``        flash-attention may be installed here
+``torch.baddbmm``, ``torch.bmm``       ``parity.cpu.attention.unfused``       cuBLAS may add in 16 bits there
 =====================================  =====================================  =======================================
 
 Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity.cpu.triton``.
@@ -30,14 +31,20 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from parity.cpu import cuda, extension, versions
+from parity.cpu.attention import unfused
 from parity.cpu.loading import code_cache, fusion, rewrite
 from parity.cpu.triton import replacements
 
 _ROOT = "transformer_engine"
 _TRITON_MODULE = "parity.cpu.triton.stand_in"
 _PACKAGES_MODULE = "parity.cpu.loading.packages"
-# What TE's modules find ``parity.cpu.loading.fusion.fuse`` under; it is set before a module is executed.
-_COMPILE_NAME = "__parity_compile__"
+# Functions of ``torch`` by their names there; TE's modules find the stand-in as ``__parity_compile__``, which is set
+# before a module is executed.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "compile": fusion.fuse,
+    "baddbmm": unfused.baddbmm,
+    "bmm": unfused.bmm,
+}
 
 
 class _StandIns(ast.NodeTransformer):
@@ -46,8 +53,8 @@ class _StandIns(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         match node:
-            case ast.Attribute(value=ast.Name("torch"), attr="compile"):
-                return ast.copy_location(ast.Name(_COMPILE_NAME, node.ctx), node)
+            case ast.Attribute(value=ast.Name("torch"), attr=name) if name in _FUNCTIONS:
+                return ast.copy_location(ast.Name(f"__parity_{name}__", node.ctx), node)
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
@@ -83,7 +90,8 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == _ROOT:
             _import_dynamo_without_triton()
-        vars(module).update({rewrite.CUDA_NAME: cuda, _COMPILE_NAME: fusion.fuse})
+        stand_ins = {f"__parity_{name}__": function for name, function in _FUNCTIONS.items()}
+        vars(module).update({rewrite.CUDA_NAME: cuda, **stand_ins})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
         vars(module).update(replacements.replacements(module.__name__))

@@ -1,5 +1,7 @@
 """How the tensor cores of a Hopper add FP8 products: an option of the CPU kernel ``generic_gemm``, off by default.
 
+The kernel choices ``fp8-14-bit`` and ``fp8-block-14-bit`` ask for it, and ``emulated``, which knows other cores, too.
+
 One instruction adds 32 products to a running sum. It shifts all 33 terms to the largest exponent among them (a
 product's is the sum of its factors' exponents), cuts off what lies below 13 fraction bits there, adds exactly, and cuts
 the result to 13 fraction bits again. Measured on H800 and H100: DeepSeek-V3 technical report (arXiv 2412.19437, section
@@ -13,12 +15,13 @@ after so many products: cuBLAS does not say how many; CUTLASS (four instructions
 
 FP8 with a scale a block of 128 (``Float8BlockScaling``) leaves no choice: the sum over a block is multiplied by its two
 scales and added in FP32, and the next begins anew. So do DeepSeek-V3's GEMM (section 3.3.2) and CUTLASS's for Hopper
-(its example 67); what cuBLAS does is not documented. MXFP8 and NVFP4 are not modelled: a Blackwell keeps 25 bits. An
-Ada adds 16 products at a time (``products=16``).
+(its example 67); what cuBLAS does is not documented. An Ada adds 16 products at a time (MMA-Sim). A Blackwell keeps
+more (``block_scaled.py`` has its MXFP8 and NVFP4).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +29,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from parity.cpu import cuda, kernel_choices
 
 _FP32_BITS = 24
 _EXPONENT_FIELD = 0x7F800000
@@ -63,13 +68,17 @@ class TensorCore:
 
 
 HOPPER = TensorCore()
+ADA = TensorCore(products=16)
 
 _current: ContextVar[TensorCore | None] = ContextVar("accumulation", default=None)
 
 
 @contextmanager
 def emulated(core: TensorCore = HOPPER) -> Iterator[None]:
-    """Within the context, FP8 GEMMs of this thread add as ``core`` does; backward passes that are started in it too."""
+    """Within the context, FP8 GEMMs of this thread add as ``core`` does; backward passes that are started in it too.
+
+    It has scales a tensor and a block, and goes before the kernel choices.
+    """
     token = _current.set(core)
     try:
         yield
@@ -78,8 +87,20 @@ def emulated(core: TensorCore = HOPPER) -> Iterator[None]:
 
 
 def current() -> TensorCore | None:
-    """How FP8 GEMMs of this thread add; None for FP32 sums."""
+    """The core of ``emulated`` in this thread; None outside of it."""
     return _current.get()
+
+
+def core(block_scaled: bool) -> TensorCore | None:
+    """How FP8 GEMMs of this thread add; None for FP32 sums.
+
+    Args:
+        block_scaled: whether each block of 128 has a scale, or each tensor.
+    """
+    name = kernel_choices.FP8_BLOCK_14_BIT if block_scaled else kernel_choices.FP8_14_BIT
+    if _current.get() is not None or name not in kernel_choices.current():
+        return _current.get()
+    return ADA if cuda.emulated_gpu() == cuda.ADA else HOPPER
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,12 @@ class Factor:
     values: Tensor
     dtype: torch.dtype
     scales: Tensor | None = None
+
+    def part(self, inner: slice) -> Factor:
+        """A range of the inner dimension, which begins at a block."""
+        blocks = slice(inner.start // _SCALED_BLOCK, -(-inner.stop // _SCALED_BLOCK))
+        scales = None if self.scales is None else self.scales[:, blocks]
+        return dataclasses.replace(self, values=self.values[:, inner], scales=scales)
 
 
 def product(core: TensorCore, left: Factor, right: Factor, split: bool) -> Tensor:

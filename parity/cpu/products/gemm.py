@@ -3,8 +3,8 @@
 Follows ``csrc/extensions/gemm.cpp`` of TE 2.20.2 and ``common/gemm/cublaslt_gemm.cu`` of NVIDIA's repository. cuBLAS
 counts columns first; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
 
-Sums are FP32 and results are rounded once. The order of additions is not modelled; the shorter sums of a Hopper's FP8
-tensor cores are, on demand (``accumulation.emulated``).
+Sums are FP32 and results are rounded once. The order of additions is not modelled; shorter sums and other roundings
+that a GPU's kernels may have are, on demand (``parity.cpu.kernel_choices``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_forward
 
-from parity.cpu import versions
+from parity.cpu import kernel_choices, versions
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.products import accumulation, tf32
-from parity.cpu.quantized import block_scaling, float8, formats, quantize
+from parity.cpu.products import accumulation, block_scaled, split_k, tf32
+from parity.cpu.products.tf32 import round_to_tf32
+from parity.cpu.quantized import block_scaling, float8, formats, mxfp8, nvfp4, quantize
 
-__all__ = ["generic_gemm"]
+__all__ = ["generic_gemm", "round_to_tf32"]
 
-_TF32_DROPPED_BITS = 13
+# Where K may be split for factors that carry the scales of their blocks: at whole blocks of each format.
+_WHOLE_BLOCKS = 128
 
 # What a linear layer's GEMM sums over, by transA and transB: of the result, the input's gradient, the weight's.
 _SUMMED = {
@@ -50,7 +52,7 @@ class _Operand:
     matrix: Tensor
     scale_inv: float
     is_quantized: bool
-    factor: accumulation.Factor | None = None
+    factor: accumulation.Factor | block_scaled.BlockFactor | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ def generic_gemm(
 ) -> list[Any]:
     """``D = epilogue(alpha * op(B) op(A) + beta * D)``, leading dimensions flattened.
 
-    If A, B and D are all FP32, A and B are rounded to TF32, but within ``tf32.left_out``. Values with one FP8 scale a
-    tensor are multiplied unscaled, and the sums scaled; block scales multiply the values.
+    If A, B and D are all FP32, A and B are rounded to TF32. Values with one FP8 scale a tensor are multiplied unscaled,
+    and the sums scaled; block scales multiply the values. ``kernel_choices`` may change either, and split K.
 
     Args:
         A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or a TE quantized tensor.
@@ -113,7 +115,7 @@ def generic_gemm(
         bias_type: dtype of the pre-GELU output if the operands are quantized; else that is the output dtype.
         gelu: apply GELU; if ``grad``, multiply by the derivative of GELU at ``gelu_in`` instead.
         accumulate: add to D; ``beta`` (default 1) is the factor of the old D.
-        use_split_accumulator: matters only within ``accumulation.emulated``.
+        use_split_accumulator: matters only where the sums of FP8 tensor cores are emulated.
 
     Returns:
         D, the bias gradient ``[n]`` (the sum of op(B) over k) or None, the input of GELU or None, ``extra_output``.
@@ -140,9 +142,9 @@ def generic_gemm(
         gelu=gelu and not grad,
         dgelu_of=gelu_in.reshape(rows) if gelu and grad and gelu_in is not None else None,
     )
-    sums = _emulated_sums(left, right, use_split_accumulator)
+    multiply = _emulated_product(left, right, use_split_accumulator)
     fused_cast = quantize.is_delayed(quantizer) and float8.is_float8_tensor(A)
-    result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype, sums)
+    result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype, multiply)
     bias_grad = _bias_grad(right, dtype) if bias is not None and grad else None
     if pre_gelu is not None:
         pre_gelu = pre_gelu.to(TORCH_DTYPE[int(bias_type)] if left.is_quantized else dtype).view(shape)
@@ -165,10 +167,7 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
     entry = formats.of_tensor(value)
     if entry is not None:
         values, scale_inv = formats.operand(entry, value, columnwise, name)
-        if accumulation.current() is None or entry.kernels is not block_scaling:
-            return _Operand(values, scale_inv, True)
-        unscaled, scales = block_scaling.unscaled_operand(value, columnwise)
-        return _Operand(values, scale_inv, True, accumulation.Factor(unscaled, float8.fp8_dtype(value), scales))
+        return _Operand(values, scale_inv, True, _block_factor(entry, value, columnwise))
     if float8.is_float8_tensor(value):
         codes = float8.operand(value, columnwise, name)
         values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
@@ -181,6 +180,22 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
         )
     matrix = torch.atleast_2d(value.detach()).flatten(0, -2)
     return _Operand(matrix.t() if columnwise else matrix, 1.0, False)
+
+
+def _block_factor(
+    entry: formats.Format, value: Any, columnwise: bool
+) -> accumulation.Factor | block_scaled.BlockFactor | None:
+    """What tensor cores multiply of values with a scale a block, if their sums are emulated."""
+    if entry.kernels is block_scaling:
+        if accumulation.core(block_scaled=True) is None:
+            return None
+        unscaled, scales = block_scaling.unscaled_operand(value, columnwise)
+        return accumulation.Factor(unscaled, float8.fp8_dtype(value), scales)
+    if kernel_choices.MX_25_BIT not in kernel_choices.current():
+        return None
+    if entry.kernels is mxfp8:
+        return block_scaled.BlockFactor(*mxfp8.unscaled_operand(value, columnwise), float8.fp8_dtype(value))
+    return block_scaled.BlockFactor(*nvfp4.unscaled_operand(value, columnwise), None)
 
 
 def _check_inner(operand: _Operand, name: str, summed: str) -> None:
@@ -233,12 +248,17 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
     return left.matrix.dtype
 
 
-def _emulated_sums(left: _Operand, right: _Operand, split: bool) -> Callable[[], Tensor] | None:
-    """The product ``[n, m]`` as ``accumulation.emulated`` asks for it, or None if it leaves these operands alone."""
-    core = accumulation.current()
-    if core is None or left.factor is None or right.factor is None:
+def _emulated_product(left: _Operand, right: _Operand, split: bool) -> Callable[[slice], Tensor] | None:
+    """What multiplies a range of the inner dimension as tensor cores do, ``[n, m]``; None for FP32 sums."""
+    a, b = left.factor, right.factor
+    if isinstance(a, block_scaled.BlockFactor) and isinstance(b, block_scaled.BlockFactor):
+        return lambda part: block_scaled.product(a.part(part), b.part(part))
+    if not (isinstance(a, accumulation.Factor) and isinstance(b, accumulation.Factor)):
         return None
-    return functools.partial(accumulation.product, core, left.factor, right.factor, split)
+    core = accumulation.core(block_scaled=a.scales is not None)
+    if core is None:
+        return None
+    return lambda part: accumulation.product(core, a.part(part), b.part(part), split)
 
 
 def _compute(
@@ -247,17 +267,27 @@ def _compute(
     epilogue: _Epilogue,
     dtype: torch.dtype,
     result_dtype: torch.dtype,
-    emulated_sums: Callable[[], Tensor] | None,
+    emulated: Callable[[slice], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
     if left.matrix.numel() == 0 or right.matrix.numel() == 0:
         return _without_product(left, right, epilogue, result_dtype)
-    if emulated_sums is None and _fits_native_bf16(left, right, epilogue, result_dtype):
+    splits = result_dtype in split_k.SIXTEEN_BIT and kernel_choices.SPLIT_K_IN_OUTPUT_TYPE in kernel_choices.current()
+    if emulated is None and not splits and _fits_native_bf16(left, right, epilogue, result_dtype):
         return _in_native_bf16(left, right, epilogue), None
-    value = _product(left, right, dtype) if emulated_sums is None else emulated_sums()
+    multiply = emulated or functools.partial(_product, left, right, dtype)
     scale = epilogue.alpha * left.scale_inv * right.scale_inv
-    if scale != 1.0:
-        value.mul_(scale)
+
+    def scaled(part: slice) -> Tensor:
+        value = multiply(part)
+        return value if scale == 1.0 else value.mul_(scale)
+
+    inner = left.matrix.shape[1]
+    if splits:
+        step = split_k.SHORTEST if emulated is None else _WHOLE_BLOCKS
+        value = split_k.added(scaled, inner, result_dtype, step).float()
+    else:
+        value = scaled(slice(0, inner))
     if epilogue.addend is not None:
         value.add_(epilogue.addend, alpha=epilogue.beta)
     if epilogue.bias is not None:
@@ -278,29 +308,12 @@ def _without_product(
     return (zeros if epilogue.addend is None else epilogue.addend).to(result_dtype), pre_gelu
 
 
-def _product(left: _Operand, right: _Operand, dtype: torch.dtype) -> Tensor:
-    """``B A^T`` in FP32."""
-    a, b = left.matrix, right.matrix
-    if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized and tf32.rounds():
-        a, b = round_to_tf32(a), round_to_tf32(b)
+def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -> Tensor:
+    """``B A^T`` over a range of the inner dimension, in FP32."""
+    a, b = left.matrix[:, part], right.matrix[:, part]
+    if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized:
+        a, b = tf32.operand(a), tf32.operand(b)
     return b.float() @ a.float().t()
-
-
-def round_to_tf32(values: Tensor) -> Tensor:
-    """FP32 rounded to TF32's 10 mantissa bits, nearest even; infinities and NaNs stay.
-
-    TE computes every GEMM of FP32 operands and FP32 result in ``CUBLAS_COMPUTE_32F_FAST_TF32``, whatever PyTorch's
-    ``allow_tf32`` says.
-    """
-    bits = values.view(torch.int32)
-    rounded = bits >> _TF32_DROPPED_BITS
-    rounded &= 1
-    rounded += bits
-    rounded += (1 << (_TF32_DROPPED_BITS - 1)) - 1
-    rounded &= -1 << _TF32_DROPPED_BITS
-    result = rounded.view(torch.float32)
-    # A NaN's payload may be lost by the carry above. A sum tells whether there is any at the cost of one reading.
-    return torch.where(values.isnan(), values, result) if values.sum().isnan() else result
 
 
 def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype) -> bool:

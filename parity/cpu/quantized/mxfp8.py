@@ -100,6 +100,15 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
     return values.t() if columnwise else values, 1.0
 
 
+def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
+    ``[outer, inner / 32]``.
+    """
+    codes, scales = _codes_and_scales(tensor, columnwise)
+    values = float8.decode(codes, float8.fp8_dtype(tensor), torch.bfloat16)
+    return (values.t(), scales.t()) if columnwise else (values, scales)
+
+
 def logical_shape(tensor: Any) -> torch.Size:
     """The shape of the values that a TE tensor holds."""
     return (tensor._columnwise_data if tensor._rowwise_data is None else tensor._rowwise_data).shape
@@ -133,8 +142,14 @@ def reciprocal_limit(dtype: torch.dtype) -> Tensor:
 
 def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:
     """Decoded values in the order of the tensor, ``[m, k]``."""
+    codes, scales = _codes_and_scales(tensor, columnwise)
+    block = _VECTOR["columnwise" if columnwise else "rowwise"]
+    return blocks.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)
+
+
+def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """Codes ``[m, k]``, and the FP32 scale of each block."""
     codes = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     block = _VECTOR["columnwise" if columnwise else "rowwise"]
-    scales = from_e8m0(stored[: codes.shape[0] // block[0], : codes.shape[1] // block[1]])
-    return blocks.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)
+    return codes, from_e8m0(stored[: codes.shape[0] // block[0], : codes.shape[1] // block[1]])

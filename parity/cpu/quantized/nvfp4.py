@@ -131,6 +131,15 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
     return values, amax.item() / (float4.LIMIT * e4m3_limit(tensor))
 
 
+def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
+    ``[outer, inner / 16]``, without the factor of the whole tensor.
+    """
+    packed = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
+    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    return float4.decode(packed, torch.bfloat16), _block_scales(stored, packed)
+
+
 def logical_shape(tensor: Any) -> torch.Size:
     """The shape of the values that a TE tensor holds, as a matrix if there are columnwise data alone."""
     if tensor._rowwise_data is not None:

@@ -1,0 +1,97 @@
+"""Liberties that TransformerEngine's kernels on a GPU may take, as options of the CPU kernels, by name; off unless set.
+
+``PARITY_KERNEL_CHOICES=tf32-truncated,fp8-14-bit`` sets them for a process and its children; ``kernel_choices(...)``
+sets them for a part of a thread, in place of the environment's, for backward passes that are started in it too. What
+each stands for on which GPU, with its source, is in the table of ``parity.kernel_choices``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from parity.cpu.cuda import BadVariable
+
+VARIABLE = "PARITY_KERNEL_CHOICES"
+
+TF32_TRUNCATED = "tf32-truncated"
+TF32_TIES_AWAY = "tf32-ties-away"
+FP32_EXACT = "fp32-exact"
+FP8_14_BIT = "fp8-14-bit"
+FP8_BLOCK_14_BIT = "fp8-block-14-bit"
+SPLIT_K_IN_OUTPUT_TYPE = "split-k-in-output-type"
+ATTENTION_16_BIT_SUMS = "attention-16-bit-sums"
+MX_25_BIT = "mx-25-bit"
+
+NAMES = (
+    TF32_TRUNCATED,
+    TF32_TIES_AWAY,
+    FP32_EXACT,
+    FP8_14_BIT,
+    FP8_BLOCK_14_BIT,
+    SPLIT_K_IN_OUTPUT_TYPE,
+    ATTENTION_16_BIT_SUMS,
+    MX_25_BIT,
+)
+
+# How FP32 operands are read: one of these, or, if none is set, as TF32 rounded to nearest even.
+FP32_OPERANDS = frozenset({TF32_TRUNCATED, TF32_TIES_AWAY, FP32_EXACT})
+
+_chosen: ContextVar[frozenset[str] | None] = ContextVar("kernel_choices", default=None)
+
+
+class BadChoice(BadVariable):
+    """A kernel choice that there is not, or two that contradict each other."""
+
+
+@contextmanager
+def kernel_choices(*names: str) -> Iterator[None]:
+    """Within the context, the CPU kernels of this thread take these liberties and no others.
+
+    Args:
+        names: of ``NAMES``; none for the default kernels, whatever the environment says.
+
+    Raises:
+        BadChoice: for a name that there is not, and for names that contradict each other.
+    """
+    token = _chosen.set(_checked(names, "kernel_choices(...)"))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def current() -> frozenset[str]:
+    """The names that hold in this thread: those of the context, else of ``PARITY_KERNEL_CHOICES``.
+
+    Raises:
+        BadChoice: for a name in the environment that there is not, and for names that contradict each other.
+    """
+    chosen = _chosen.get()
+    return _of_environment(os.environ.get(VARIABLE, "")) if chosen is None else chosen
+
+
+@functools.cache
+def _of_environment(value: str) -> frozenset[str]:
+    names = (name.strip().lower() for name in value.split(","))
+    return _checked((name for name in names if name), f"{VARIABLE}={value!r}")
+
+
+def _checked(names: Iterable[str], where: str) -> frozenset[str]:
+    chosen = frozenset(names)
+    unknown = sorted(chosen - set(NAMES))
+    if unknown:
+        raise BadChoice(
+            f"{where} names no choice of kernels with {', '.join(map(repr, unknown))}; name one or more of "
+            f"{', '.join(NAMES)}"
+        )
+    operands = [name for name in NAMES if name in chosen & FP32_OPERANDS]
+    if len(operands) > 1:
+        raise BadChoice(
+            f"{where} asks for {' and '.join(operands)}, which contradict each other: each says how GEMMs read FP32 "
+            f"operands; keep one of them ({', '.join(NAMES)} are all that there are)"
+        )
+    return chosen
