@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
-from parity.judging.second_look import choosing_alike, remark, second_look
+from parity.judging.second_look import BY_CHANCE, choosing_alike, leaning_runs, remark, second_look
 from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
@@ -35,6 +36,7 @@ from parity.prepare import Prepared, forget, prepare
 from parity.result import PROBED, Determinism, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
+from parity.rounding.kernel_choices import as_kernels_lean
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
@@ -298,9 +300,11 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
     prepared, precision, known = ran.prepared, asked.precision, ran.known
     truths = golden_truths(prepared)
 
-    def judge_by(modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN) -> tuple[TensorResult, ...]:
+    def judge_by(
+        modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN, leaning: Sequence[Tensors] = ()
+    ) -> tuple[TensorResult, ...]:
         golden = answerable(truths, modelled, ran.candidate)
-        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
+        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn, leaning)
 
     first_look, models, port = judge_by(ran.models), ran.models, Port()
     passed = all(tensor.passed for tensor in first_look)
@@ -313,10 +317,16 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
     if port.choices.compared:
         models = choosing_alike(prepared, precision.rounding, port)
         alike = judge_by(models)
-    tensors = second_look(alike, models, judge_by, prepared, precision.rounding, port)
+    on_plain_kernels, judge_again = alike, judge_by
+    if not all(tensor.passed for tensor in alike):
+        judge_again = partial(judge_by, leaning=leaning_runs(prepared, precision.rounding, port))
+        alike = judge_again(models)
+    by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(precision.rounding))
+    tensors = second_look(alike, models, judge_again, prepared, precision.rounding, port)
     if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
         tensors, port = alike, dataclasses.replace(port, plain=())
-    owed = remark(first_look, tensors), port.steps.remark if port.steps else ""
+    by_chance = remark(alike if by_kernels else first_look, tensors, BY_CHANCE)
+    owed = by_kernels, by_chance, port.steps.remark if port.steps else ""
     return _Verdicts(tensors, port, tuple(filter(None, owed)))
 
 
@@ -347,10 +357,10 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
     prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
 
     def judge_by(
-        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None
+        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
     ) -> tuple[TensorResult, ...]:
         truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        return judge(truths, models, candidate or ran.candidate, precision, asked.calibration, ())
+        return judge(truths, models, candidate or ran.candidate, precision, asked.calibration, (), NONE_DRAWN, leaning)
 
     failure = Failure(
         tensors,

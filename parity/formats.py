@@ -41,6 +41,11 @@ def tf32(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     return scaled.sub_(scaled - x)
 
 
+def tf32_truncated(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+    """Cut FP32 values to 10 mantissa bits, toward zero, as a tensor core that reads the upper bits of a word does."""
+    return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
 def e4m3(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
     return _cast(x, largest(x) if amax is None else amax, torch.float8_e4m3fn)
@@ -96,7 +101,7 @@ def is_alike_both_ways(to_format: Format | None) -> bool:
     Args:
         to_format: None for a matrix that stays as it is.
     """
-    return to_format in (None, tf32, e4m3, e5m2, e4m3_squares, nvfp4_squares)
+    return to_format in (None, tf32, tf32_truncated, e4m3, e5m2, e4m3_squares, nvfp4_squares)
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:

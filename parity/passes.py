@@ -25,6 +25,7 @@ from parity.result import PROBED, Kind
 from parity.rounding.choices import Choices, Chosen
 from parity.rounding.freedom import FUSED, Freedom
 from parity.rounding.jittered_inputs import jittered
+from parity.rounding.kernel_choices import as_read
 from parity.rounding.kinks import Kinks
 from parity.rounding.model import rounded
 from parity.rounding.operands_read import OperandsRead
@@ -154,7 +155,8 @@ def under_model(
     """Within the context the reference, in FP32, rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
-    together, read = _scaled_together(prepared.weights, parameters), _weights_read(prepared, rounding)
+    together = _scaled_together(prepared.weights, parameters)
+    read = _weights_read(prepared, as_read(rounding, freedom.kernels))
     return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored)
 
 

@@ -22,10 +22,18 @@ _SHORTEST_CHECK = 1.0
 
 
 class Judge(Protocol):
-    """Judges tensors, the failed candidate's where no other ones are given, against a golden and rounding models."""
+    """Judges tensors, the failed candidate's where no other ones are given, against a golden and rounding models.
+
+    ``leaning`` are the first model's tensors with what kernels may do that leans.
+    """
 
     def __call__(
-        self, golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, /
+        self,
+        golden: Tensors,
+        models: Sequence[Tensors],
+        candidate: Tensors | None = None,
+        leaning: Sequence[Tensors] = (),
+        /,
     ) -> Sequence[TensorResult]: ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,12 +13,15 @@ from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.screen import FAITHFUL, TINY
 from parity.diagnosis.trial import outputs_under, tensors_under
+from parity.passes import Tensors
 from parity.result import Kind, TensorResult
+from parity.rounding.kernel_choices import leaning
 
 _HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
 _EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
 _MOST = 0.5  # of the square of an output's error beyond what the precision costs, which must be explained
+_NEARLY_PASSES = 5.0  # times the tolerance, which what other kernels do differently may be
 _LOUD = 2.0  # times the tolerance, beyond which an error is far too large
 
 
@@ -65,7 +68,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     computed = [model for model in models if model is not None]
     if not computed:  # what cannot be in FP32
         return None
-    judged = failure.judge(golden, computed)
+    judged = _judged(failure, combination, golden, computed)
     before = {(result.kind, result.name): result for result in failure.results}
     if not _is_explained(failure, before, judged, golden):
         return None
@@ -81,6 +84,23 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         before[shown.kind, shown.name].errors.relative_l2,
         shown.errors.relative_l2,
     )
+
+
+def _judged(
+    failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
+) -> Sequence[TensorResult]:
+    """Judge the candidate under hypotheses; what other kernels may do counts where hardly more than that is left."""
+    judged = failure.judge(golden, models)
+    if all(result.passed for result in judged) or any(
+        result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged
+    ):
+        return judged
+    first = failure.freedoms[0]
+    leaned = (
+        tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
+        for name in leaning(failure.precision.rounding)
+    )
+    return failure.judge(golden, models, None, [tensors for tensors in leaned if tensors is not None])
 
 
 def _is_explained(

@@ -57,9 +57,12 @@ def _on_probe(failure: Failure) -> Failure:
     golden = Pass(prepared.probed, {}, {}, ())
     probed = dataclasses.replace(prepared, inputs=prepared.probe, call=prepared.probe_call, golden=golden)
 
-    def judge(golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None) -> list[TensorResult]:
+    def judge(
+        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
+    ) -> list[TensorResult]:
         given = None if candidate is None else _as_probed(candidate)
-        return _as_outputs(failure.judge(_as_probed(golden), [_as_probed(model) for model in models], given))
+        ran, leaned = ([_as_probed(one) for one in of] for of in (models, leaning))
+        return _as_outputs(failure.judge(_as_probed(golden), ran, given, leaned))
 
     return dataclasses.replace(
         failure,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parity.judgeable import overflows_within
 from parity.judging.directions import Direction, resemblance
+from parity.judging.granted import Granted, grant
 from parity.judging.scatter import allowance, scatters
 from parity.judging.statistics import Statistic, least_error, statistics
 from parity.limits.table import Table
@@ -18,7 +19,7 @@ from parity.passes import Tensors
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
 from parity.summed import Summed
-from parity.truth import Deviations, Truths
+from parity.truth import Deviations, Truth, Truths
 
 _VANISHING = 1e-12
 """Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
@@ -49,6 +50,7 @@ def judge(
     table: Table,
     known: Sequence[Direction],
     drawn: Drawn = NONE_DRAWN,
+    leaning: Sequence[Tensors] = (),
 ) -> tuple[TensorResult, ...]:
     """Judge every tensor.
 
@@ -60,9 +62,12 @@ def judge(
         table: what faithful ports show.
         known: directions of subtle mistakes.
         drawn: which of the models round independently.
+        leaning: the first model's tensors with what kernels may do that leans, which is granted along its change.
     """
     floors = _floors(golden, models)
-    return tuple(_judged(key, golden, models, candidate, precision, table, known, floors, drawn) for key in golden)
+    return tuple(
+        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, leaning) for key in golden
+    )
 
 
 def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
@@ -165,12 +170,16 @@ def _judged(
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn,
+    leaning: Sequence[Tensors],
 ) -> TensorResult:
     kind, name = key
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
     measures = golden[key].measures(truth, precision.dtype)
     least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
+    granted = granted_to(key, golden[key], error, models[0], leaning)
+    if granted is not None:
+        error, model_errors = granted.left, [*model_errors, *granted.models]
     most = _most(error, model_errors)
     loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
     expected = measures.of(loses_most, model_errors[most])
@@ -187,11 +196,23 @@ def _judged(
         shape=tuple(truth.values.shape),
         errors=errors,
         expected=expected,
-        tolerance_relative_l2=limits.get("norm", 0.0) * max(expected.relative_l2, least),
-        tolerance_max_abs=limits.get("largest", 0.0) * max(expected.max_abs, least * expected.golden_rms),
+        tolerance_relative_l2=limits.get("norm", 0.0) * max(expected.relative_l2, least)
+        + (granted.norm / truth.norm if granted and truth.norm else 0.0),
+        tolerance_max_abs=limits.get("largest", 0.0) * max(expected.max_abs, least * expected.golden_rms)
+        + (granted.max_abs if granted else 0.0),
         checks=checks,
         margin=max((check.margin for check in checks), default=nothing_to_judge),
     )
+
+
+def granted_to(
+    key: tuple[Kind, str], truth: Truth, error: Summed, base: Tensors, leaning: Sequence[Tensors]
+) -> Granted | None:
+    """Return what a tensor's error is granted for kernels that lean; None for nothing."""
+    if not leaning:
+        return None
+    first, *others = truth.deviations([tensors[key] for tensors in (base, *leaning)]).errors
+    return grant(error, first, others)
 
 
 def _most(error: Summed, model_errors: Sequence[Summed]) -> int:

@@ -34,10 +34,12 @@ from parity.prepare import Prepared
 from parity.result import TensorResult
 from parity.rounding.choices import Chosen
 from parity.rounding.freedom import FUSED, Freedom, Port
+from parity.rounding.kernel_choices import leaning, noisy_sums
 from parity.rounding.kinks import Kinks
 from parity.rounding.parts import Rounding
 from parity.watching.optimizers import optimizers_recorded
 
+BY_CHANCE = "no farther than chance moves a faithful computation"
 LOOKS = 8
 # Half of them as each kind of kernel.
 DRAWS = 16
@@ -81,6 +83,12 @@ def second_look(
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
     tensors, noisy = judged, 0
+    if noisy_kernels := noisy_sums(rounding):
+        other = dataclasses.replace(both[1], kernels=noisy_kernels)
+        looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))
+        judged = judge(looked, NONE_DRAWN)
+        if all(tensor.passed for tensor in judged):
+            return judged
     with optimizers_recorded() as optimizers:
         for kinks, freedom in _looks(prepared, both):
             if freedom.jitter is not None and _is_hopeless(judged, _hopeless_margin(noisy, steps=bool(optimizers))):
@@ -103,6 +111,13 @@ def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[T
     """Runs of the model as both kinds of kernels, with the port's choices where rounding explains these."""
     both = Port(steps=port.steps).freedoms
     return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in both]
+
+
+def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
+    """Return the first of the two runs with each thing that kernels may do and that leans."""
+    first = port.freedoms[0]
+    freedoms = (dataclasses.replace(first, kernels=(name,)) for name in leaning(rounding))
+    return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in freedoms]
 
 
 def _following(prepared: Prepared, port: Port) -> Chosen | None:
@@ -154,19 +169,20 @@ def kinks_moved(prepared: Prepared) -> list[Kinks]:
     return [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
 
 
-def remark(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> str:
-    """What a port owes to the second look; empty if nothing.
+def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: str) -> str:
+    """Say what a port owes to another look; empty if nothing.
 
     Args:
-        first: the verdicts at first look.
-        second: those that stand.
+        first: the verdicts before it.
+        second: those after it.
+        why: what the other look grants.
     """
     passed = {tensor.label for tensor in second if tensor.passed}
     owed = [tensor for tensor in first if not tensor.passed and tensor.label in passed]
     if not owed:
         return ""
     labels = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in owed)
-    return f"beyond a limit at first look, yet no farther than chance moves a faithful computation: {labels}"
+    return f"beyond a limit at first look, yet {why}: {labels}"
 
 
 def _where(tensor: TensorResult) -> str:

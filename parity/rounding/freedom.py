@@ -41,6 +41,8 @@ class Freedom:
             behind them, and on a CPU they compute in the dtype (``parity.rounding.plain_kernels``). Among them stands
             what it does that is no function's name (``parity.rounding.casts``, ``parity.rounding.biases_by_hand``).
         steps: how its optimizers hold what they write in place (``parity.rounding.steps``); None for FP32.
+        kernels: what GEMM kernels do beyond the rounding of operands and results, by name
+            (``parity.rounding.kernel_choices``).
     """
 
     stores_scores: bool
@@ -51,6 +53,7 @@ class Freedom:
     dithers: bool = False
     plain: tuple[str, ...] = ()
     steps: Steps | None = None
+    kernels: tuple[str, ...] = ()
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:

@@ -48,10 +48,12 @@ class LinearOperands:
         self._gradient: tuple[Tensor, bool] | None = None  # multiplied by a weight last, and whether a plain layer's
         self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
         self._read, self._weights_read = OperandsRead(), weights_read
+        self.is_plain = False  # of the product whose operands were read last
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
-        if self._plain and self._are_plain(left, right):
+        self.is_plain = bool(self._plain) and self._are_plain(left, right)
+        if self.is_plain:
             return self._storing.operand(left, self._part(left)), self._storing.operand(right, self._part(right))
         is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
         is_rotated = is_wgrad and self._storing.rounding.rotate_wgrad

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, SPLIT_K_IN_OUTPUT_TYPE
 from parity.golden.blocked_attention import Arithmetic
 from parity.golden.grouped_products import experts_one_by_one
 from parity.golden.long_sequences import attention_in_blocks
@@ -61,6 +62,7 @@ from parity.rounding.biases_by_hand import BiasesByHand
 from parity.rounding.casts import CAST, Casts
 from parity.rounding.choices import Choices
 from parity.rounding.freedom import FUSED_POINTWISE, Freedom
+from parity.rounding.kernel_choices import as_read, in_stored_parts, lost_in_sums
 from parity.rounding.kinks import Kinks
 from parity.rounding.lineage import Lineage
 from parity.rounding.linear_operands import LinearOperands, is_matrix
@@ -108,7 +110,7 @@ def rounded(
     Yields:
         The phase, to be told where the backward pass begins.
     """
-    storing = Storing(rounding, freedom, stored or Stored())
+    storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
     mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices)
     with (
         sdpa_kernel(SDPBackend.MATH),
@@ -236,8 +238,8 @@ class _RoundingMode(TorchDispatchMode):
         is_linear = has_weight or self._linear.are_of_experts(left, right)
         operands = (self._linear.read if is_linear else self._attention.operands)(left, right)
         if func is BIASED and is_linear and self._biases.made and not kwargs:
-            return self._biases.result(self._product(MATRICES, (), *operands, (), {}), args[0])
-        result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs)
+            return self._biases.result(self._product(MATRICES, (), *operands, (), {}, is_linear), args[0])
+        result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs, is_linear)
         if is_linear or self._has_weights(left, right):
             return self._storing.store(result)
         return self._attention.result(result, left, right, operands[0])
@@ -290,7 +292,8 @@ class _RoundingMode(TorchDispatchMode):
 
     def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         left, right = self._linear.read(left, right)
-        return self._storing.store(left @ right if bias is None else torch.addmm(bias, left, right))
+        result = left @ right if bias is None else torch.addmm(bias, left, right)
+        return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
 
     def _is_plain(self, func: Any) -> bool:
         """Whether a port calls the function by itself, or another whose gradient it gives."""
@@ -316,7 +319,14 @@ class _RoundingMode(TorchDispatchMode):
         return self.phase.differentiates or any(_requires_grad(x) for x in args)
 
     def _product(
-        self, func: Any, before: tuple[Any, ...], left: Tensor, right: Tensor, after: tuple[Any, ...], kwargs: Any
+        self,
+        func: Any,
+        before: tuple[Any, ...],
+        left: Tensor,
+        right: Tensor,
+        after: tuple[Any, ...],
+        kwargs: Any,
+        is_linear: bool,
     ) -> Tensor:
         """The GEMM, in as many parts along the summed dimension as the kernel takes; ``before`` is added once."""
         lefts = left.tensor_split(self._freedom.splits_of_k, -1)
@@ -327,6 +337,23 @@ class _RoundingMode(TorchDispatchMode):
         for part, other in zip(lefts[1:], rights[1:], strict=True):
             if part.shape[-1]:
                 add_product(result, part, other, alpha=alpha)
+        return self._as_kernels_sum(result, left, right, alpha, is_linear)
+
+    def _as_kernels_sum(self, result: Tensor, left: Tensor, right: Tensor, alpha: float, is_linear: bool) -> Tensor:
+        """Change a product, summed in FP32, into what kernels make of it whose sums have fewer bits."""
+        kernels = self._freedom.kernels
+        if not kernels:
+            return result
+        if (SPLIT_K_IN_OUTPUT_TYPE if is_linear else ATTENTION_16_BIT_SUMS) in kernels:
+            stored = in_stored_parts(left, right, self._storing.store)
+            return result if stored is None else result.add_(stored.sub_(left @ right), alpha=alpha)
+        if not is_linear or self._linear.is_plain:
+            return result
+        matrices = [(left, right, result)] if left.dim() == 2 else zip(left, right, result, strict=True)
+        for one, other, product in matrices:
+            lost = lost_in_sums(one, other, kernels, self.phase.backward)
+            if lost is not None:
+                product.sub_(lost, alpha=alpha)
         return result
 
     def _has_weights(self, left: Tensor, right: Tensor) -> bool:
