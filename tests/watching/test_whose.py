@@ -37,8 +37,7 @@ class Between(nn.Module):
         self.layer = layer
     def forward(self, x):
         x = self.layer(x)
-        x = x - x.mean(-1, keepdim=True)
-        return torch.tanh(10 * (x + 0.25))
+        return torch.tanh(10 * x) + 0.25
 
 class Optimizer(torch.optim.SGD):
     pass
@@ -143,7 +142,7 @@ def test_its_own_lines_are_known_as_its_own(port):
     module = port["Between"](torch.nn.Identity())
     with plain_calls(torch.bfloat16) as names:
         module(torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True))
-    assert names >= {"mean", "sub", "tanh"}
+    assert names >= {"mul", "tanh", "add"}
     assert not is_of_te(port["Optimizer"])
 
 
