@@ -19,8 +19,9 @@ from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
 from parity.diagnosis import Failure, Rerun
+from parity.diagnosis.codes import finding
 from parity.execute import CALL, Pass
-from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
+from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, WITHIN, answerable, gradients_missed, proves_nothing, remarks
 from parity.judging.determinism import repeat
 from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
@@ -32,7 +33,7 @@ from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare
-from parity.result import PROBED, Determinism, Result, Status, TensorResult
+from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
@@ -40,6 +41,7 @@ from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
 from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.te_state.own_recipes import own_recipes
+from parity.te_state.recomputes import Recomputes
 from parity.truth import Truth
 from parity.user_error import INTERRUPTS, UserError
 from parity.watching import detached_outputs, side_effects
@@ -156,6 +158,7 @@ class _Ran:
         seconds: of processor time that a comparison takes that finds nothing cached.
         changed_inputs: names of the inputs that the candidate changes in place.
         detached_outputs: of its outputs that require no gradient.
+        recomputed: a finding where the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
     """
 
@@ -171,6 +174,7 @@ class _Ran:
     seconds: float
     changed_inputs: tuple[str, ...]
     detached_outputs: tuple[str, ...]
+    recomputed: tuple[Finding, ...]
     calls_te: bool
 
     @property
@@ -232,9 +236,12 @@ def _run(asked: _Asked) -> _Ran:
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
         ran: list[Pass] = []
+        recomputes = Recomputes()
         watched = nullcontext([str(kernels.te)]) if checked.has_te else te_calls(CALL)
-        with attention_backends(asked.attention) as seen, watched as te_called:
-            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels, seen=ran.append)
+        with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
+            candidate, unreached = run_candidate(
+                case, checked, prepared, precision, seed, kernels, change=recomputes.watch, seen=ran.append
+            )
         draws = not RandomState.now(kernels.device).is_as(before)
         repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
@@ -242,6 +249,7 @@ def _run(asked: _Asked) -> _Ran:
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
+        recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=bool(te_called),
     )
 
@@ -260,7 +268,10 @@ def _step(which: str) -> Iterator[None]:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2); else empty."""
+    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), or about a layer that
+    is not computed again as it was before; else empty."""
+    if type(error).__name__ == "CheckpointError":
+        return "torch.utils.checkpoint computes again outside of te.autocast: where a recipe is on, use te.checkpoint"
     if "FP8 execution requires" not in str(error):
         return ""
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
@@ -337,6 +348,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
             return asked.result("error", reason=reason, notes=notes)
         if ran.unlike:
             return asked.result("error", reason=ran.unlike, notes=notes)
+        if ran.recomputed:
+            return asked.result("failed", reason=WITHIN, tensors=tensors, findings=ran.recomputed, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
     notes += tuple(filter(None, [ran.unlike]))
     return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
@@ -371,5 +384,7 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
             explained = explain(failure, missed, ran.known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation
         notes += (f"the search for the cause raised {type(error).__name__}: {error}",)
-        return asked.result("failed", tensors=tensors, notes=notes, device_error=classify(error))
-    return asked.result("failed", tensors=tensors, findings=explained, notes=notes)
+        return asked.result(
+            "failed", tensors=tensors, findings=ran.recomputed, notes=notes, device_error=classify(error)
+        )
+    return asked.result("failed", tensors=tensors, findings=ran.recomputed + explained, notes=notes)

@@ -95,6 +95,7 @@ CODES = {
     "fp8-scale-inverted": "PAR306",
     "weight-cache-stale": "PAR307",
     "recipe-disabled": "PAR308",
+    "recomputed-otherwise": "PAR308",
     "master-weights": "PAR309",
     "own-recipe": "PAR310",
     "gradient-scale": "PAR401",
