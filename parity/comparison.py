@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -27,10 +28,11 @@ from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
+from parity.judging.remembered import by_recalling, told
 from parity.judging.second_look import choosing_alike, remark, second_look
 from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
-from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
+from parity.passes import Recalled, Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare
 from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
@@ -158,6 +160,8 @@ class _Ran:
         seconds: of processor time that a comparison takes that finds nothing cached.
         changed_inputs: names of the inputs that the candidate changes in place.
         detached_outputs: of its outputs that require no gradient.
+        recalled: what its calls have to do with each other.
+        alone: ditto as if each of its modules were called but once.
         recomputed: a finding where the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
     """
@@ -174,6 +178,8 @@ class _Ran:
     seconds: float
     changed_inputs: tuple[str, ...]
     detached_outputs: tuple[str, ...]
+    recalled: Recalled
+    alone: Callable[[], Tensors]
     recomputed: tuple[Finding, ...]
     calls_te: bool
 
@@ -228,27 +234,32 @@ def _run(asked: _Asked) -> _Ran:
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
-    def rerun(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
+    def rerun(
+        change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, **how: Any
+    ) -> Tensors:
         given = prepared if cotangents is None else dataclasses.replace(prepared, cotangents=dict(cotangents))
         with attention_backends(asked.attention):
-            return run_candidate(case, checked, given, precision, seed, kernels, change)[0]
+            return run_candidate(case, checked, given, precision, seed, kernels, change, **how)[0]
 
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
         ran: list[Pass] = []
-        recomputes = Recomputes()
+        recomputes, recalled = Recomputes(), Recalled()
         watched = nullcontext([str(kernels.te)]) if checked.has_te else te_calls(CALL)
         with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
             candidate, unreached = run_candidate(
-                case, checked, prepared, precision, seed, kernels, change=recomputes.watch, seen=ran.append
+                *(case, checked, prepared, precision, seed, kernels, recomputes.watch, ran.append, recalled)
             )
         draws = not RandomState.now(kernels.device).is_as(before)
-        repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
+        again = partial(rerun, recalled=Recalled())
+        repeated = repeat(again, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
     return _Ran(
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
+        recalled=recalled,
+        alone=partial(rerun, lambda module: None, alone=True),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=bool(te_called),
     )
@@ -268,8 +279,12 @@ def _step(which: str) -> Iterator[None]:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), or about a layer that
-    is not computed again as it was before; else empty."""
+    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), about a layer that is
+    not computed again as it was before, or a graph that a call before has left; else empty."""
+    if "backward through the graph a second time" in str(error):
+        return (
+            "the module keeps what it computed in a call before, with its graph: compute it anew in each call"
+        )
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint computes again outside of te.autocast: where a recipe is on, use te.checkpoint"
     if "FP8 execution requires" not in str(error):
@@ -348,11 +363,26 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
             return asked.result("error", reason=reason, notes=notes)
         if ran.unlike:
             return asked.result("error", reason=ran.unlike, notes=notes)
-        if ran.recomputed:
-            return asked.result("failed", reason=WITHIN, tensors=tensors, findings=ran.recomputed, notes=notes)
+        unseen = ran.recomputed + by_recalling(ran.recalled, tensors)
+        if unseen:
+            return asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
     notes += tuple(filter(None, [ran.unlike]))
     return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
+
+
+def _passes_alone(asked: _Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
+    """Whether a candidate that failed in a later call than its first passes where each call is its module's first."""
+    later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
+    if asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
+        return False
+    try:
+        alone = ran.alone()
+    except Exception:  # which tells nothing of its calls; the search for a cause runs it as well
+        return False
+    golden = answerable(golden_truths(ran.prepared), ran.models, alone)
+    judged = judge(golden, ran.models, alone, asked.precision, asked.calibration, ran.known)
+    return all(tensor.passed for tensor in judged)
 
 
 def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, ...], seconds: float) -> Result:
@@ -377,6 +407,9 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
         freedoms=verdicts.port.freedoms,
         own_recipes=verdicts.port.recipes,
     )
+    if _passes_alone(asked, ran, tensors):
+        found = told(ran.recalled, "it returns something else than a new one does")
+        return asked.result("failed", tensors=tensors, findings=(*ran.recomputed, found), notes=notes)
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
         with warnings.catch_warnings():

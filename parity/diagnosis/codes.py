@@ -86,6 +86,7 @@ CODES = {
     "cache-step": "PAR265",
     "outputs-exchanged": "PAR271",
     "hidden-rows": "PAR272",
+    "state-between-calls": "PAR273",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",
     "fp8-format": "PAR303",
