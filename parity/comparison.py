@@ -28,6 +28,7 @@ from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
+from parity.judging.numbers import judged_numbers
 from parity.judging.remembered import by_recalling, told
 from parity.judging.second_look import choosing_alike, remark, second_look
 from parity.limits.table import Table, packaged
@@ -71,7 +72,7 @@ def compare(
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
         attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
             turn, or ``auto`` for what the pair demands, else TE's own choice.
-        determinism: whether the candidate runs again, to see whether it gives the same bytes.
+        determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -156,10 +157,11 @@ class _Ran:
         draws: whether it drew random numbers.
         rerun: the candidate once more.
         attention: the attention backends that TE ran.
-        determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
+        determinism: whether the candidate, built again, gives the same bytes; None if it was not asked for.
         seconds: of processor time that a comparison takes that finds nothing cached.
         changed_inputs: names of the inputs that the candidate changes in place.
         detached_outputs: of its outputs that require no gradient.
+        numbers: that it returned as Python's.
         recalled: what its calls have to do with each other.
         alone: ditto as if each of its modules were called but once.
         recomputed: a finding where the backward pass computes a layer again under another recipe.
@@ -178,6 +180,7 @@ class _Ran:
     seconds: float
     changed_inputs: tuple[str, ...]
     detached_outputs: tuple[str, ...]
+    numbers: dict[str, float]
     recalled: Recalled
     alone: Callable[[], Tensors]
     recomputed: tuple[Finding, ...]
@@ -258,6 +261,7 @@ def _run(asked: _Asked) -> _Ran:
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
+        numbers=ran[0].numbers,
         recalled=recalled,
         alone=partial(rerun, lambda module: None, alone=True),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
@@ -282,9 +286,7 @@ def _advice(error: BaseException) -> str:
     """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), about a layer that is
     not computed again as it was before, or a graph that a call before has left; else empty."""
     if "backward through the graph a second time" in str(error):
-        return (
-            "the module keeps what it computed in a call before, with its graph: compute it anew in each call"
-        )
+        return "the module keeps what it computed in a call before, with its graph: compute it anew in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint computes again outside of te.autocast: where a recipe is on, use te.checkpoint"
     if "FP8 execution requires" not in str(error):
@@ -357,17 +359,19 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
         notes += (LOOKS_UP_ELSE,)
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
+    noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
+    notes += noted
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return asked.result("error", reason=reason, notes=notes)
         if ran.unlike:
             return asked.result("error", reason=ran.unlike, notes=notes)
-        unseen = ran.recomputed + by_recalling(ran.recalled, tensors)
+        unseen = ran.recomputed + numbers + by_recalling(ran.recalled, tensors)
         if unseen:
             return asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
-    notes += tuple(filter(None, [ran.unlike]))
+    notes += tuple(filter(None, [ran.unlike, *(number.message for number in numbers)]))
     return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
 
 

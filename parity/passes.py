@@ -155,12 +155,19 @@ def run_model(
             lambda outputs: {name: cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
         )
+    model_numbers(prepared, rounding)[freedom] = ran.numbers
     tensors = tensors_of(ran)
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
             tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
     return {key: tensor if tensor in stored else rounding.store_part(tensor) for key, tensor in tensors.items()}
+
+
+def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:
+    """The Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
+    numbers: dict[Freedom, dict[str, float]] = prepared.kept.setdefault((model_numbers, rounding), {})
+    return numbers
 
 
 def under_model(

@@ -87,6 +87,7 @@ CODES = {
     "outputs-exchanged": "PAR271",
     "hidden-rows": "PAR272",
     "state-between-calls": "PAR273",
+    "number": "PAR274",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",
     "fp8-format": "PAR303",
