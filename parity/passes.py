@@ -250,15 +250,24 @@ def run_candidate(
             outputs = outputs_of(candidate, pair.call_candidate, _other_inputs(pair, checked, prepared, seed, kernels))
         return {name: output.detach().clone() for name, output in outputs.items()}
 
+    def untrained() -> None:
+        """Give the module its weights again where a call has trained them, as a step of an optimizer does."""
+        if versions != [parameter._version for parameter in parameters.values()]:
+            weights.fill(candidate, prepared.candidate_weights)
+
+    versions = [parameter._version for parameter in parameters.values()]
     called_before = recalled is not None and not prepared.probed
     state = attributes_of(candidate)
     before = on_others() if called_before else {}
+    if called_before:
+        untrained()
     ran = quantization.settled(once, precision.warmup_passes)
     if seen is not None:
         seen(ran)
     if recalled is not None:
         recalled.changed = _not_of_te(changed_attributes(candidate, state), candidate)
     if recalled is not None and called_before and not precision.warmup_passes:
+        untrained()
         recalled.before, recalled.after = before, on_others()
     gradients = {
         name: ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)

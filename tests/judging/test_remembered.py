@@ -178,6 +178,23 @@ def test_what_changes_no_output_may_be_remembered(precision, probe):
     assert compared(KeepsTables, precision, probe, reference=KeepsTables).passed
 
 
+def test_weights_that_a_call_trains_are_no_state():
+    """As a step of an optimizer in the forward pass: each call begins from the weights that both modules are given."""
+
+    class Halving(Layer):
+        def forward(self, x):
+            with torch.no_grad():
+                self.layer.weight.mul_(0.5)
+            return super().forward(x)
+
+    class Halved(Layer):
+        def forward(self, x):
+            weight = self.layer.weight - 0.5 * self.layer.weight.detach()
+            return nn.functional.linear(x, weight, self.layer.bias).tanh()
+
+    assert compared(Halving, "bf16", probe=False, reference=Halved).passed
+
+
 def test_other_inputs_are_drawn_as_the_users_are():
     """Here the layer takes no other inputs than these, which probing inputs would not be."""
 
