@@ -20,20 +20,23 @@ from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
 from parity.diagnosis import Failure, Rerun
+from parity.diagnosis.codes import finding
 from parity.execute import CALL, Pass
-from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, answerable, gradients_missed, proves_nothing, remarks
+from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, WITHIN, answerable, gradients_missed, proves_nothing, remarks
 from parity.judging.determinism import repeat
 from parity.judging.directions import Direction, directions
 from parity.judging.explanation import explain
 from parity.judging.judge import NONE_DRAWN, Drawn, judge
 from parity.judging.norm_roundings import made_by_port_alone
+from parity.judging.numbers import judged_numbers
+from parity.judging.remembered import by_recalling, told
 from parity.judging.second_look import BY_CHANCE, choosing_alike, leaning_runs, remark, second_look
 from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
-from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
+from parity.passes import Recalled, Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare
-from parity.result import PROBED, Determinism, Result, Status, TensorResult
+from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.kernel_choices import as_kernels_lean
@@ -42,6 +45,7 @@ from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
 from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.te_state.own_recipes import own_recipes
+from parity.te_state.recomputes import Recomputes
 from parity.truth import Truth
 from parity.user_error import INTERRUPTS, UserError
 from parity.watching import detached_outputs, side_effects
@@ -69,7 +73,7 @@ def compare(
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
         attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
             turn, or ``auto`` for what the pair demands, else TE's own choice.
-        determinism: whether the candidate runs again, to see whether it gives the same bytes.
+        determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -154,10 +158,14 @@ class _Ran:
         draws: whether it drew random numbers.
         rerun: the candidate once more.
         attention: the attention backends that TE ran.
-        determinism: whether the candidate gives the same bytes twice; None if it was not asked for.
+        determinism: whether the candidate, built again, gives the same bytes; None if it was not asked for.
         seconds: of processor time that a comparison takes that finds nothing cached.
         changed_inputs: names of the inputs that the candidate changes in place.
         detached_outputs: of its outputs that require no gradient.
+        numbers: that it returned as Python's.
+        recalled: what its calls have to do with each other.
+        alone: ditto as if each of its modules were called but once.
+        recomputed: a finding where the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
     """
 
@@ -173,6 +181,10 @@ class _Ran:
     seconds: float
     changed_inputs: tuple[str, ...]
     detached_outputs: tuple[str, ...]
+    numbers: dict[str, float]
+    recalled: Recalled
+    alone: Callable[[], Tensors]
+    recomputed: tuple[Finding, ...]
     calls_te: bool
 
     @property
@@ -226,24 +238,34 @@ def _run(asked: _Asked) -> _Ran:
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
-    def rerun(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
+    def rerun(
+        change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, **how: Any
+    ) -> Tensors:
         given = prepared if cotangents is None else dataclasses.replace(prepared, cotangents=dict(cotangents))
         with attention_backends(asked.attention):
-            return run_candidate(case, checked, given, precision, seed, kernels, change)[0]
+            return run_candidate(case, checked, given, precision, seed, kernels, change, **how)[0]
 
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
         ran: list[Pass] = []
+        recomputes, recalled = Recomputes(), Recalled()
         watched = nullcontext([str(kernels.te)]) if checked.has_te else te_calls(CALL)
-        with attention_backends(asked.attention) as seen, watched as te_called:
-            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels, seen=ran.append)
+        with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
+            candidate, unreached = run_candidate(
+                *(case, checked, prepared, precision, seed, kernels, recomputes.watch, ran.append, recalled)
+            )
         draws = not RandomState.now(kernels.device).is_as(before)
-        repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
+        again = partial(rerun, recalled=Recalled())
+        repeated = repeat(again, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
     return _Ran(
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
+        numbers=ran[0].numbers,
+        recalled=recalled,
+        alone=partial(rerun, lambda module: None, alone=True),
+        recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=bool(te_called),
     )
 
@@ -262,7 +284,12 @@ def _step(which: str) -> Iterator[None]:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2); else empty."""
+    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), about a layer that is
+    not computed again as it was before, or a graph that a call before has left; else empty."""
+    if "backward through the graph a second time" in str(error):
+        return "the module keeps what it computed in a call before, with its graph: compute it anew in each call"
+    if type(error).__name__ == "CheckpointError":
+        return "torch.utils.checkpoint computes again outside of te.autocast: where a recipe is on, use te.checkpoint"
     if "FP8 execution requires" not in str(error):
         return ""
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
@@ -341,15 +368,34 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
         notes += (LOOKS_UP_ELSE,)
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
+    noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
+    notes += noted
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return asked.result("error", reason=reason, notes=notes)
         if ran.unlike:
             return asked.result("error", reason=ran.unlike, notes=notes)
+        unseen = ran.recomputed + numbers + by_recalling(ran.recalled, tensors)
+        if unseen:
+            return asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
-    notes += tuple(filter(None, [ran.unlike]))
+    notes += tuple(filter(None, [ran.unlike, *(number.message for number in numbers)]))
     return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
+
+
+def _passes_alone(asked: _Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
+    """Whether a candidate that failed in a later call than its first passes where each call is its module's first."""
+    later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
+    if asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
+        return False
+    try:
+        alone = ran.alone()
+    except Exception:  # which tells nothing of its calls; the search for a cause runs it as well
+        return False
+    golden = answerable(golden_truths(ran.prepared), ran.models, alone)
+    judged = judge(golden, ran.models, alone, asked.precision, asked.calibration, ran.known)
+    return all(tensor.passed for tensor in judged)
 
 
 def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, ...], seconds: float) -> Result:
@@ -374,6 +420,9 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
         freedoms=verdicts.port.freedoms,
         own_recipes=verdicts.port.recipes,
     )
+    if _passes_alone(asked, ran, tensors):
+        found = told(ran.recalled, "it returns something else than a new one does")
+        return asked.result("failed", tensors=tensors, findings=(*ran.recomputed, found), notes=notes)
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
         with warnings.catch_warnings():
@@ -381,5 +430,7 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
             explained = explain(failure, missed, ran.known)
     except Exception as error:  # the comparison stands, whatever becomes of its explanation
         notes += (f"the search for the cause raised {type(error).__name__}: {error}",)
-        return asked.result("failed", tensors=tensors, notes=notes, device_error=classify(error))
-    return asked.result("failed", tensors=tensors, findings=explained, notes=notes)
+        return asked.result(
+            "failed", tensors=tensors, findings=ran.recomputed, notes=notes, device_error=classify(error)
+        )
+    return asked.result("failed", tensors=tensors, findings=ran.recomputed + explained, notes=notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Pass:
         not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
         changed_inputs: names of the inputs that hold other values after the forward pass.
         detached_outputs: names of the outputs that require no gradient.
+        numbers: what the module returned besides as Python's numbers and booleans, by its place: ``[1]``, ``['loss']``.
     """
 
     outputs: dict[str, Tensor]
@@ -40,6 +41,7 @@ class Pass:
     not_compared: int = 0
     changed_inputs: tuple[str, ...] = ()
     detached_outputs: tuple[str, ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -125,6 +127,7 @@ def run(
         not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),
         changed_inputs=changed,
         detached_outputs=tuple(name for name in outputs if name not in reached),
+        numbers=_numbers(returned),
     )
 
 
@@ -224,6 +227,20 @@ def _named_outputs(returned: Any) -> dict[str, Tensor]:
 
 def _floating(returned: Any) -> list[Tensor]:
     return [x for x in leaves_of(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _numbers(returned: Any, place: str = "") -> dict[str, float]:
+    """Python's numbers and booleans among what a module returned, by their places in it."""
+    if _is_record(returned):
+        fields_of = _fields(returned).items()
+        return {name: x for key, value in fields_of for name, x in _numbers(value, f"{place}.{key}").items()}
+    found: dict[str, float] = {}
+    for path, leaf in tree_flatten_with_path(returned, is_leaf=_is_record)[0]:
+        if _is_record(leaf):
+            found |= _numbers(leaf, place + keystr(path))
+        elif isinstance(leaf, (bool, int, float)):
+            found[place + keystr(path)] = leaf
+    return found
 
 
 def leaves_of(returned: Any) -> Iterator[Any]:

@@ -30,6 +30,7 @@ LOSES_ALL = (
     "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
     "scale the values, or leave the precision out"
 )
+WITHIN = "every tensor is within its tolerance, and the port is wrong all the same"
 
 
 class NothingToJudge(UserError):

@@ -7,18 +7,20 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity import weights
 from parity.build import build
-from parity.case import Case, Pair
-from parity.cast import cast, size_in_bytes
+from parity.case import Case, Pair, draw_inputs
+from parity.cast import cast, on_device, size_in_bytes
 from parity.declaring.validate import CheckedSize
 from parity.execute import Pass, outputs_of, run
+from parity.inputs import Rng
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import PROBED, Kind
@@ -38,6 +40,8 @@ from parity.te_state import caches, quantization
 from parity.te_state.quantized_parameters import check, moved
 from parity.truth import Truth
 from parity.user_error import UserError
+from parity.watching.attributes import attributes_of, changed_attributes
+from parity.watching.whose import is_of_te
 from parity.weights.separate_norms import separate_norms
 from parity.weights.sides import names
 
@@ -45,6 +49,22 @@ from parity.weights.sides import names
 _SEPARATE_QKV = re.compile(r"(query|key|value)_weight$")
 
 Tensors = dict[tuple[Kind, str], Tensor]
+
+
+@dataclass
+class Recalled:
+    """What calls of one candidate, one after another, have to do with each other.
+
+    Attributes:
+        changed: names of the attributes that its pass changed, but for those of TE's own modules.
+        before: its outputs on other inputs of the user's, in a call before the pass; empty where probing inputs follow
+            the pass, or where scales come from the passes before.
+        after: its outputs on these inputs, in a call after the pass; empty where ``before`` is.
+    """
+
+    changed: list[str] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
 
 
 def tensors_of(ran: Pass) -> Tensors:
@@ -136,12 +156,19 @@ def run_model(
             lambda outputs: {name: cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
         )
+    model_numbers(prepared, rounding)[freedom] = ran.numbers
     tensors = tensors_of(ran)
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
             tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
     return {key: tensor if tensor in stored else rounding.store_part(tensor) for key, tensor in tensors.items()}
+
+
+def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:
+    """The Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
+    numbers: dict[Freedom, dict[str, float]] = prepared.kept.setdefault((model_numbers, rounding), {})
+    return numbers
 
 
 def under_model(
@@ -194,10 +221,14 @@ def run_candidate(
     kernels: Kernels,
     change: Callable[[nn.Module], None] = lambda module: None,
     seen: Callable[[Pass], None] | None = None,
+    recalled: Recalled | None = None,
+    alone: bool = False,
 ) -> tuple[Tensors, tuple[str, ...]]:
     """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
 
-    ``change`` is called with the newly built module before it runs, ``seen`` with its pass.
+    ``change`` is called with the newly built module before it runs, ``seen`` with its pass. With ``recalled``, which is
+    filled, no module's only call is its first: where there are no probing inputs, other inputs come before the pass,
+    so that a module that keeps what it computed of these shows it. ``alone``, probing inputs get a new module.
     """
     built = prepared.built.pop() if prepared.built else build(case, checked, seed, kernels)
     pair = _with_weights(built, prepared, precision)
@@ -216,9 +247,30 @@ def run_candidate(
             watch_inputs=seen is not None,
         )
 
+    def on_others() -> dict[str, Tensor]:
+        with precision.autocast(kernels):
+            outputs = outputs_of(candidate, pair.call_candidate, _other_inputs(pair, checked, prepared, seed, kernels))
+        return {name: output.detach().clone() for name, output in outputs.items()}
+
+    def untrained() -> None:
+        """Give the module its weights again where a call has trained them, as a step of an optimizer does."""
+        if versions != [parameter._version for parameter in parameters.values()]:
+            weights.fill(candidate, prepared.candidate_weights)
+
+    versions = [parameter._version for parameter in parameters.values()]
+    called_before = recalled is not None and not prepared.probed
+    state = attributes_of(candidate)
+    before = on_others() if called_before else {}
+    if called_before:
+        untrained()
     ran = quantization.settled(once, precision.warmup_passes)
     if seen is not None:
         seen(ran)
+    if recalled is not None:
+        recalled.changed = _not_of_te(changed_attributes(candidate, state), candidate)
+    if recalled is not None and called_before and not precision.warmup_passes:
+        untrained()
+        recalled.before, recalled.after = before, on_others()
     gradients = {
         name: ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)
         for name, parameter in parameters.items()
@@ -229,11 +281,28 @@ def run_candidate(
     outputs = _shaped(ran.outputs, prepared.golden.outputs)
     tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:
-        if precision.warmup_passes:  # scales that come from other inputs would not fit these
+        if alone or precision.warmup_passes:  # scales that come from other inputs would not fit these
             pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
             change(pair.candidate)
         tensors |= _probed(_shaped(_probe_candidate(pair, prepared, precision, kernels), prepared.probed))
     return tensors, ran.unreached + frozen
+
+
+def _other_inputs(pair: Pair, checked: CheckedSize, prepared: Prepared, seed: int, kernels: Kernels) -> Any:
+    """Inputs that the pair draws from another stream of the seed; the same again where their shapes are others."""
+    drawn = draw_inputs(pair, checked.size, Rng(seed, "inputs of another call"))
+    others = cast(on_device(drawn, kernels.device), prepared.dtype)
+    alike = _shapes(others) == _shapes(prepared.inputs)
+    return others if alike else prepared.inputs
+
+
+def _shapes(inputs: Any) -> list[Any]:
+    return [x.shape if isinstance(x, Tensor) else x for x in tree_leaves(inputs)]
+
+
+def _not_of_te(attributes: list[str], module: nn.Module) -> list[str]:
+    of_te = {name for name, part in module.named_modules() if is_of_te(type(part))}
+    return [attribute for attribute in attributes if attribute.rpartition(".")[0] not in of_te]
 
 
 def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:

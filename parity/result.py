@@ -147,7 +147,7 @@ class TensorResult:
 
 @dataclass(frozen=True)
 class Determinism:
-    """What became of a candidate that ran again on the same inputs.
+    """What became of a candidate that was built again, and ran on the same inputs.
 
     Attributes:
         differing: labels of the tensors that had other bytes though every random number was the same.
@@ -168,10 +168,10 @@ class Determinism:
             return f"other bytes the second time in {', '.join(self.differing)}; {where}{known}"
         if self.drawn:
             return (
-                f"the same bytes twice from the same random numbers; {', '.join(self.drawn)} depend on these, which "
-                "stochastic rounding and dropout draw"
+                "the same bytes when it is built and run again from the same random numbers; "
+                f"{', '.join(self.drawn)} depend on these, which stochastic rounding and dropout draw"
             )
-        return "the same bytes twice"
+        return "the same bytes when it is built and run again"
 
 
 _KNOWN = "; TransformerEngine allows attention such kernels unless NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
@@ -197,7 +197,7 @@ class Result:
         path: the file that declares the case.
         attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
         forced_attention: the attention backend that TE had to take; empty where it chose.
-        determinism: whether the candidate gives the same bytes twice; None where it ran once.
+        determinism: whether the candidate, built again, gives the same bytes; None where that was not asked for.
         device_error: what befell the device meanwhile, see ``parity.device_errors``; empty where nothing did.
         traceback: where a part of the pair raised, from the user's code on; empty where none did.
     """

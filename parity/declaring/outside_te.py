@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from parity.case import Pair
+from parity.watching.whose import is_of_te
 from parity.weights.sides import names
-
-_TE = "transformer_engine"
 
 
 def parameters_outside_te(pair: Pair) -> frozenset[str]:
@@ -41,4 +40,4 @@ def has_te(module: nn.Module) -> bool:
 
 
 def _is_te(module: nn.Module) -> bool:
-    return any(base.__module__.partition(".")[0] == _TE for base in type(module).__mro__)
+    return any(is_of_te(base) for base in type(module).__mro__)

@@ -1,4 +1,7 @@
-"""Whether a candidate gives the same bytes twice, and if not, where it first did not."""
+"""Whether a candidate that is built again gives the same bytes, and if not, where it first did not.
+
+What one module keeps from call to call is ``remembered``'s.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _ATTEMPTS = 3
 
 
 def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) -> Determinism:
-    """Run the candidate again from the same random state, and if nothing differs, from another.
+    """Build and run the candidate again from the same random state, and if nothing differs, from another.
 
     Args:
         run: the candidate's pass, calls its argument with the newly built module.

@@ -35,7 +35,7 @@ class Options:
         calibration: the table of limits; None for the packaged one.
         attention: the attention backend that TransformerEngine has to take, ``all`` for each in turn; ``auto`` lets it
             choose, but for a case that demands some.
-        determinism: whether each candidate runs again, to see whether it gives the same bytes.
+        determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
     """
 

@@ -44,7 +44,7 @@ def headline(item: Item) -> str:
     """How far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
     worst = item.worst
     where = worst.worst.label if worst.worst else "no tensor"
-    what = worst.reason if worst.status == "error" else f"margin {short(worst.margin)} at {where}"
+    what = worst.reason or f"margin {short(worst.margin)} at {where}"
     return f"{what} ({_at_seeds(item)})"
 
 

@@ -173,7 +173,7 @@ def _named(names: Collection[str], count: int) -> str:
 
 
 def _determinism(results: Sequence[Result]) -> Iterator[str]:
-    """How many candidates gave the same bytes twice, and what the others did."""
+    """How many candidates gave the same bytes again, and what the others did."""
     by_summary: dict[str, dict[str, None]] = {}
     for result in results:
         if result.determinism is not None:
@@ -181,7 +181,7 @@ def _determinism(results: Sequence[Result]) -> Iterator[str]:
     if by_summary:
         same = Determinism().summary
         yield "## Determinism"
-        yield "Each candidate ran again on the same inputs and from the same random state."
+        yield "Each candidate was built again, and ran on the same inputs and from the same random state."
         yield "\n".join(
             f"- {summary}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
             for summary, names in by_summary.items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,17 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from parity.rounding.biases_by_hand import added_bias
 from parity.rounding.phase import NO_BACKWARD
+from parity.watching.whose import Owner, module_of, whose
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
-# Of our files, those that hold modules as a user's do, and the one that calls the port: what no line around PyTorch's
-# calls, as of a Sequential, is the port's as well.
-_LIKE_USERS = tuple(
-    str(Path(_OURS, place)) for place in ("reference", "zoo/hosts", "calibration/drawn_models.py", "execute.py")
-)
-_TE = "transformer_engine"
+# What calls a port: no line around PyTorch's calls, as of a Sequential, is the port's as well.
+_CALLS_PORTS = "parity.execute"
 # TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
-_UNFUSED_ATTENTION = str(Path("pytorch/attention/dot_product_attention/backends.py"))
+_UNFUSED_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 
 # Copies round nothing by themselves; attention's softmax has a freedom of its own.
 _LEFT_OUT = frozenset({"copy_", "clone", "detach", "_softmax", "_safe_softmax"})
@@ -75,12 +69,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Whether the nearest code around PyTorch's is neither TE's nor ours, or is as a user's."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    """Return whether the nearest code around PyTorch's is neither TE's nor ours, or is as a user's."""
+    while frame is not None and (owner := whose(frame)) in (Owner.TORCH, Owner.PYTHON):
         frame = frame.f_back
     if frame is None:
         return False
-    file = frame.f_code.co_filename
-    if file.startswith(_LIKE_USERS) or file.endswith(_UNFUSED_ATTENTION):
-        return True
-    return not (file.startswith(_OURS) or _TE in file)
+    return owner is Owner.USER or module_of(frame) in (_CALLS_PORTS, _UNFUSED_ATTENTION)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_TE = "transformer_engine"
+from parity.watching.whose import is_of_te
+
 _MASTER = "master_param"  # as TE calls it
 
 
@@ -76,7 +77,7 @@ def stepped_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _held(optimizer: Optimizer, stepped: list[Tensor]) -> Steps:
-    of_te = any(kind.__module__.startswith(_TE) for kind in type(optimizer).__mro__)
+    of_te = any(is_of_te(kind) for kind in type(optimizer).__mro__)
     masters: set[torch.dtype] = set()
     moments: set[tuple[str, torch.dtype]] = set()
     for parameter in stepped:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from parity.te_state.variables import te_variables
 from parity.user_error import UserError
+from parity.watching.whose import is_of_te
 
 AttentionBackend = Literal["flash", "fused", "unfused"]
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -89,7 +90,7 @@ def attention_backends(forced: AttentionBackend | None = None) -> Iterator[dict[
 
 
 def _is_of_te(module: nn.Module, name: str) -> bool:
-    return type(module).__name__ == name and type(module).__module__.startswith(_TE)
+    return type(module).__name__ == name and is_of_te(type(module))
 
 
 def _described(backend: str) -> str:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from parity.watching.whose import is_of_te
+
 _EXTENSION = "transformer_engine_torch"
 _OUTPUT, _GRADIENT = _BETWEEN = ("output", "gradient")
 
@@ -137,5 +139,5 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if type(leaf) in (Tensor, nn.Parameter):
             yield leaf
-        elif hasattr(leaf, "__dict__") and type(leaf).__module__.startswith("transformer_engine"):
+        elif hasattr(leaf, "__dict__") and is_of_te(type(leaf)):
             yield from (part for part in vars(leaf).values() if type(part) is Tensor)

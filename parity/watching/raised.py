@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from traceback import FrameSummary
+from traceback import FrameSummary, StackSummary
+from types import FrameType
 from typing import Any
 
+from parity.watching.whose import Owner, whose
+
 _INSTALLED = {"site-packages", "dist-packages"}
-_LIBRARIES = ("torch", "transformer_engine", "parity")
 
 
 def users_frame(error: BaseException) -> FrameSummary | None:
@@ -37,11 +39,11 @@ def submodule(error: BaseException) -> str:
 
 def line_running() -> str:
     """As ``users_line``, of what runs now."""
-    return _line(_innermost(list(traceback.extract_stack())))
+    return _line(_innermost(_told(reversed(list(traceback.walk_stack(sys._getframe()))))))
 
 
-def _innermost(frames: list[FrameSummary]) -> FrameSummary | None:
-    of_packages = [frame for frame in frames if not _is_library(frame)]
+def _innermost(frames: list[tuple[FrameSummary, Owner]]) -> FrameSummary | None:
+    of_packages = [frame for frame, owner in frames if owner is Owner.USER]
     own = [frame for frame in of_packages if not _INSTALLED & set(Path(frame.filename).parts)]
     return next(reversed(own or of_packages), None)
 
@@ -58,33 +60,24 @@ def first_paragraph(error: BaseException) -> str:
 def way_there(error: BaseException) -> str:
     """The traceback as Python prints it, from the user's first line on; files are named without the folders above."""
     frames = _frames(error)
-    first = next((i for i, frame in enumerate(frames) if not _is_library(frame)), 0)
+    first = next((i for i, (_, owner) in enumerate(frames) if owner is Owner.USER), 0)
     lines = [
-        f'  File "{_shown(frame)}", line {frame.lineno}, in {frame.name}\n    {frame.line}' for frame in frames[first:]
+        f'  File "{_shown(frame)}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+        for frame, _ in frames[first:]
     ]
     told = "".join(traceback.format_exception_only(type(error), error)).strip()
     return "\n".join(["Traceback (most recent call last):", *lines, told])
 
 
-def _frames(error: BaseException) -> list[FrameSummary]:
-    return list(traceback.extract_tb(error.__traceback__))
+def _frames(error: BaseException) -> list[tuple[FrameSummary, Owner]]:
+    return _told(traceback.walk_tb(error.__traceback__))
 
 
-def _is_library(frame: FrameSummary) -> bool:
-    """Whether the line is Python's, PyTorch's, TransformerEngine's or parity's, and so none that a user looks into."""
-    file = Path(frame.filename)
-    if frame.filename.startswith("<") and not frame.filename.startswith("<ipython"):
-        return True
-    if _INSTALLED & set(file.parts):
-        return any(library in file.parts for library in _LIBRARIES)
-    return any(file.is_relative_to(folder) for folder in _folders())
-
-
-def _folders() -> list[Path]:
-    """Of Python's own modules, and of the libraries where they are not installed but run from a checkout."""
-    modules = [sys.modules.get(name) for name in _LIBRARIES]
-    files = [module.__file__ for module in modules if module is not None and module.__file__]
-    return [Path(sysconfig.get_path("stdlib")), *(Path(file).parent for file in files)]
+def _told(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, Owner]]:
+    """Return each frame as a traceback tells it, and whose code it is; a user looks into none but a user's."""
+    frames = list(walked)
+    owners = [whose(frame) for frame, _ in frames]
+    return list(zip(StackSummary.extract(iter(frames)), owners, strict=True))
 
 
 def _shown(frame: FrameSummary) -> str:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
+from parity.watching.whose import Owner, whose
+
 WITHOUT_TE = (
     "the candidate has no module of TransformerEngine's and calls none of its functions, so that PyTorch was compared "
     "with PyTorch"
 )
-_TE = "transformer_engine"
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def te_calls(caller: CodeType) -> Iterator[list[str]]:
     before = sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and not found and _is_te(frame) and _is_below(frame, caller):
+        if event == "call" and not found and whose(frame) is Owner.TE and _is_below(frame, caller):
             found.append(frame.f_code.co_name)
 
     sys.setprofile(see)
@@ -34,10 +35,6 @@ def te_calls(caller: CodeType) -> Iterator[list[str]]:
         yield found
     finally:
         sys.setprofile(before)
-
-
-def _is_te(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _TE
 
 
 def _is_below(frame: FrameType | None, caller: CodeType) -> bool:

@@ -89,7 +89,7 @@ def blackwell() -> Iterator[None]:
 
 def test_the_cpu_kernels_give_the_same_bytes_twice() -> None:
     assert determinism_of(nn.Identity(), "fp8_current") == Determinism()
-    assert Determinism().summary == "the same bytes twice"
+    assert Determinism().summary == "the same bytes when it is built and run again"
 
 
 def test_a_candidate_runs_once_unless_asked_for_more() -> None:
@@ -177,6 +177,6 @@ def test_the_report_counts_what_is_the_same_and_names_what_is_not() -> None:
     same = [result(case, determinism=Determinism()) for case in ("a", "b")]
     other = result("c", determinism=Determinism(("output",), "the kernel k"))
     text = markdown.draw(digest(Record(ENVIRONMENT, (*same, other))), "run")
-    assert "- the same bytes twice: 2 items" in text
+    assert "- the same bytes when it is built and run again: 2 items" in text
     assert "- other bytes the second time in output; first in the kernel k: `c[bf16-2x64]`" in text
     assert "## Determinism" not in markdown.draw(digest(Record(ENVIRONMENT, (result(),))), "run")
