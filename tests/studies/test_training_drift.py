@@ -26,6 +26,7 @@ SMALL = Settings(
     steps=16,
     every=8,
     seeds=1,
+    control_seeds=1,
     batch=2,
     seq=32,
     hidden=32,

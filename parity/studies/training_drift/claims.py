@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from parity.report.numbers import short
 from parity.studies.tables import Claim, verdict
-from parity.studies.training_drift.study import Drift, Drifts, Pair
+from parity.studies.training_drift.study import Drift, Drifts, Pair, low_formats
 from parity.studies.training_drift.trajectory import Kind, Run, Settings, rounds_alike
 
 # Two drifts are of a size if neither is this many times the other: two seeds differ as much.
@@ -30,11 +30,6 @@ def claims(found: Drifts, settings: Settings, precisions: Sequence[str]) -> list
     if precisions:
         tested.append(_port_is_faithful(found, settings, precisions))
     return tested
-
-
-def low_formats(settings: Settings) -> list[str]:
-    """The formats below FP32."""
-    return [name for name in settings.formats if name != "fp32"]
 
 
 def of_algorithm(found: Drifts, kind: Kind, number_format: str, seed: int) -> Drift:

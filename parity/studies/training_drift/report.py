@@ -15,7 +15,6 @@ from parity.studies.device import name_of
 from parity.studies.training_drift import plots
 from parity.studies.training_drift.claims import claims as tested
 from parity.studies.training_drift.claims import (
-    low_formats,
     low_over_flash,
     of_algorithm,
     of_format,
@@ -23,7 +22,7 @@ from parity.studies.training_drift.claims import (
     of_rounding,
     of_te,
 )
-from parity.studies.training_drift.study import Drift, Drifts, Pair
+from parity.studies.training_drift.study import Drift, Drifts, Pair, low_formats
 from parity.studies.training_drift.trajectory import Run, Settings, initial, rounds_alike
 from parity.te import Kernels
 
