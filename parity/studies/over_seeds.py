@@ -38,6 +38,11 @@ def ratios_between(of_seeds: Sequence[float], low: float, high: float) -> str:
     return between([_log(ratio) for ratio in of_seeds], _log(low), _log(high))
 
 
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratio at each seed; infinite where the other is 0."""
+    return [one / other if other else math.inf for one, other in zip(ones, others, strict=True)]
+
+
 def ratio_interval(of_seeds: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean of ratios, and the ends of its 95 % interval."""
     logarithms = [_log(ratio) for ratio in of_seeds]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from parity.cpu.products.accumulation import HOPPER
 from parity.report.numbers import short
 from parity.studies.fp8_accumulation.study import WHOLE, Cost, Costs, Run, Settings
-from parity.studies.over_seeds import all_of, between, mean_digits, ratio_interval, ratios_between
+from parity.studies.over_seeds import all_of, between, mean_digits, ratio_interval, ratios, ratios_between
 from parity.studies.tables import Claim
 
 FAST, SPLIT = str(WHOLE), str(HOPPER.promote_every)
@@ -50,8 +50,8 @@ def _slope(settings: Settings, errors: list[float]) -> float:
 
 
 def _ratios(found: Found, distribution: str, length: int, way: str, over: str) -> list[float]:
-    pairs = zip(of_seeds(found, distribution, length, way), of_seeds(found, distribution, length, over), strict=True)
-    return [one.relative_l2 / other.relative_l2 if other.relative_l2 else math.inf for one, other in pairs]
+    ones, others = ([cost.relative_l2 for cost in of_seeds(found, distribution, length, each)] for each in (way, over))
+    return ratios(ones, others)
 
 
 def _size(found: Found, settings: Settings) -> Claim:
@@ -94,7 +94,7 @@ def _hidden(found: Found, settings: Settings) -> Claim:
         "this project",
         "where terms cancel, fast sums lose less than the cast to FP8 at every K",
         f"normal: at most {short(max(over_cast[worst]))} of the cast's error, at K = {worst}",
-        all_of([ratios_between(ratios, 0.0, 1.0) for ratios in over_cast.values()]),
+        all_of([ratios_between(of_length, 0.0, 1.0) for of_length in over_cast.values()]),
         "what is cut off is proportional to the sum so far, which stays small",
     )
 
