@@ -142,6 +142,7 @@ def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
     """What is compared with what, those that share a training one after the other."""
     for seed in range(max(settings.seeds, settings.control_seeds)):
         plain = Run("baseline", "fp32", seed)
+        yield Pair(Run("other start", "fp32", seed), plain)
         for name in low_formats(settings):
             baseline = Run("baseline", name, seed)
             yield Pair(baseline, plain)
@@ -151,7 +152,6 @@ def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
                 yield Pair(Run("flash everywhere", name, seed), baseline)
         if seed >= settings.seeds:
             continue
-        yield Pair(Run("other start", "fp32", seed), plain)
         yield Pair(Run("flash", "fp32", seed), plain)
         yield Pair(Run("nudged", "fp32", seed), plain)
         for name in available(settings, kernels):
