@@ -1,19 +1,19 @@
-"""Numbers as a person reads them: with two significant digits, three from 100 on."""
+"""Numbers as a person reads them: with two significant digits unless told otherwise, three from 100 on."""
 
 from __future__ import annotations
 
 import math
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 2) -> str:
     """``0.43``, ``140``, ``2.9e-4``, ``∞``; ``–`` for NaN."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
-    if 99.5 <= abs(value) < 999.5:
+    if digits > 1 and 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
-    text = f"{value:.2g}"
+    text = f"{value:.{digits}g}"
     if "e" not in text:
         return text
     mantissa, exponent = text.split("e")

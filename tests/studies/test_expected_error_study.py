@@ -44,6 +44,7 @@ SMALL = Settings(
     held_out_seq=64,
     held_out_depth=2,
     seeds=1,
+    issue_seeds=3,
 )
 Found = dict[Run, Measured]
 
@@ -133,7 +134,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         if len(made) == limit:
             raise KeyboardInterrupt
         made.append(entry)
-        return Measured({"output": 0.1, "input gradient": 0.1, "weight gradient": 0.1}, 0.1, 0.1, "a GPU")
+        return Measured({"output": 0.1, "input gradient": 0.1, "weight gradient": 0.1}, 0.1, "a GPU")
 
     monkeypatch.setattr(study, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -149,12 +150,12 @@ def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeyp
 
     def quick(entry: Run, kernels: Kernels) -> Measured:
         if entry.module == ISSUE_407:
-            return Measured({"output": 5e-4, "input gradient": 5e-4, "weight gradient": 5e-4}, 1e-3, -0.2, "a GPU")
+            return Measured({"output": 5e-4, "input gradient": 5e-4, "weight gradient": 5e-4}, 1e-3, "a GPU")
         return faithful(entry, kernels)
 
     monkeypatch.setattr(study, "measure", quick)
     report = study.run(tiny, tmp_path).read_text()
-    assert re.search(r"Linear \|\s+0\.0003 \|", report)
+    assert re.search(r"Linear \|\s+~0\.0003 \|", report)
     assert "emulated: TransformerEngine's own Python" in report
     for picture in ("expected_error_growth.png", "expected_error_parts.png"):
         assert (tmp_path / picture).stat().st_size > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from parity.inputs import Rng
 from parity.studies.softmax_precision import claims, kernel_traffic, report, study
 from parity.studies.softmax_precision.study import (
     DTYPES,
+    Errors,
     Outcome,
     Run,
     Settings,
@@ -32,7 +34,7 @@ from parity.studies.softmax_precision.ways import WAYS, Precision, ways
 from parity.te import Kernels
 from parity.user_error import UserError
 
-SMALL = Settings(scales=(-3, 0, 1, 2, 4, 5), rows=32, keys=256, seeds=1)
+SMALL = Settings(scales=(-3, 0, 1, 2, 4, 5), rows=32, keys=256, seeds=2)
 Outcomes = dict[Run, Outcome]
 
 
@@ -174,6 +176,50 @@ def test_claims_are_answered_from_the_figures(found: Outcomes, kernels: Kernels)
         "yes, in a fused kernel",
         "yes",
     ]
+
+
+def measured_as(found: Outcomes, layout: str, moved: dict[str, tuple[float, ...]], spoiled: float) -> Outcomes:
+    """The outcomes with other figures of FP16 in a layout: what each way moves by seed, and the rows it spoils."""
+
+    def changed(way: str, errors: Errors, seed: int) -> Errors:
+        return dataclasses.replace(errors, moved=moved[way][seed], spoiled=spoiled) if way in moved else errors
+
+    return {
+        run: {
+            way: {scale: changed(way, errors, run.seed) for scale, errors in by_scale.items()}
+            for way, by_scale in outcome.items()
+        }
+        if (run.dtype, run.layout) == ("fp16", layout)
+        else outcome
+        for run, outcome in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("claim", "layout", "moved", "spoiled", "answer"),
+    [
+        (0, "apart", {"plain": (0.1, 0.1)}, 0.0, "no"),
+        (0, "apart", {"plain": (0.1, 0.1), "max subtracted": (0.1, 0.1)}, 0.5, "yes"),
+        (1, "apart", {"PB-Relax": (0.1, 0.1), "PB-Relax by rows": (0.1, 0.1)}, 0.5, "no"),
+        (1, "apart", {"PB-Relax": (0.1, 0.1)}, 0.0, "yes"),
+        (2, "mixed", {"PB-Relax": (0.1, 0.1), "torch.softmax": (0.1, 0.1)}, 0.0, "no"),
+        (2, "mixed", {"PB-Relax": (1.0, 0.01), "torch.softmax": (0.01, 0.01)}, 0.0, "cannot tell"),
+        (3, "apart", {"torch.softmax": (1e6, 1e6)}, 0.0, "yes"),
+        (3, "apart", {"torch.softmax": (1e6, 1e-6)}, 0.0, "cannot tell"),
+    ],
+)
+def test_other_figures_give_other_answers(
+    found: Outcomes,
+    kernels: Kernels,
+    claim: int,
+    layout: str,
+    moved: dict[str, tuple[float, ...]],
+    spoiled: float,
+    answer: str,
+) -> None:
+    figures = report.measured({"fp16": traffic("fp16", SMALL, kernels)}, SMALL, kernels)
+    tested = list(claims.claims(measured_as(found, layout, moved, spoiled), SMALL, figures))
+    assert tested[claim].agrees == answer
 
 
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.studies import record
-from parity.studies.training_drift import study
-from parity.studies.training_drift.claims import of_algorithm, of_format, of_other_start, of_rounding, of_te
+from parity.studies.training_drift import report, study
+from parity.studies.training_drift.claims import claims, of_algorithm, of_format, of_other_start, of_rounding, of_te
 from parity.studies.training_drift.study import Drift, Drifts, Pair, drift_of, pairs
 from parity.studies.training_drift.trajectory import Kind, Run, Settings, Trajectory, trajectory
+from parity.studies.training_drift.weight_distance import Distance, WeightDistance
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -26,6 +27,7 @@ SMALL = Settings(
     steps=16,
     every=8,
     seeds=1,
+    control_seeds=1,
     batch=2,
     seq=32,
     hidden=32,
@@ -142,6 +144,50 @@ def test_a_study_trains_only_what_its_record_lacks(
     assert trained == [last.run, last.against]
     assert len(record.read(path)) == len(lines)
     assert study.run(TINY, tmp_path).read_text() == text
+
+
+SEEDS = dataclasses.replace(SMALL, te_precisions=(), control_seeds=4)
+
+
+def drifted(low: float, flash: float, ulp: float, start: float, scatter: float = 1.05) -> Drifts:
+    """Drifts of these sizes; flash attention's scatters by a factor over seeds."""
+    sizes = {"baseline": low, "flash": flash, "flash everywhere": flash, "nudged": ulp, "other start": start}
+
+    def drift(run: Run) -> Drift:
+        size = sizes[run.kind] * (scatter ** (run.seed - 1.5) if run.kind == "flash" else 1.0)
+        return Drift((1,), (WeightDistance(Distance(size, size), {"weight": Distance(size, size)}),), 1.0, 1.0)
+
+    return {pair: drift(pair.run) for pair in pairs(SEEDS, te.kernels("cpu"))}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "answers"),
+    [
+        (dict(low=3.0, flash=1.0, ulp=0.1, start=1.5), ["yes", "yes", "yes"]),
+        (dict(low=1e6, flash=1.0, ulp=0.1, start=0.5), ["no", "yes", "no"]),
+        (dict(low=1.2, flash=1.0, ulp=0.1, start=1e6), ["no", "no", "yes"]),
+        (dict(low=3.0, flash=1.0, ulp=1.0, start=1e6), ["cannot tell", "no", "yes"]),
+        (dict(low=3.0, flash=1.0, ulp=0.1, start=2.0, scatter=8.0), ["cannot tell", "yes", "cannot tell"]),
+    ],
+)
+def test_each_claim_depends_on_how_far_the_weights_went(sizes: dict[str, float], answers: list[str]) -> None:
+    assert [claim.agrees for claim in claims(drifted(**sizes), SEEDS, [])] == answers
+
+
+@pytest.mark.parametrize(("ulp", "headline"), [(1.0, "cannot tell flash"), (0.1, "tells flash")])
+def test_the_headline_says_whether_the_control_separates(tmp_path: Path, ulp: float, headline: str) -> None:
+    found = drifted(low=3.0, flash=1.0, ulp=ulp, start=10.0)
+    text = report.write(found, {}, SEEDS, te.kernels("cpu"), tmp_path).read_text()
+    assert f"**This experiment {headline} attention from any other change of rounding**" in text
+
+
+@pytest.mark.parametrize(("factor", "answer"), [(1.0, "yes"), (1e6, "no")])
+def test_a_port_that_drifts_further_than_its_precision_disagrees(found: Drifts, factor: float, answer: str) -> None:
+    def stretched(drift: Drift) -> Drift:
+        return dataclasses.replace(drift, distances=(WeightDistance(Distance(0.0, factor * moved(drift)), {}),))
+
+    ported = {pair: stretched(drift) if pair.run.kind == "te" else drift for pair, drift in found.items()}
+    assert claims(ported, SMALL, ["bf16"])[-1].agrees == answer
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from parity.report.numbers import short
 from parity.studies import tables
 from parity.studies.expected_error import claims, plots
+from parity.studies.expected_error.issue_407 import AFTER_REPAIR, FIGURE, Drawn, placed
 from parity.studies.expected_error.study import (
     ISSUE_407,
     ISSUE_407_SHAPE,
@@ -20,7 +23,6 @@ from parity.studies.expected_error.study import (
     SHORT_SUMS,
     TE,
     Results,
-    Run,
     Settings,
     base,
     held_out,
@@ -31,7 +33,8 @@ from parity.studies.expected_error.study import (
     sweep,
 )
 from parity.studies.growth import Law
-from parity.studies.te_modules import MODULES
+from parity.studies.over_seeds import digits, mean_digits
+from parity.studies.te_modules import MODULES, Shape
 from parity.te import Kernels
 
 GROWTH_PICTURE, PARTS_PICTURE = "expected_error_growth.png", "expected_error_parts.png"
@@ -74,6 +77,17 @@ The tables above add in FP32. A Hopper adds per-tensor FP8 products in sums of 1
 With TE's kernels adding so (`parity.cpu.products.accumulation`), the same modules lose the following; what short sums
 add grows with the length of the sums, here up to {longest}."""
 
+_ISSUE = """\
+RMSNorm and a SwiGLU MLP, hidden size 512, ffn 1536, input `rand(2, 1024, 512)`, weights N(0, 0.023)."""
+
+_SUMS = """\
+The issue compares the sums of all outputs, once. Here is how the sum's error scatters over {count} draws of weights and
+input: its mean, standard deviation and quantiles. The last columns place the issue's two figures among the draws: the
+share of draws below, and in brackets the distance from the mean in standard deviations. One sum says little of a port's
+size of error: it tells rounding from this mistake because the mistake moves it a thousand times as far."""
+
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
 _LIMITS = """\
 - **Other inputs.** A relative error hardly depends on the inputs' scale, but it may on their shape: outliers cost NVFP4
   more (study `fp8_recipes`), sums of one sign cost short sums more (`fp8_accumulation`), and an output in which large
@@ -92,12 +106,18 @@ _REAL = {
 
 
 def write(
-    found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels, folder: Path
+    found: Results,
+    drawn: Sequence[Drawn],
+    missing: Mapping[str, str | None],
+    settings: Settings,
+    kernels: Kernels,
+    folder: Path,
 ) -> Path:
     """Write ``expected_error.md`` and its plots into the folder; returns the report's path.
 
     Args:
         found: every run of the settings.
+        drawn: issue 407's sums.
         missing: precisions that no GPU here runs, each with the reason.
         settings: of the study, without those precisions.
         kernels: that TE ran on.
@@ -107,12 +127,18 @@ def write(
     if settings.parts:
         plots.parts(found, settings).savefig(folder / PARTS_PICTURE, dpi=90)
     path = folder / "expected_error.md"
-    sections = _sections(found, missing, settings, kernels)
+    sections = _sections(found, drawn, missing, settings, kernels)
     path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return path
 
 
-def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
+def _sections(
+    found: Results,
+    drawn: Sequence[Drawn],
+    missing: Mapping[str, str | None],
+    settings: Settings,
+    kernels: Kernels,
+) -> Iterator[str]:
     yield "# Which error is normal?"
     yield _INTRODUCTION.format(
         made_on=tables.made_on(kernels),
@@ -145,9 +171,9 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
             yield _SHORT_SUMS.format(longest=4 * settings.hidden)
             yield _short_sums(found, settings)
     yield "## The module of TransformerEngine issue 407"
-    yield _issue(found, settings)
+    yield _issue(found, drawn, settings)
     yield "## Claims"
-    yield tables.claims(claims.claims(found, settings))
+    yield tables.claims(claims.claims(found, drawn, settings))
     yield "## What it does not say"
     yield _LIMITS.format(real=_REAL[kernels.backend])
     yield "Made by `parity study expected_error`."
@@ -193,7 +219,15 @@ def _by_module(settings: Settings, cell: Callable[[str, str], str]) -> str:
 
 def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
     middle = base(settings)
-    return _by_module(settings, lambda name, precision: short(mean(found, name, middle, precision, way, kind)))
+    return _by_module(settings, lambda name, precision: _cell(found, name, middle, precision, way, kind))
+
+
+def _cell(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str) -> str:
+    """The error over seeds, with the digits that they share."""
+    errors = [
+        each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
+    ]
+    return digits(mean(found, name, shape, precision, way, kind), errors)
 
 
 def _exponents(found: Results, settings: Settings, name: str, precision: str) -> str:
@@ -302,17 +336,27 @@ def _short_sums(found: Results, settings: Settings) -> str:
     return tables.numbers(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
 
 
-def _issue(found: Results, settings: Settings) -> str:
+def _issue(found: Results, drawn: Sequence[Drawn], settings: Settings) -> str:
     rows = []
     for precision in settings.precisions:
-        runs = [Run(ISSUE_407, ISSUE_407_SHAPE, precision, TE, seed) for seed in range(settings.seeds)]
-        errors = [mean(found, ISSUE_407, ISSUE_407_SHAPE, precision, TE, kind) for kind in KINDS]
-        predicted = mean(found, ISSUE_407, ISSUE_407_SHAPE, precision, MODEL)
-        sums = ", ".join(f"{found[run].sum_error:+.2f}" for run in runs)
-        rows.append([precision, *map(short, errors), short(predicted), sums])
-    headers = ["precision", *KINDS, "output, predicted", "error of the outputs' sum, by seed"]
-    return (
-        "RMSNorm and a SwiGLU MLP, hidden size 512, ffn 1536, input `rand(2, 1024, 512)`, weights N(0, 0.023). The "
-        "issue compares sums of all outputs; a sum says little, as the last column shows.\n\n"
-        + tables.numbers(rows, headers)
-    )
+        errors = [_cell(found, ISSUE_407, ISSUE_407_SHAPE, precision, TE, kind) for kind in KINDS]
+        rows.append([precision, *errors, _cell(found, ISSUE_407, ISSUE_407_SHAPE, precision, MODEL, "output")])
+    relative = tables.numbers(rows, ["relative error", *KINDS, "output, predicted"])
+    return "\n\n".join([_ISSUE, relative, *_sums(drawn)])
+
+
+def _sums(drawn: Sequence[Drawn]) -> Iterator[str]:
+    if len(drawn) < 2:
+        return
+    yield _SUMS.format(count=len(drawn))
+    rows = []
+    for title, draws in (
+        ("TF32, gate over up", [each.faithful for each in drawn]),
+        ("exchanged: up over gate", [each.swapped for each in drawn]),
+    ):
+        places = [placed(figure, draws) for figure in (FIGURE, AFTER_REPAIR)]
+        quantiles = [short(float(np.quantile(draws, share))) for share in _QUANTILES]
+        where = [f"{100 * place.below:.0f} % ({place.deviations:+.2g})" for place in places]
+        rows.append([title, mean_digits(draws), short(statistics.stdev(draws)), *quantiles, *where])
+    headers = ["port in FP32", "mean", "standard deviation", *(f"{100 * share:g} %" for share in _QUANTILES)]
+    yield tables.numbers(rows, [*headers, f"below {FIGURE}", f"below {AFTER_REPAIR}"])

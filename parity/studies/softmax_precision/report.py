@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,21 @@ from matplotlib.figure import Figure
 from parity.report.environment import cpu_model, gpu_name
 from parity.report.numbers import short
 from parity.studies import tables
+from parity.studies.over_seeds import mean_digits
 from parity.studies.softmax_precision import claims
 from parity.studies.softmax_precision.claims import Measured
 from parity.studies.softmax_precision.kernel_traffic import Traffic
 from parity.studies.softmax_precision.study import (
     DTYPES,
     LAYOUTS,
+    Errors,
     Outcome,
     Run,
     Settings,
     autocast_dtypes,
     error,
     frontier,
+    of_seeds,
     scales_of,
     te_agrees,
     traffic,
@@ -104,7 +107,8 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
     )
     yield (
         f"{tables.made_on(kernels)} {settings.rows} rows of {settings.keys} scores a scale, {settings.seeds} draws; "
-        f"alpha {settings.alpha:g}, layer {settings.layer:g}. Golden is the FP64 softmax of the scores before storage."
+        f"alpha {settings.alpha:g}, layer {settings.layer:g}. Golden is the FP64 softmax of the scores before storage. "
+        "Figures are means over the draws, with the digits that other draws would reproduce; `~`: not even one."
     )
     yield tables.texts([[f"`{name}`", meaning] for name, meaning in _MEANS.items()], ["way", "what it does"])
     yield "![Probability on wrong keys over the scores' scale](softmax_precision.png)"
@@ -176,15 +180,17 @@ def _by_scale(
     scales = scales_of(layout, settings)
     rows = []
     for way in (name for name in (*WAYS, *TE_WAYS) if name != leave_out):
-        costs = [error(found, dtype, layout, way, scale) for scale in scales]
-        rows.append([f"`{way}`", *(_cell(getattr(cost, measure), cost.spoiled) for cost in costs)])
+        costs = [of_seeds(found, dtype, layout, way, scale) for scale in scales]
+        rows.append([f"`{way}`", *(_cell(of_scale, measure) for of_scale in costs)])
     return tables.numbers(rows, ["way", *(f"1e{scale}" for scale in scales)])
 
 
-def _cell(value: float, spoiled: float) -> str:
-    if math.isnan(value):
-        return "∞" if spoiled == 1 else "–"
-    return short(value) + (f" ({short(100 * spoiled)} %)" if spoiled else "")
+def _cell(costs: Sequence[Errors], measure: str) -> str:
+    spoiled = [cost.spoiled for cost in costs]
+    figure = mean_digits([getattr(cost, measure) for cost in costs])
+    if figure == short(math.nan):
+        return "∞" if min(spoiled) == 1 else figure
+    return figure + (f" ({mean_digits([100 * share for share in spoiled])} %)" if any(spoiled) else "")
 
 
 def _costs(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings) -> str:

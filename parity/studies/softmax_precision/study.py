@@ -59,11 +59,11 @@ class Settings:
     keys: int = 1024
     alpha: float = 32.0
     layer: float = 16.0
-    seeds: int = 3
+    seeds: int = 25
 
 
 FULL = Settings()
-QUICK = Settings(scales=(-3, 0, 2, 4, 5), rows=16, keys=256, seeds=1)
+QUICK = Settings(scales=(-3, 0, 2, 4, 5), rows=16, keys=256, seeds=2)
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,14 @@ def scales_of(layout: str, settings: Settings) -> tuple[int, ...]:
 
 def error(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> Errors:
     """Errors over all seeds, each the mean; NaN if one is."""
-    each = [outcome[way][scale] for run, outcome in found.items() if (run.dtype, run.layout) == (dtype, layout)]
+    each = of_seeds(found, dtype, layout, way, scale)
     names = [field.name for field in dataclasses.fields(Errors)]
     return Errors(**{name: statistics.fmean(getattr(errors, name) for errors in each) for name in names})
+
+
+def of_seeds(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> list[Errors]:
+    """Errors at each seed."""
+    return [outcome[way][scale] for run, outcome in found.items() if (run.dtype, run.layout) == (dtype, layout)]
 
 
 def traffic(dtype: str, settings: Settings, kernels: Kernels) -> dict[str, Traffic]:

@@ -10,14 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity.studies.training_drift.claims import (
-    low_formats,
     of_algorithm,
     of_format,
     of_other_start,
     of_rounding,
     of_te,
 )
-from parity.studies.training_drift.study import Drift, Drifts
+from parity.studies.training_drift.study import Drift, Drifts, low_formats
 from parity.studies.training_drift.trajectory import Settings
 from parity.studies.training_drift.weight_distance import Distance
 

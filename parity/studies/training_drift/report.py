@@ -9,22 +9,26 @@ import torch
 
 from parity import te
 from parity.report.environment import KERNELS
-from parity.report.numbers import ratio, seeds, short
+from parity.report.numbers import plural, ratio, seeds, short
 from parity.studies import gpu, tables
 from parity.studies.device import name_of
 from parity.studies.training_drift import plots
 from parity.studies.training_drift.claims import claims as tested
 from parity.studies.training_drift.claims import (
-    low_formats,
+    control,
+    every_seed,
+    factor,
     low_over_flash,
     of_algorithm,
     of_format,
     of_other_start,
     of_rounding,
     of_te,
+    separates,
+    ulp_ratios,
 )
-from parity.studies.training_drift.study import Drift, Drifts, Pair
-from parity.studies.training_drift.trajectory import Run, Settings, initial, rounds_alike
+from parity.studies.training_drift.study import Drift, Drifts, Pair, low_formats
+from parity.studies.training_drift.trajectory import Kind, Run, Settings, initial, rounds_alike
 from parity.te import Kernels
 
 _INTRODUCTION = """\
@@ -47,7 +51,8 @@ starts from the same weights and reads the same batches, with one thing changed:
 
 *Largest difference* is of a weight from its counterpart. *Wasserstein-1* is the mean distance by which the weights of
 one model must move to be, as a set, those of the other; two weights that change places do not count. Both are of the
-FP32 master weights. Seeds {seeds}, of weights and batches."""
+FP32 master weights. Seeds {seeds}, of weights and batches; {every} for low precision, flash as kernels round, one ulp
+and other start, where it is a matter of ratios."""
 
 _METHOD = """\
 - **Attention**: `parity/studies/stepwise/attention.py` forward and `gradient.py` backward, both algorithms in
@@ -92,6 +97,7 @@ def _sections(
     if low_formats(settings):
         yield _short_answer(found, settings)
     shown = vars(settings) | {"seeds": seeds(tuple(range(settings.seeds))), "parameters": _parameters(settings)}
+    shown["every"] = seeds(tuple(every_seed(settings)))
     yield _INTRODUCTION.format(**shown)
     yield (
         f"Trained on {name_of(kernels)}, torch {torch.__version__}. Formats of "
@@ -105,13 +111,13 @@ def _sections(
     yield "![Drift of all weights over steps, by format](training_drift.png)"
     yield "Solid: seed 0; dashed: the others. After the last step:"
     yield _algorithms(found, settings)
-    if len(low_formats(settings)) > 1:
+    if low_formats(settings):
         yield (
             "Low precision's Wasserstein-1 distance over that of flash attention (as kernels round) in the same "
-            "format, or in another; a figure a seed:"
+            "format, or in another, and over that of one ulp: the geometric mean over seeds "
+            f"{seeds(tuple(every_seed(settings)))} and its 95 % interval."
         )
         yield _across_formats(found, settings)
-    if low_formats(settings):
         yield "## Tensor by tensor"
         yield "After the last step, mean over seeds."
         yield "![Wasserstein-1 distance of each parameter](training_drift_tensors.png)"
@@ -135,15 +141,20 @@ def _parameters(settings: Settings) -> int:
 
 
 def _short_answer(found: Drifts, settings: Settings) -> str:
-    texts = []
-    for name in low_formats(settings):
-        factors = [low_over_flash(found, name, name, seed) for seed in range(settings.seeds)]
-        texts.append(f"{' and '.join(map(short, factors))} in {name.upper()}")
+    ratios = control(found, settings)
+    answer = "tells" if separates(ratios) else "cannot tell"
+    factors = [
+        f"{factor([low_over_flash(found, name, name, seed) for seed in every_seed(settings)])} in {name.upper()}"
+        for name in low_formats(settings)
+    ]
     losses = [abs(drift.loss - drift.loss_against) for pair, drift in found.items() if pair.run.kind != "other start"]
     return (
-        f"**After {settings.steps} steps, low precision has moved the weights further than flash attention has by a "
-        f"factor of {', of '.join(texts)}** (Wasserstein-1, a figure a seed). No training's last loss is further than "
-        f"{short(max(losses))} nats a byte from the one that it is compared with."
+        f"**This experiment {answer} flash attention from any other change of rounding**: after {settings.steps} steps "
+        f"it has moved the weights {factor(ratios)} times as far as one unit in the last place of the initial FP32 "
+        f"weights does without it (Wasserstein-1, geometric mean of {plural(len(ratios), 'seed')} and its 95 % "
+        f"interval). Low precision has moved them further than flash attention by a factor of {', of '.join(factors)}. "
+        f"No training's last loss is further than {short(max(losses))} nats a byte from the one that it is compared "
+        "with."
     )
 
 
@@ -164,13 +175,19 @@ def _algorithms(found: Drifts, settings: Settings) -> str:
 
 def _across_formats(found: Drifts, settings: Settings) -> str:
     def cell(low: str, flash: str) -> str:
-        return ", ".join(short(low_over_flash(found, low, flash, seed)) for seed in range(settings.seeds))
+        return factor([low_over_flash(found, low, flash, seed) for seed in every_seed(settings)])
 
     names = low_formats(settings)
-    rows = [[low, *(cell(low, flash) for flash in names)] for low in names]
-    return tables.texts(rows, ["low precision", *(f"flash in {name}" for name in names)])
+    over_ulp = {kind: ulp_ratios(found, settings, kind) for kind in _OVER_ULP}
+    rows = [
+        [low, *(cell(low, flash) for flash in names), *(factor(over_ulp[kind][low]) for kind in over_ulp)]
+        for low in names
+    ]
+    headers = ["low precision", *(f"over flash in {name}" for name in names), *_OVER_ULP.values()]
+    return tables.texts(rows, headers)
 
 
+_OVER_ULP: dict[Kind, str] = {"baseline": "over one ulp", "flash": "flash over one ulp, both in this format"}
 _MEASURED = ["largest difference", "Wasserstein-1"]
 _LOSSES = ["last loss", "last loss of the other"]
 

@@ -47,6 +47,8 @@ class Settings:
         gpu_steps: of training on a GPU.
         every: steps between two looks at the weights.
         seeds: of initial weights and batches: how many, from 0.
+        control_seeds: ditto for low precision, flash attention as kernels round, one ulp and another start alone, whose
+            ratios need more seeds to tell.
         batch: sequences a step.
         seq: bytes a sequence.
         hidden, layers, heads, groups: sizes of the model; ``groups`` of a llama.
@@ -64,6 +66,7 @@ class Settings:
     gpu_steps: int = 2000
     every: int = 20
     seeds: int = 2
+    control_seeds: int = 8
     batch: int = 4
     seq: int = 64
     hidden: int = 64

@@ -1,0 +1,83 @@
+"""What seeds tell of a figure that differs with each: an interval for its mean, a verdict, and digits to print."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from scipy import stats
+
+from parity.report.numbers import short
+
+YES, NO, CANNOT_TELL = "yes", "no", "cannot tell"
+_CONFIDENCE = 0.95
+
+
+def interval(of_seeds: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean by Student's t; one seed leaves it without bounds."""
+    mean, count = statistics.fmean(of_seeds), len(of_seeds)
+    if count < 2:
+        return -math.inf, math.inf
+    reach = stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * statistics.stdev(of_seeds) / math.sqrt(count)
+    return mean - reach, mean + reach
+
+
+def between(of_seeds: Sequence[float], low: float, high: float) -> str:
+    """Say whether a mean over seeds lies between two bounds: yes, no, or cannot tell while its interval meets one."""
+    if not all(map(math.isfinite, of_seeds)):
+        return NO
+    lower, upper = interval(of_seeds)
+    if low <= lower and upper <= high:
+        return YES
+    return NO if upper < low or high < lower else CANNOT_TELL
+
+
+def ratios_between(of_seeds: Sequence[float], low: float, high: float) -> str:
+    """Judge as ``between`` does the geometric mean of ratios above 0."""
+    return between([_log(ratio) for ratio in of_seeds], _log(low), _log(high))
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratio at each seed; infinite where the other is 0."""
+    return [one / other if other else math.inf for one, other in zip(ones, others, strict=True)]
+
+
+def ratio_interval(of_seeds: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios, and the ends of its 95 % interval."""
+    logarithms = [_log(ratio) for ratio in of_seeds]
+    middle, (lower, upper) = statistics.fmean(logarithms), interval(logarithms)
+    return math.exp(middle), math.exp(lower), math.exp(upper)
+
+
+def all_of(verdicts: Sequence[str]) -> str:
+    """Sum up verdicts on parts of one claim: the one that they share, no and yes as partly, else cannot tell."""
+    if {YES, NO} <= set(verdicts):
+        return "partly"
+    return verdicts[0] if len(set(verdicts)) == 1 else CANNOT_TELL
+
+
+def digits(value: float, of_seeds: Sequence[float]) -> str:
+    """Write a mean over seeds with the digits, at most two (three from 100 on), that other seeds would reproduce.
+
+    A unit of the last digit is at least the standard deviation of the difference between two such means. ``~`` says
+    that not even the first digit is sure, as after one seed.
+    """
+    if not math.isfinite(value) or value == 0.0:
+        return short(value)
+    if len(of_seeds) < 2:
+        return f"~{short(value, 1)}"
+    doubt = math.sqrt(2 / len(of_seeds)) * statistics.stdev(of_seeds)
+    if doubt == 0.0:
+        return short(value)
+    sure = math.floor(math.log10(abs(value))) - math.ceil(math.log10(doubt)) + 1
+    return short(value, min(sure, 2)) if sure > 0 else f"~{short(value, 1)}"
+
+
+def mean_digits(of_seeds: Sequence[float]) -> str:
+    """Write the mean over seeds, see ``digits``."""
+    return digits(statistics.fmean(of_seeds), of_seeds)
+
+
+def _log(ratio: float) -> float:
+    return math.log(ratio) if ratio > 0 else -math.inf
