@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,8 +72,15 @@ def vary_constants(reference: nn.Module, rng: Rng) -> None:
                 parameter.add_(rng.normal(*parameter.shape, std=CONSTANT_NOISE).to(parameter.device))
 
 
-def share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
+def share_rounded_weights(
+    pair: Pair, dtype: torch.dtype, held: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Tensor]:
     """Round the weights in the candidate's layout, and give the reference, in FP64, what they stand for there.
+
+    Args:
+        pair: its reference in FP64.
+        dtype: to which they are rounded.
+        held: parameters of the candidate that stand in the place of what the map makes of the reference's.
 
     Returns:
         The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
@@ -80,7 +89,7 @@ def share_rounded_weights(pair: Pair, dtype: torch.dtype) -> dict[str, Tensor]:
     shapes = weights.parameter_shapes(pair.candidate)
     mapped = weights.to_candidate(pair.weights, reference, shapes)
     check_weights_fit(mapped, dtype)
-    candidate = {name: tensor.to(dtype) for name, tensor in mapped.items()}
+    candidate = {name: held.get(name, tensor).to(dtype) for name, tensor in mapped.items()}
     shared = weights.to_reference(
         pair.weights,
         {name: tensor.double() for name, tensor in candidate.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,10 @@ class Pair:
         weights: which reference parameters hold which TE parameters, see ``parity.weights``.
         call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
         call_candidate: ditto for the candidate, e.g. to pass TE its mask arguments.
+        fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it
+            runs with the weights that it holds, and the comparison fails where these are not what the map says. None
+            is False for a pair that is handed to ``parity.compare``, and True for one that ``@parity.pair``'s function
+            returns.
     """
 
     reference: nn.Module
@@ -41,6 +45,7 @@ class Pair:
     weights: WeightMap = field(default_factory=dict)
     call_reference: Callable[..., Any] | None = None
     call_candidate: Callable[..., Any] | None = None
+    fill: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +91,7 @@ class Case:
 
 
 def as_case(pair: Case | Pair) -> Case:
-    """The case itself, or one whose builds are copies of the user's own modules, with the weights that they hold.
+    """The case itself, or one whose builds are copies of the user's own modules, with the weights that both hold.
 
     Raises:
         UserError: if it is neither; from the build, if a module cannot be copied.
@@ -100,7 +105,7 @@ def as_case(pair: Case | Pair) -> Case:
 
 def _copied(pair: Pair) -> Pair:
     try:
-        return copy.deepcopy(pair)
+        return replace(copy.deepcopy(pair), fill=False if pair.fill is None else pair.fill)
     except Exception as error:
         raise UserError(
             f"its modules cannot be copied, as each comparison needs its own (copy.deepcopy raised "

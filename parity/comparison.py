@@ -19,7 +19,7 @@ from parity.build import part_that_raised
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
-from parity.diagnosis import Failure, Rerun
+from parity.diagnosis import Failure, Rerun, held_findings
 from parity.diagnosis.codes import finding
 from parity.execute import CALL, Pass
 from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, WITHIN, answerable, gradients_missed, proves_nothing, remarks
@@ -66,7 +66,8 @@ def compare(
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
     Args:
-        pair: what ``@parity.pair`` made of a function, or a ``parity.Pair`` of modules that hold their weights already.
+        pair: what ``@parity.pair`` made of a function, or a ``parity.Pair`` of modules, which are judged by the
+            weights that they hold unless it says ``fill=True``.
         precisions: names from ``parity.precision.PRECISIONS``.
         seeds: of weights, inputs and output gradients.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels where they can run.
@@ -370,6 +371,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
     noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
     notes += noted
+    if prepared.unlike:  # whatever else is wrong, or happens to agree
+        return asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes)
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"

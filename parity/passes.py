@@ -306,9 +306,10 @@ def _not_of_te(attributes: list[str], module: nn.Module) -> list[str]:
 
 
 def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
-    """The pair, its candidate in the precision's dtype and with the prepared weights."""
+    """The pair, its candidate in the precision's dtype and with the prepared weights, or with those that it holds."""
     check(moved(pair.candidate, dtype=precision.dtype), precision)
-    weights.fill(pair.candidate, prepared.candidate_weights)
+    if pair.fill is not False:
+        weights.fill(pair.candidate, prepared.candidate_weights)
     return pair
 
 

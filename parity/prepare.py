@@ -27,6 +27,7 @@ from parity.draws import draws_of, forget_draws
 from parity.execute import Pass, outputs_of, positional_names, run
 from parity.golden.in_fp64 import in_fp64
 from parity.golden.placement import golden_device
+from parity.held import Held, held_weights
 from parity.inputs import Rng
 from parity.judgeable import check_golden, check_reproducible, check_state_stays, check_weights_stay
 from parity.machine import free_memory, host
@@ -83,7 +84,7 @@ class Prepared:
         inputs: as the pair returns them, rounded, in the dtype and on the device.
         input_names: of the positional inputs, as the reference names them.
         weights: the pair's weight map.
-        candidate_weights: the candidate's parameters by name, in the dtype.
+        candidate_weights: the candidate's parameters by name, in the dtype, as the map says.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
         probe: the probing inputs, like ``inputs``, for ``probe_call``; None where the case has no probe, or they would
@@ -91,6 +92,7 @@ class Prepared:
         probed: golden outputs for ``probe``, FP64.
         lookups: of tables, on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
+        unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
         spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
         held: bytes that they take, by what they are.
         calls: of golden's pass, if it ran on the kernels' device; whoever needs them takes them out, since they hold
@@ -113,6 +115,7 @@ class Prepared:
     probed: dict[str, Tensor]
     lookups: Lookups
     outside_te: frozenset[str]
+    unlike: dict[str, Tensor] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     calls: list[Calls] = field(default_factory=list)
@@ -180,9 +183,12 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     began = time.process_time()
     pair = build(case, checked, seed, kernels)
     pair.reference.double()
-    if case.vary_constants:
+    held = Held()
+    if pair.fill is False:
+        held = held_weights(pair)
+    elif case.vary_constants:
         vary_constants(pair.reference, Rng(seed, "weights"))
-    candidate_weights = share_rounded_weights(pair, dtype)
+    candidate_weights = share_rounded_weights(pair, dtype, held.alike)
     drawn = draws_of((case, checked), seed, kernels)
     with drawn.repeated():
         inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
@@ -227,6 +233,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         on_device(probed, kernels.device),
         lookups,
         parameters_outside_te(pair),
+        held.unlike,
         calls=calls,
         built=[pair],
     )

@@ -26,6 +26,7 @@ def linear(**fields) -> parity.Pair:
             "candidate": te.Linear(WIDTH, WIDTH),
             "inputs": lambda rng: rng.normal(TOKENS, WIDTH),
             "weights": IDENTITY,
+            "fill": True,
             **fields,
         }
     )
@@ -41,6 +42,7 @@ def mlp(inputs) -> parity.Pair:
             parity.stack("gate_proj.weight", "up_proj.weight"): "fc1_weight",
             "down_proj.weight": "fc2_weight",
         },
+        fill=True,
     )
 
 

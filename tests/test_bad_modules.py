@@ -340,6 +340,7 @@ def test_a_mean_loss_that_te_returns_with_one_dimension_is_the_same_number(smoot
         Loss(te.Linear(WIDTH, 64, bias=False), ported),
         inputs,
         {"linear.weight": "linear.weight"},
+        fill=True,
     )
     assert [result.status for result in parity.compare(pair, ["fp32", "bf16"])] == ["passed", "passed"]
 

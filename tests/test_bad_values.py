@@ -287,6 +287,7 @@ def test_gradients_that_an_embedding_stores_sparsely_are_compared():
         nn.Sequential(nn.Embedding(8, WIDTH, sparse=True), te.Linear(WIDTH, WIDTH)),
         lambda rng: rng.integers(TOKENS, high=8),
         {name: name for name in ("0.weight", "1.weight", "1.bias")},
+        fill=True,
     )
     result = result_of(pair)
     assert_says(result, "passed")

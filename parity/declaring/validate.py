@@ -197,6 +197,8 @@ def _check_pair(pair: Any) -> None:
     ):
         if not (callable(function) or (function is None and role != "inputs")):
             raise UserError(f"{role} must be a function, not {_type_name(function)}")
+    if pair.fill not in (True, False, None):
+        raise UserError(f"fill must be True, False or None, not {pair.fill!r}")
 
 
 def _check_plain(pair: Pair) -> None:

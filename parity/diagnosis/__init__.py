@@ -5,6 +5,7 @@ from parity.diagnosis.catalogue import calls_of, subtle_hypotheses, subtle_hypot
 from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.failure import Failure, Rerun
 from parity.diagnosis.findings import findings
+from parity.diagnosis.held_weights import held_findings
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.reruns.argument_names import with_argument_names
 from parity.diagnosis.search import CHECKS_FOR_FILTERS, Screened
@@ -20,6 +21,7 @@ __all__ = [
     "Screened",
     "calls_of",
     "findings",
+    "held_findings",
     "is_loud",
     "subtle_hypotheses",
     "subtle_hypotheses_anywhere",

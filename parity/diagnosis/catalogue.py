@@ -57,7 +57,7 @@ from parity.execute import outputs_of
 from parity.golden.in_fp64 import in_fp64
 from parity.prepare import Calls, Prepared
 from parity.watching.trace import Trace
-from parity.weights import parameter_shapes
+from parity.weights import WeightMap, parameter_shapes
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is
@@ -90,6 +90,21 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from exchanged_factor_hypotheses(trace, prepared.reference)
     yield from branch_order_hypotheses(trace, prepared.reference)
     yield from loop_operation_hypotheses(trace, prepared.reference)
+
+
+def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
+    """Every known mistake in how one of these entries of the weight map packs its parameters, and exchanges of two.
+
+    Args:
+        prepared: what was compared.
+        trace: of the reference.
+        entries: of the pair's map.
+    """
+    shapes = parameter_shapes(prepared.reference)
+    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
+    gated = frozenset(_of_gated_units(trace))
+    heads = _heads(trace, shapes)
+    yield from weight_hypotheses(entries, shapes, candidate_shapes, heads, prepared.reference, (), gated)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:

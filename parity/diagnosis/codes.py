@@ -29,6 +29,7 @@ CODES = {
     "heads-permuted": "PAR109",
     "gqa-head-order": "PAR110",
     "experts-permuted": "PAR111",
+    "weights-not-as-mapped": "PAR112",
     "buffer-not-copied": "PAR120",
     "norm-eps": "PAR201",
     "activation": "PAR202",

@@ -37,10 +37,15 @@ def dequantized(candidate: nn.Module) -> nn.Module:
     """The candidate itself, each quantized parameter replaced by one in FP32 of the same values."""
     for module in candidate.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if _is_quantized(parameter):
-                plain = nn.Parameter(parameter.detach().dequantize().float(), parameter.requires_grad)
+            if is_quantized(parameter):
+                plain = nn.Parameter(dequantized_tensor(parameter.detach()).float(), parameter.requires_grad)
                 module.register_parameter(name, plain)
     return candidate
+
+
+def dequantized_tensor(parameter: Tensor) -> Tensor:
+    """The values that a parameter stands for; itself where it is not quantized."""
+    return parameter.dequantize() if is_quantized(parameter) else parameter
 
 
 def check(candidate: nn.Module, precision: Precision) -> None:
@@ -53,7 +58,7 @@ def check(candidate: nn.Module, precision: Precision) -> None:
     Raises:
         UserError: if the precision has no recipe, or TE keeps such a parameter in another dtype.
     """
-    quantized = {name: parameter for name, parameter in candidate.named_parameters() if _is_quantized(parameter)}
+    quantized = {name: parameter for name, parameter in candidate.named_parameters() if is_quantized(parameter)}
     dtype = str(precision.dtype)
     if quantized and precision.recipe is None:
         raise UserError(
@@ -68,7 +73,8 @@ def check(candidate: nn.Module, precision: Precision) -> None:
         )
 
 
-def _is_quantized(parameter: Tensor) -> bool:
+def is_quantized(parameter: Tensor) -> bool:
+    """Whether a parameter is a quantized tensor of TE's."""
     return type(parameter).__module__.startswith("transformer_engine.")
 
 

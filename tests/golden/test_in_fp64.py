@@ -120,5 +120,6 @@ def test_a_reference_with_checkpoints_is_compared(use_reentrant):
         weights={f"norm.{name}": f"layer_norm_{name}" for name in ("weight", "bias")}
         | {f"linear.{name}": name for name in ("weight", "bias")},
         inputs=lambda rng: rng.normal(16, 32),
+        fill=True,
     )
     assert [result.status for result in parity.compare(pair, ["fp32", "bf16"])] == ["passed", "passed"]

@@ -49,6 +49,7 @@ def result_of(reference: nn.Module, port: nn.Module, precision: str) -> parity.R
         nn.Sequential(port, te.Linear(WIDTH, WIDTH, bias=False)),
         weights={"0.weight": "0.weight", "1.weight": "1.weight"},
         inputs=lambda rng: rng.normal(512, WIDTH),
+        fill=True,
     )
     (result,) = parity.compare(pair, [precision])
     return result

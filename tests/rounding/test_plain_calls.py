@@ -195,6 +195,7 @@ def test_a_port_whose_casts_round_gradients_that_are_all_alike_passes(precision)
         candidate=Model(parity.te.kernels("cpu").te.Linear(128, 512, bias=False)),
         weights={"layer.weight": "layer.weight"},
         inputs=lambda rng: (rng.normal(428, 128), rng.integers(428, high=512)),
+        fill=True,
     )
     for result in parity.compare(pair, [precision], seeds=range(3)):
         assert result.passed, (result.seed, result.margin, result.findings)

@@ -55,7 +55,7 @@ def hidden(rng: parity.inputs.Rng) -> Tensor:
 
 def assert_passes(suggestion: Suggestion, pair: parity.Pair) -> None:
     assert suggestion.settled, explain(suggestion)
-    (result,) = parity.compare(dataclasses.replace(pair, weights=suggestion.weights), ["fp32"])
+    (result,) = parity.compare(dataclasses.replace(pair, weights=suggestion.weights, fill=True), ["fp32"])
     assert result.passed, result.findings
 
 
