@@ -5,9 +5,12 @@ Nothing to compare is a mistake, too: an empty list of results would look like o
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Iterable
 
+from parity.diagnosis_limit import default_seconds
 from parity.limits.table import Table
 from parity.precision import PRECISIONS
 from parity.user_error import UserError
@@ -50,6 +53,18 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
         raise UserError(f"determinism must be True or False, not {determinism!r}")
     if not (calibration is None or isinstance(calibration, Table)):
         raise UserError(f"calibration is a table that parity.limits.table.load() reads, not {calibration!r}")
+
+
+def checked_diagnosis(diagnose: object, seconds: object) -> float | None:
+    """Seconds that the search for a failure's cause may take, 0 for no limit; None for no search."""
+    if not isinstance(diagnose, bool):
+        raise UserError(f"diagnose must be True or False, not {diagnose!r}")
+    if seconds is None:
+        seconds = default_seconds()
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not is_number or not 0.0 <= float(seconds) <= math.inf:  # type: ignore[arg-type]
+        raise UserError(f"diagnosis_seconds is a number of seconds, 0 for no limit, not {seconds!r}")
+    return float(seconds) if diagnose else None  # type: ignore[arg-type]
 
 
 def _seed(seed: object) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from parity import te
-from parity.arguments import check_kinds, checked_precisions, checked_seeds
+from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
 from parity.build import part_that_raised
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
@@ -53,6 +53,8 @@ from parity.watching.raised import first_paragraph, submodule, users_line, way_t
 from parity.watching.random_state import RandomState
 from parity.watching.te_calls import WITHOUT_TE, te_calls
 
+NOT_SEARCHED = "the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks"
+
 
 def compare(
     pair: Case | Pair,
@@ -62,6 +64,8 @@ def compare(
     calibration: Table | None = None,
     attention: str = "auto",
     determinism: bool = False,
+    diagnose: bool = True,
+    diagnosis_seconds: float | None = None,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -75,6 +79,9 @@ def compare(
         attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
             turn, or ``auto`` for what the pair demands, else TE's own choice.
         determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
+        diagnose: whether the cause of a failure is searched for; else a result has the verdict alone, without findings.
+        diagnosis_seconds: of real time, after which a search ends with what it has found, and a note says so; 0 for no
+            limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -88,9 +95,10 @@ def compare(
     seeds = checked_seeds(seeds)
     checked_choice(attention)
     check_kinds(backend, calibration, determinism)
+    diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
     kernels = te.kernels(backend)
     return [
-        compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism)
+        compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism, diagnosis)
         for checked in check_case(case, kernels.te)
         for precision in chosen
         for forced in attention_of(case, checked, attention)
@@ -107,15 +115,51 @@ def compare_at(
     calibration: Table,
     attention: AttentionBackend | None = None,
     determinism: bool = False,
+    diagnosis: float | None = 0.0,
 ) -> Result:
-    """Compare a case at one size, precision and seed.
+    """Compare a case at one size, precision and seed, and search for the cause if it fails.
 
     Never raises for a module that fails: the result's status and reason tell.
+
+    Args:
+        diagnosis: seconds of real time that the search may take, 0 for no limit, so that it finds the same on every
+            machine; None for no search.
     """
+    judged = judge_at(case, checked, precision, seed, kernels, calibration, attention, determinism)
+    return explain_at(judged, diagnosis)
+
+
+def judge_at(
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    calibration: Table,
+    attention: AttentionBackend | None = None,
+    determinism: bool = False,
+) -> Judged:
+    """The first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause."""
     began = time.perf_counter()
     asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism)
     with usual_modes():
-        return dataclasses.replace(_compared(asked), seconds=time.perf_counter() - began)
+        judged = _compared(asked)
+        return dataclasses.replace(
+            judged, result=dataclasses.replace(judged.result, seconds=time.perf_counter() - began)
+        )
+
+
+def explain_at(judged: Judged, diagnosis: float | None) -> Result:
+    """The second step of ``compare_at``: the result, with the findings of a failure; ``diagnosis`` as there."""
+    result, unexplained = judged.result, judged.unexplained
+    if unexplained is None:
+        return result
+    if diagnosis is None:
+        return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
+    began = time.perf_counter()
+    with usual_modes():
+        explained = _explained(result, unexplained, diagnosis)
+        return dataclasses.replace(explained, seconds=result.seconds + time.perf_counter() - began)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,29 +241,44 @@ class _Ran:
         ) or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
 
 
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A result as far as the verdict goes.
+
+    Attributes:
+        result: without findings.
+        unexplained: what a search for the cause needs; None where there is nothing to explain.
+    """
+
+    result: Result
+    unexplained: _Unexplained | None = None
+
+
 class _PassRaised(Exception):
     """A part of the pair raised; the text says which, what, and where, the cause is its error."""
 
 
-def _compared(asked: _Asked) -> Result:
+def _compared(asked: _Asked) -> Judged:
     unavailable = why_unavailable(asked.precision, asked.kernels)
     if unavailable is not None:
-        return asked.result("skipped", reason=unavailable)
+        return Judged(asked.result("skipped", reason=unavailable))
     try:
         ran = _run(asked)
     except NotOffered as error:
-        return asked.result("skipped", reason=str(error))
+        return Judged(asked.result("skipped", reason=str(error)))
     except UserError as error:
-        return asked.result("error", reason=str(error))
+        return Judged(asked.result("error", reason=str(error)))
     except _PassRaised as error:
         forget()  # the pass may have left the reference half changed
         cause = error.__cause__ or error
-        return asked.result("error", reason=str(error), traceback=way_there(cause), device_error=classify(cause))
+        told = asked.result("error", reason=str(error), traceback=way_there(cause), device_error=classify(cause))
+        return Judged(told)
     try:
         judged = _judged(asked, ran)
     except UserError as error:  # the table has no law for it
-        judged = asked.result("error", reason=str(error))
-    return dataclasses.replace(judged, attention=ran.attention, determinism=ran.determinism)
+        judged = Judged(asked.result("error", reason=str(error)))
+    result = dataclasses.replace(judged.result, attention=ran.attention, determinism=ran.determinism)
+    return dataclasses.replace(judged, result=result)
 
 
 def _run(asked: _Asked) -> _Ran:
@@ -358,7 +417,22 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
     return _Verdicts(tensors, port, tuple(filter(None, owed)))
 
 
-def _judged(asked: _Asked, ran: _Ran) -> Result:
+@dataclass(frozen=True, eq=False)
+class _Unexplained:
+    """A failure whose cause is not known yet.
+
+    Attributes:
+        asked, ran, verdicts: how it came about.
+        seconds: of processor time that the comparison took, which bounds what a search for the cause computes.
+    """
+
+    asked: _Asked
+    ran: _Ran
+    verdicts: _Verdicts
+    seconds: float
+
+
+def _judged(asked: _Asked, ran: _Ran) -> Judged:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     verdicts = _verdicts(asked, ran)
     tensors = verdicts.tensors
@@ -372,19 +446,20 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
     notes += noted
     if prepared.unlike:  # whatever else is wrong, or happens to agree
-        return asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes)
+        return Judged(asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes))
     if all(tensor.passed for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
-            return asked.result("error", reason=reason, notes=notes)
+            return Judged(asked.result("error", reason=reason, notes=notes))
         if ran.unlike:
-            return asked.result("error", reason=ran.unlike, notes=notes)
+            return Judged(asked.result("error", reason=ran.unlike, notes=notes))
         unseen = ran.recomputed + numbers + by_recalling(ran.recalled, tensors)
         if unseen:
-            return asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes)
-        return asked.result("passed", tensors=tensors, notes=notes)
+            return Judged(asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes))
+        return Judged(asked.result("passed", tensors=tensors, notes=notes))
     notes += tuple(filter(None, [ran.unlike, *(number.message for number in numbers)]))
-    return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
+    unexplained = _Unexplained(asked, ran, verdicts, ran.seconds + time.process_time() - began)
+    return Judged(asked.result("failed", tensors=tensors, findings=ran.recomputed, notes=notes), unexplained)
 
 
 def _passes_alone(asked: _Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
@@ -401,8 +476,9 @@ def _passes_alone(asked: _Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> 
     return all(tensor.passed for tensor in judged)
 
 
-def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, ...], seconds: float) -> Result:
-    """A failure with its findings; ``seconds`` is what the comparison took, which bounds the search for them."""
+def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
+    """A failure with its findings, and the notes of the search for them, which may take so much real time."""
+    asked, ran, verdicts = unexplained.asked, unexplained.ran, unexplained.verdicts
     prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
 
     def judge_by(
@@ -416,7 +492,7 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
         ran.candidate,
         prepared,
         precision,
-        seconds,
+        unexplained.seconds,
         judge=judge_by,
         rerun=ran.rerun,
         draws=ran.draws,
@@ -424,16 +500,17 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
         own_recipes=verdicts.port.recipes,
     )
     if _passes_alone(asked, ran, tensors):
-        found = told(ran.recalled, "it returns something else than a new one does")
-        return asked.result("failed", tensors=tensors, findings=(*ran.recomputed, found), notes=notes)
+        remembered = told(ran.recalled, "it returns something else than a new one does")
+        return dataclasses.replace(result, findings=(*ran.recomputed, remembered))
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of references that were made wrong on purpose
-            explained = explain(failure, missed, ran.known)
-    except Exception as error:  # the comparison stands, whatever becomes of its explanation
-        notes += (f"the search for the cause raised {type(error).__name__}: {error}",)
-        return asked.result(
-            "failed", tensors=tensors, findings=ran.recomputed, notes=notes, device_error=classify(error)
-        )
-    return asked.result("failed", tensors=tensors, findings=ran.recomputed + explained, notes=notes)
+            found, notes = explain(failure, missed, ran.known, seconds)
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # the verdict stands, whatever becomes of its explanation
+        forget()  # a pass may have left the reference half changed
+        raised = f"the search for the cause raised {type(error).__name__}: {error}"
+        return dataclasses.replace(result, notes=(*result.notes, raised), device_error=classify(error))
+    return dataclasses.replace(result, findings=ran.recomputed + found, notes=(*result.notes, *notes))

@@ -1,12 +1,16 @@
 """Time on a nominal machine: what passes of a reference would take there, counted and not measured.
 
 A search for a cause that ends by a clock finds by a clock: what one machine is told, a slower or a busy one would not
-be. So the search ends by what it has computed, which is the same everywhere.
+be. So the search ends by what it has computed, which is the same everywhere. A limit of real time, for those who wait,
+may end it before; then it says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +51,10 @@ class Work:
         return _SECONDS_AN_OPERATION * self.operations + share * of_all
 
 
+class OutOfTime(Exception):
+    """The limit of real time is reached, so that nothing more may be computed."""
+
+
 @dataclass
 class Clock:
     """How much has been computed.
@@ -54,13 +62,45 @@ class Clock:
     Attributes:
         seconds: on the nominal machine.
         forward: what a forward pass of the whole batch takes; nothing until it is known.
+        ends_at: which second of ``time.monotonic()`` ends the search; infinite for none.
+        ended: whether the search was found to go on until then, or longer.
     """
 
     seconds: float = 0.0
     forward: Work = field(default_factory=Work)
+    ends_at: float = math.inf
+    ended: bool = False
+
+    @contextmanager
+    def limited_to(self, seconds: float) -> Iterator[None]:
+        """Let no pass begin within the context after so many seconds of real time, 0 for no limit."""
+        self.ends_at, self.ended = time.monotonic() + seconds if seconds else math.inf, False
+        try:
+            yield
+        finally:
+            self.ends_at, self.ended = math.inf, False
+
+    def is_over(self) -> bool:
+        """Whether the limit of real time is reached; remembered in ``ended``."""
+        self.ended = self.ended or time.monotonic() >= self.ends_at
+        return self.ended
+
+    def check(self) -> None:
+        """Go on only if there is time.
+
+        Raises:
+            OutOfTime: if the limit of real time is reached.
+        """
+        if self.is_over():
+            raise OutOfTime
 
     def advance(self, passes: float, share: float = 1.0) -> None:
-        """So many forward passes were made, each over this share of the batch."""
+        """Count so many forward passes, each over this share of the batch, which are made next.
+
+        Raises:
+            OutOfTime: if the limit of real time is reached, so that they are not to be made.
+        """
+        self.check()
         self.seconds += passes * self.forward.seconds(share)
 
     def spend(self, work: Work) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,6 +129,11 @@ def _hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
 
+def _end_the_run() -> None:
+    os.kill(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid(), signal.SIGTERM)
+    time.sleep(1000)
+
+
 MISHAPS: dict[str, Callable[[], None]] = {
     "kills_its_worker": lambda: os._exit(3),
     "hangs": lambda: time.sleep(1000),
@@ -140,7 +145,36 @@ MISHAPS: dict[str, Callable[[], None]] = {
 }
 
 
-def compare_at(
+DURING_THE_SEARCH: dict[str, Callable[[], None]] = {
+    "fails_and_its_search_kills_it": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "fails_and_its_search_exits": lambda: os._exit(3),
+    "fails_and_its_search_hangs": lambda: time.sleep(1000),
+    "fails_and_its_search_hangs_for_good": _hold_the_interpreter,
+    "fails_and_its_search_breaks_the_device": _break_the_device,
+    "fails_and_its_search_is_interrupted": _end_the_run,
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """As the comparison's, of which the plugin reads these; ``unexplained`` is the case's name."""
+
+    result: Result
+    unexplained: str | None = None
+
+
+def explain_at(judged: Judged, diagnosis: float | None) -> Result:
+    """The result with its findings; the case's name says what happens meanwhile."""
+    if judged.unexplained is None:
+        return judged.result
+    if diagnosis is None:
+        return replace(judged.result, notes=(*judged.result.notes, comparison.NOT_SEARCHED))
+    if judged.unexplained in DURING_THE_SEARCH:
+        DURING_THE_SEARCH[judged.unexplained]()
+    return replace(judged.result, findings=(GATE_UP_SWAPPED,))
+
+
+def judge_at(
     case: Case,
     checked: CheckedSize,
     precision: Precision,
@@ -149,27 +183,27 @@ def compare_at(
     calibration: Table,
     attention: AttentionBackend | None = None,
     determinism: bool = False,
-) -> Result:
+) -> Judged:
     """The case's name says what comes out; FP8 is not available here."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
     notes = (f"computed on {device}",) if device.startswith("GPU") else ()
     chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path), notes=notes)
     chosen = replace(chosen, forced_attention=attention or "")
     if precision.recipe is not None:
-        return replace(chosen, status="skipped", reason="no FP8 on this machine", tensors=())
+        return Judged(replace(chosen, status="skipped", reason="no FP8 on this machine", tensors=()))
     if case.name == "segfaults_at_seed_1" and seed == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     if case.name == "ends_the_run_at_seed_1" and seed == 1:
-        os.kill(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid(), signal.SIGTERM)
-        time.sleep(1000)
+        _end_the_run()
     if case.name == "raises":
         way = 'Traceback (most recent call last):\n  File "models.py", line 6, in forward'
-        return replace(chosen, status="error", reason="the candidate raised ValueError: no", tensors=(), traceback=way)
+        reason = "the candidate raised ValueError: no"
+        return Judged(replace(chosen, status="error", reason=reason, tensors=(), traceback=way))
     if case.name in MISHAPS:
         MISHAPS[case.name]()
     if case.name.startswith("fails") and seed != 1:
-        return replace(chosen, status="failed", tensors=(tensor(margin=100.0 + seed),), findings=(GATE_UP_SWAPPED,))
-    return chosen
+        return Judged(replace(chosen, status="failed", tensors=(tensor(margin=100.0 + seed),)), case.name)
+    return Judged(chosen)
 
 
 def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
@@ -203,6 +237,7 @@ def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS)
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in the place of what they stand for."""
     monkeypatch.setattr("parity.plugin.watchdog.GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(comparison, "compare_at", compare_at)
+    monkeypatch.setattr(comparison, "judge_at", judge_at)
+    monkeypatch.setattr(comparison, "explain_at", explain_at)
     monkeypatch.setattr(validate, "check_case", check_case)
     monkeypatch.setattr(te, "kernels", kernels)

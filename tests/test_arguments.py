@@ -27,6 +27,11 @@ import parity
         ({"backend": "cuda"}, "the backend is 'cuda', but must be one of auto, gpu, cpu"),
         ({"attention": "flsh"}, "the attention backend is 'flsh'"),
         ({"determinism": "no"}, "determinism must be True or False"),
+        ({"diagnose": "no"}, "diagnose must be True or False, not 'no'"),
+        ({"diagnosis_seconds": -1}, "a number of seconds, 0 for no limit, not -1"),
+        ({"diagnosis_seconds": float("nan")}, "0 for no limit, not nan"),
+        ({"diagnosis_seconds": "30"}, "0 for no limit, not '30'"),
+        ({"diagnosis_seconds": True}, "0 for no limit, not True"),
         ({"calibration": "table.json"}, "calibration is a table"),
     ],
 )

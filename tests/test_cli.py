@@ -117,6 +117,8 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--seeds", "none", "my_pairs.py"), ("--seeds is 'none'",)),
         (("run", "--timeout", "soon", "my_pairs.py"), ("--timeout is 'soon'",)),
         (("run", "--timeout", 14 * "9", "my_pairs.py"), ("--timeout is '999", "up to 1e+09")),
+        (("run", "--diagnosis", "soon", "my_pairs.py"), ("--diagnosis is 'soon'", "yes, no, or a number of seconds")),
+        (("run", "--diagnosis", "-1", "my_pairs.py"), ("--diagnosis is '-1'",)),
         (("run", "--seeds", 20 * "9", "my_pairs.py"), ("--seeds is '999", "at most 1,000,000 seeds")),
         (("run", "--attention", "flsh", "my_pairs.py"), ("--attention:", "'flsh'", "one of auto, flash")),
         (("run", "--calibration", "no.json", "my_pairs.py"), ("--calibration: there is no calibration table no.json",)),

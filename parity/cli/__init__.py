@@ -47,6 +47,7 @@ def run(
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto: what the machine holds.")] = "auto",
     timeout: Annotated[str | None, typer.Option(help="Seconds for an item at one seed, 0 for no limit [600].")] = None,
+    diagnosis: Annotated[str | None, typer.Option(help="yes, no, or seconds for a failure's cause [30].")] = None,
     calibration: Annotated[Path | None, typer.Option(help="A table of limits that parity calibrate made.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
@@ -57,7 +58,7 @@ def run(
     from parity.cli import run_options, runner, suite
 
     arguments = run_options.as_plugins(
-        precision, backend, seeds, attention, determinism, timeout, calibration, report, name
+        precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name
     )
     arguments += run_options.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     raise typer.Exit(runner.run(suite.files(paths), arguments))

@@ -17,6 +17,7 @@ def as_plugins(
     attention: str | None,
     determinism: bool,
     timeout: str | None,
+    diagnosis: str | None,
     calibration: Path | None,
     report: Path | None,
     name: str | None,
@@ -36,6 +37,8 @@ def as_plugins(
         options.parse_attention(attention)
     if timeout is not None:
         options.parse_timeout(timeout)
+    if diagnosis is not None:
+        options.parse_diagnosis(diagnosis)
     if name is not None:
         options.parse_name(name, "--name")
     if calibration is not None:
@@ -50,6 +53,7 @@ def as_plugins(
         "attention": attention,
         "determinism": "yes" if determinism else None,
         "timeout": timeout,
+        "diagnosis": diagnosis,
         "calibration": None if calibration is None else str(calibration),
         "report": None if report is None else str(report),
         "name": name,

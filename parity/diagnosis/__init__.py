@@ -1,6 +1,6 @@
 """Names what is wrong with a failed comparison; the codes are explained in ``docs/findings.md``."""
 
-from parity.diagnosis.budget import Budget
+from parity.diagnosis.budget import Budget, in_time
 from parity.diagnosis.catalogue import calls_of, subtle_hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import UNEXPLAINED
 from parity.diagnosis.failure import Failure, Rerun
@@ -22,6 +22,7 @@ __all__ = [
     "calls_of",
     "findings",
     "held_findings",
+    "in_time",
     "is_loud",
     "subtle_hypotheses",
     "subtle_hypotheses_anywhere",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from parity.nominal_clock import Clock
+from parity.nominal_clock import Clock, OutOfTime
 
 # Seconds of processor time for each nominal one, after which a search ends wherever it is.
 _SLOWEST_MACHINE = 4.0
@@ -47,10 +48,11 @@ class Budget:
         return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began, self.began_here)
 
     def spent(self) -> bool:
-        """Whether they are; remembered in ``exceeded``."""
+        """Whether they are, or the search has reached its limit of real time; remembered in ``exceeded``."""
         here = time.process_time() - self.began_here
         nominal = self.clock.seconds - self.began
         self.exceeded = self.exceeded or nominal > self.seconds or here > _SLOWEST_MACHINE * self.seconds
+        self.exceeded = self.exceeded or self.clock.is_over()
         return self.exceeded
 
 
@@ -63,3 +65,12 @@ def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
         except StopIteration:
             return
         yield one
+
+
+def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
+    """All that a part of a search finds, or what it has found when the limit of real time ends it."""
+    found: list[Tried] = []
+    with suppress(OutOfTime):
+        for one in tried():
+            found.append(one)
+    return found

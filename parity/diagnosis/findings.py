@@ -9,7 +9,7 @@ import torch
 
 from parity.diagnosis.blocks.unused_branches import unused_parameters
 from parity.diagnosis.borders import border_explanations
-from parity.diagnosis.budget import Budget
+from parity.diagnosis.budget import Budget, in_time
 from parity.diagnosis.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import CODES, finding
 from parity.diagnosis.detached_paths import detached_path_findings
@@ -60,10 +60,15 @@ _CLOSE = 1.5
 def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
     """Every known cause that explains a failure, the best first; none for a comparison that passed.
 
+    Where the clock's limit of real time ends the search, these are the causes that are verified by then.
+
     Args:
         failure: the comparison.
         unreached: names of TE parameters that the backward pass did not reach.
         screened: gets what a search in vain leaves.
+
+    Raises:
+        OutOfTime: if the limit of real time is reached before anything is tried.
     """
     failed = [result for result in failure.results if not result.passed]
     if not failed:
@@ -80,16 +85,17 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
     if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
         budget = failure.budget(CHECKS_FOR_THE_REST)
-        causes = list(detached_path_findings(failure, failed, trace, budget))
+        causes = in_time(lambda: detached_path_findings(failure, failed, trace, budget))
     told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
     untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
-    found = [*spoiled, *causes, *untold] or ([] if failure.draws else list(random_findings(failure)))
+    found = [*spoiled, *causes, *untold] or ([] if failure.draws else in_time(lambda: random_findings(failure)))
     if found:
         return tuple(found)
     unread = unread_inputs(failed, failure.candidate)
-    most = _most_of_it(failure, screened.best)
+    most = in_time(lambda: _most_of_it(failure, screened.best))
     hidden = hidden_row_hints(failure) if finite else ()
-    return (*unread, *most, *hidden, *where_the_error_is(failure), *first_divergence(failure, trace))
+    diverged = in_time(lambda: first_divergence(failure, trace))
+    return (*unread, *most, *hidden, *where_the_error_is(failure), *diverged)
 
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
@@ -128,7 +134,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: hidden_row_findings(failure),
     ]
     if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
-        return _by_chance(failure) or list(_told(_of_one_number(failure, trace, search), failure))
+        return in_time(lambda: _by_chance(failure) or _told(_of_one_number(failure, trace, search), failure))
     outputs_passed = all(result.passed for result in failure.outputs)
     if outputs_passed:
         causes += [lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST))]
@@ -148,7 +154,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
-    return next(filter(None, (list(cause()) for cause in causes)), [])
+    return next(filter(None, map(in_time, causes)), [])
 
 
 def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:

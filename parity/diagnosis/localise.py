@@ -20,6 +20,7 @@ _PERIODS = (2, 4, 8, 16, 32, 64, 128)
 
 def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     """One finding for each of the worst tensors, the outputs first."""
+    known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
     passed = [result.label for result in failure.results if result.passed]
@@ -32,7 +33,7 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
         others = f". Right are {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
         yield finding(
             "unexplained",
-            f"no known mistake explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "
+            f"no {known} explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "
             f"{result.expected.relative_l2:.2g} is expected. The error is {where}{others}",
         )
 

@@ -6,13 +6,15 @@ precision. If none explains the failure, two are looked for: the likeliest pairs
 (``parity.diagnosis.pairs``), then any other on top of the best partial explanations.
 
 A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least. A budget ends each
-part of it, by what was computed (``parity.nominal_clock``).
+part of it, by what was computed (``parity.nominal_clock``). A limit of real time may end all of it before: what is
+verified by then is found.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
@@ -29,6 +31,7 @@ from parity.diagnosis.together import together
 from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.tuning import HELPS, HELPS_LITTLE, sharper, tuned, tuned_pairs
 from parity.diagnosis.verify import Explanation, is_loud, row_by_row, verified
+from parity.nominal_clock import OutOfTime
 
 CHECKS_FOR_SEARCH = 10.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
@@ -333,12 +336,13 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
     enough = HELPS if is_loud(failure) or by_gradients else HELPS_LITTLE
     helping = [combination for share, combination in ranked if share < enough]
     most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
-    for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
-        if budget.spent() and (found or tried >= _VERIFIED):
-            break
-        explanation = search.verified(combination)
-        if explanation is not None:
-            found.append(explanation)
+    with suppress(OutOfTime):
+        for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
+            if budget.spent() and (found or tried >= _VERIFIED):
+                break
+            explanation = search.verified(combination)
+            if explanation is not None:
+                found.append(explanation)
     return sorted(found, key=lambda one: (not one.complete, one.misfit))
 
 

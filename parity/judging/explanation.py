@@ -3,21 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from parity.diagnosis import UNEXPLAINED, Failure, Screened, findings, is_loud, with_argument_names
+from torch import Tensor, nn
+
+from parity.diagnosis import (
+    UNEXPLAINED,
+    Failure,
+    Rerun,
+    Screened,
+    findings,
+    in_time,
+    is_loud,
+    with_argument_names,
+)
 from parity.execute import Pass
 from parity.judging.conditioning import ill_conditioned
 from parity.judging.directions import Direction
 from parity.judging.directions import findings as mistakes
 from parity.judging.local_filters import local_filter_findings
+from parity.nominal_clock import Clock
 from parity.passes import Tensors
 from parity.result import PROBED, Finding, TensorResult
 
 
-def explain(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
-    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones."""
-    return with_argument_names(_explained(failure, unreached, known), failure)
+def explain(
+    failure: Failure, unreached: Sequence[str], known: Sequence[Direction], seconds: float
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones.
+
+    Args:
+        failure: the comparison.
+        unreached: names of TE parameters that the backward pass did not reach.
+        known: directions of the mistakes that could be made.
+        seconds: of real time after which no further pass is begun, 0 for no limit.
+
+    Returns:
+        The findings, and the notes: that the limit ended the search, if it did.
+    """
+    clock, rerun = failure.prepared.clock, failure.rerun
+    limited = dataclasses.replace(failure, rerun=None if rerun is None else _in_time(rerun, clock))
+    with clock.limited_to(seconds):
+        found = in_time(lambda: _explained(limited, unreached, known))
+        notes = (ended_early(seconds),) if clock.ended else ()
+    return with_argument_names(found, failure), notes
+
+
+def ended_early(seconds: float) -> str:
+    """The note that a limit of so many seconds ended the search."""
+    return (
+        f"the search for the cause ended after {seconds:g} s; --parity-diagnosis=SECONDS gives it longer, as "
+        "--diagnosis of parity run and diagnosis_seconds of parity.compare do"
+    )
+
+
+def _in_time(rerun: Rerun, clock: Clock) -> Rerun:
+    """The same, which begins only if there is time."""
+
+    def limited(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
+        clock.check()
+        return rerun(change, cotangents)
+
+    return limited
 
 
 def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
@@ -30,14 +77,14 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     if on_probe is not None and all(tensor.passed for tensor in drawn):
         return findings(on_probe)
     screened, of_drawn = Screened(), dataclasses.replace(failure, results=drawn, on_probe=on_probe)
-    found = findings(of_drawn, unreached, screened)
+    found = tuple(in_time(lambda: findings(of_drawn, unreached, screened)))
     by_filter = tuple(mistakes(drawn, known))
     if _is_known(found):
         # Of those that fit alike, what a filter has found is the likeliest.
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
-    known_by_filter = by_filter or local_filter_findings(of_drawn)
-    if known_by_filter or on_probe is None:
+    known_by_filter = by_filter or tuple(in_time(lambda: local_filter_findings(of_drawn)))
+    if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
         return known_by_filter or found
     # What is far too large there shows in part at least what its cause is.
     among = screened.helping if is_loud(of_drawn) else None

@@ -16,7 +16,8 @@ class Entry:
 
     Attributes:
         node_id: of the item.
-        running: the record's line for it should it not end: an error with an empty reason.
+        running: the record's line for it should it not end: an error with an empty reason or, once there is a verdict,
+            that, whose last note tells that the search for the cause was cut short.
         environment: the record's first line.
         limit: how many seconds the comparison may take.
     """
@@ -26,10 +27,19 @@ class Entry:
     environment: str
     limit: float
 
+    @property
+    def has_verdict(self) -> bool:
+        """Whether only the search for the cause is not at its end."""
+        return bool(json.loads(self.running)["result"]["status"] != "error")
+
     def ended_by(self, cause: str) -> str:
         """The record's line for a comparison that ended so."""
         line = json.loads(self.running)
-        line["result"]["reason"] = cause
+        result = line["result"]
+        if self.has_verdict:
+            result["notes"][-1] += f": {cause}"
+        else:
+            result["reason"] = cause
         return json.dumps(line, ensure_ascii=False) + "\n"
 
 
@@ -56,7 +66,7 @@ class Diary:
         return self.folder / f"{self.worker}.stacks"
 
     def write(self, entry: Entry, finished: str | None) -> None:
-        """Replace the entry.
+        """Begin the next comparison.
 
         Args:
             entry: the next comparison.
@@ -67,6 +77,10 @@ class Diary:
         else:
             with self._finished.open("a", encoding="utf-8") as file:
                 file.write(finished)
+        self.replace(entry)
+
+    def replace(self, entry: Entry) -> None:
+        """Note more of the same comparison."""
         draft = self.folder / f"{self.worker}.draft"
         draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
         draft.replace(self._entry)

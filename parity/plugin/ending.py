@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from parity.plugin.watchdog import end_process
 
 if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
+    from parity.result import Result
 
 BROKEN_BY = pytest.StashKey[str]()
 STDERR = pytest.StashKey[int]()
@@ -37,6 +39,15 @@ def announce(report: pytest.TestReport) -> None:
 def is_last(report: pytest.TestReport) -> bool:
     """Whether a worker announced its end with this report."""
     return bool(getattr(report, "parity_last", False))
+
+
+def told(results: Sequence[Result]) -> str:
+    """What pytest shows of an item that ended early: why, or how it failed and why no cause was found."""
+    from parity.report import failure
+    from parity.report.items import Item
+
+    last = results[-1]
+    return f"{failure.message(Item(tuple(results)))}\n{last.notes[-1]}" if last.status == "failed" else last.reason
 
 
 class EndsAfterLastReport:
@@ -60,14 +71,14 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
     workers = bool(item.workplace.worker)
     seconds = f"ran longer than {item.options.timeout:g} s (--parity-timeout, or --timeout of parity run); "
     ended = "its worker was ended and replaced" if workers else f"the run ends with it: {USE_WORKERS}"
-    item.results.append(item.without_comparison(seconds + ended))
+    item.results.append(item.cut_short(seconds + ended))
     stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
     report = pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords=dict.fromkeys(item.keywords, 1),
         outcome="failed",
-        longrepr=item.results[-1].reason,
+        longrepr=told(item.results),
         when="call",
         sections=[("where it was", stack)],
     )

@@ -37,11 +37,21 @@ def keep_finished_seeds(item: ParityItem) -> None:
     pytest reports no item that was interrupted. In a worker nobody listens any more; see below.
     """
     recorder = item.config.pluginmanager.getplugin(RECORDER)
-    if recorder is None or not item.results:
+    if recorder is None or not (item.results or item.verdict):
         return
     if len(item.results) < len(item.options.seeds):
-        item.results.append(item.without_comparison(REASON))
+        item.results.append(item.cut_short(REASON))
     recorder.record(lines.of_item(item))
+
+
+def record_meanwhile(item: ParityItem) -> None:
+    """Record an item's seeds, the last with its verdict alone, until the item's lines replace them.
+
+    Nobody else can once this process is killed. A worker has its diary, which the controller reads.
+    """
+    recorder = item.config.pluginmanager.getplugin(RECORDER)
+    if recorder is not None:
+        recorder.record_meanwhile(lines.environment_line(item), lines.of_results([*item.results, item.cut_short("")]))
 
 
 def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:
@@ -59,7 +69,7 @@ def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diar
             continue
         entry, finished = left
         complete = [line for line in finished if line.endswith("\n")]  # the worker may be writing another
-        if complete:
+        if complete or entry.has_verdict:
             recorder.record({"environment": entry.environment, "results": [*complete, entry.ended_by(REASON)]})
 
 

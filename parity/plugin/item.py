@@ -42,6 +42,7 @@ class ParityItem(pytest.Item):
 
     Attributes:
         results: one for each seed that was compared so far; a single one if the precision is not available.
+        verdict: on the seed that is compared now, while the search for the cause of its failure goes on; else None.
         workplace: where this process runs it.
     """
 
@@ -60,6 +61,7 @@ class ParityItem(pytest.Item):
         self.case, self.checked, self.precision, self.attention = case, checked, precision, attention
         self.kernels, self.options = kernels, options
         self.results: list[Result] = []
+        self.verdict: Result | None = None
         for mark in ("parity", precision.name, *case.marks):
             _register(self.config, mark)
             self.add_marker(mark)
@@ -106,17 +108,22 @@ class ParityItem(pytest.Item):
             lambda: memory.estimate(self.case, self.checked, self.kernels.te),
             self.workplace,
         )
+        self.verdict = None
         if result.device_error == "broken":
             stash[ending.BROKEN_BY] = self.nodeid
         return dataclasses.replace(result, path=self._path_to_show())
 
     def _compare(self, seed: int, calibration: Table) -> Result:
-        """The comparison; what the device does wrong outside of the modules' passes is its result, too."""
-        from parity.comparison import compare_at
+        """The comparison; what the device does wrong outside of the modules' passes is its result, too.
+
+        A failure is noted before the search for its cause begins, whatever becomes of that.
+        """
+        from parity.comparison import explain_at, judge_at
         from parity.device_errors import classify
 
+        self.verdict = None
         try:
-            result = compare_at(
+            judged = judge_at(
                 self.case,
                 self.checked,
                 self.precision,
@@ -126,6 +133,9 @@ class ParityItem(pytest.Item):
                 self.attention,
                 self.options.determinism,
             )
+            if judged.unexplained is not None and self.options.diagnosis is not None:
+                self._note_verdict(judged.result)
+            result = explain_at(judged, self.options.diagnosis)
             if self.kernels.device.type == "cuda":
                 import torch
 
@@ -133,9 +143,21 @@ class ParityItem(pytest.Item):
             return result
         except Exception as error:
             device_error = classify(error)
+            raised = f"raised {type(error).__name__}: {error}"
+            if self.verdict is not None:
+                notes = (*self.verdict.notes, f"the search for the cause {raised}")
+                return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
             if not device_error:
                 raise
-            return self.without_comparison(f"raised {type(error).__name__}: {error}", device_error)
+            return self.without_comparison(raised, device_error)
+
+    def cut_short(self, cause: str) -> Result:
+        """The result of the seed that is next if something ends its comparison now: the verdict, if there is one."""
+        if self.verdict is None:
+            return self.without_comparison(cause)
+        later = ", and no later seed was compared" if len(self.results) + 1 < len(self.options.seeds) else ""
+        note = f"the search for the cause was cut short{later}"
+        return dataclasses.replace(self.verdict, notes=(*self.verdict.notes, f"{note}: {cause}" if cause else note))
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
         """The result, an error, of the seed that is next."""
@@ -169,13 +191,24 @@ class ParityItem(pytest.Item):
     def _write_diary(self) -> None:
         from parity.report import record
 
-        environment = lines.environment_line(self)  # asks the GPU, which answers no more if the comparison breaks it
+        entry = self._entry()  # asks the GPU, which answers no more if the comparison breaks it
         diary = self.workplace.diary
-        if diary is None:
-            return
-        running = record.result_line(self.without_comparison(""))
-        entry = Entry(self.nodeid, running, environment, self.options.timeout)
-        diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
+        if diary is not None:
+            diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
+
+    def _entry(self) -> Entry:
+        from parity.report import record
+
+        running = record.result_line(self.cut_short(""))
+        return Entry(self.nodeid, running, lines.environment_line(self), self.options.timeout)
+
+    def _note_verdict(self, verdict: Result) -> None:
+        """Keep a failure where the death of this process does not lose it: a worker's diary, else the record."""
+        self.verdict = dataclasses.replace(verdict, path=self._path_to_show())
+        diary = self.workplace.diary
+        if diary is not None:
+            diary.replace(self._entry())
+        interruption.record_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The message alone for a failed comparison; a traceback only for what parity itself did not expect."""

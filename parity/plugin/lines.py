@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
+    from parity.result import Result
 
 _ENVIRONMENT = pytest.StashKey[str]()
 _SENT = pytest.StashKey[bool]()
@@ -15,13 +17,18 @@ _SENT = pytest.StashKey[bool]()
 
 def of_item(item: ParityItem) -> dict[str, Any]:
     """The lines of an item's results; a process's first item brings the environment too."""
-    from parity.report import record
-
-    lines: dict[str, Any] = {"results": [record.result_line(result) for result in item.results]}
+    lines: dict[str, Any] = {"results": of_results(item.results)}
     if not item.session.stash.get(_SENT, False):
         item.session.stash[_SENT] = True
         lines["environment"] = environment_line(item)
     return lines
+
+
+def of_results(results: Sequence[Result]) -> list[str]:
+    """A line for each."""
+    from parity.report import record
+
+    return [record.result_line(result) for result in results]
 
 
 def environment_line(item: ParityItem) -> str:

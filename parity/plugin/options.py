@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 import pytest
 
+from parity.diagnosis_limit import default_seconds, seconds_of
 from parity.machine.writable import check_file
 from parity.precision_names import PRECISION_NAMES
 from parity.user_error import UserError
@@ -37,6 +38,7 @@ class Options:
             choose, but for a case that demands some.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
+        diagnosis: seconds that the search for the cause of a failure may take, ditto; None for no search.
     """
 
     precisions: tuple[str, ...] | None
@@ -48,6 +50,7 @@ class Options:
     attention: str = "auto"
     determinism: bool = False
     timeout: float = 600.0
+    diagnosis: float | None = 30.0
 
     @property
     def record(self) -> Path:
@@ -71,6 +74,7 @@ def declare(parser: pytest.Parser) -> None:
         ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
         ("timeout", "600", "SECONDS", "end an item that takes longer at one seed, 0 for no limit (default: 600)"),
+        ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -102,6 +106,7 @@ def read(config: pytest.Config) -> Options:
         attention=parse_attention(value("attention"), "--parity-attention"),
         determinism=_parse_yes("determinism", value("determinism")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
+        diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
     )
 
 
@@ -238,3 +243,17 @@ def parse_timeout(text: str, option: str = "--timeout") -> float:
             f"{option} is {text!r}, but must be a number of seconds up to {_LONGEST_SECONDS:.0g}, or 0 for no limit"
         )
     return float(text)
+
+
+def parse_diagnosis(text: str, option: str = "--diagnosis") -> float | None:
+    """Seconds that a search for a cause may take, 0 for no limit; None for no search.
+
+    Raises:
+        UserError: if the text is none of yes, no and a number of seconds.
+    """
+    if text == "no":
+        return None
+    seconds = default_seconds() if text == "yes" else seconds_of(text)
+    if seconds is None:
+        raise UserError(f"{option} is {text!r}, but must be yes, no, or a number of seconds, 0 for no limit")
+    return seconds

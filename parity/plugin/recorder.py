@@ -6,8 +6,10 @@ compare, this process only listens.
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ class Recorder:
         self._digest: Digest | None = None
         self._verdict = ""
         self._begun = False
+        self._meanwhile: int | None = None
         self._uncollected: dict[str, Uncollected] = {}
         self._unwritten: list[str] = []
         self._troubles: list[str] = []
@@ -53,19 +56,49 @@ class Recorder:
                 self._write(uncollected_line(self._uncollected[report.nodeid]))
 
     def record(self, lines: dict[str, Any]) -> None:
-        """Write an item's lines, see ``lines.of_item``."""
+        """Write an item's lines, see ``lines.of_item``, in place of those that were written meanwhile."""
         from parity.report import record
-        from parity.report.digest import Digest
 
-        if self._digest is None:
-            self._digest = Digest(record.environment_of(lines["environment"]), uncollected=self._uncollected)
-            self._write(lines["environment"])
-            for each in self._uncollected.values():
-                self._write(record.uncollected_line(each))
+        self._withdraw()
+        digest = self._digest or self._begin(lines["environment"])
         for line in lines["results"]:
             self._write(line)
         if lines["results"]:  # an item of which parity itself failed has none
-            self._digest.add([record.result_of(line) for line in lines["results"]])
+            digest.add([record.result_of(line) for line in lines["results"]])
+
+    def record_meanwhile(self, environment: str, results: Sequence[str]) -> None:
+        """Write what is known of an item before the end of its comparison, which this process may not live to see.
+
+        Args:
+            environment: the record's first line.
+            results: lines, which the next call of ``record`` replaces.
+        """
+        from parity.report import record
+
+        if self._digest is None:
+            self._begin(environment)
+        if self._begun and not self._unwritten:
+            with suppress(OSError):  # the item's own lines tell of it
+                self._meanwhile = self._record.stat().st_size
+                record.append(self._record, "".join(results))
+
+    def _withdraw(self) -> None:
+        """Take back what was written meanwhile."""
+        if self._meanwhile is not None:
+            with suppress(OSError):
+                if self._record.stat().st_size > self._meanwhile:
+                    os.truncate(self._record, self._meanwhile)
+            self._meanwhile = None
+
+    def _begin(self, environment: str) -> Digest:
+        from parity.report import record
+        from parity.report.digest import Digest
+
+        self._digest = Digest(record.environment_of(environment), uncollected=self._uncollected)
+        self._write(environment)
+        for each in self._uncollected.values():
+            self._write(record.uncollected_line(each))
+        return self._digest
 
     def pytest_sessionfinish(self) -> None:
         if self._digest is None:

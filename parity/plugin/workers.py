@@ -89,6 +89,8 @@ class Workers:
 
 def _record(node_id: str, diary: Diary, report: Any) -> None:
     """Attach to the report of a crash what the worker had compared, and the comparison that it died of."""
+    from parity.report import record
+
     left = diary.read(node_id)
     if left is None:
         return
@@ -99,8 +101,9 @@ def _record(node_id: str, diary: Diary, report: Any) -> None:
         limit = f"ran longer than {entry.limit:g} s (--parity-timeout, or --timeout of parity run)"
         cause = f"{limit}, and let no thread of Python run; its worker was ended and replaced"
         report.sections.append(("where it was", stacks))
-    report.parity_lines = {"environment": entry.environment, "results": [*finished, entry.ended_by(cause)]}
-    report.when, report.longrepr = "call", f"{cause} ({report.longrepr})"
+    results = [*finished, entry.ended_by(cause)]
+    report.parity_lines = {"environment": entry.environment, "results": results}
+    report.when, report.longrepr = "call", f"{ending.told(list(map(record.result_of, results)))} ({report.longrepr})"
     path, name = node_id.split("::", 1)
     report.location = (path, None, name)
 

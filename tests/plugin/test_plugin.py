@@ -65,6 +65,9 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
         ("--parity-attention=cudnn", "*'cudnn', but must be one of auto, flash, fused, unfused, all*"),
         ("--parity-name=a/b", "*'a/b', but must be a file name*"),
         ("--parity-timeout=soon", "*'soon', but must be a number of seconds*"),
+        ("--parity-diagnosis=maybe", "*--parity-diagnosis is 'maybe', but must be yes, no, or a number of seconds*"),
+        ("--parity-diagnosis=-1", "*'-1', but must be yes, no, or a number of seconds*"),
+        ("--parity-diagnosis=nan", "*'nan', but must be yes, no, or a number of seconds*"),
     ],
 )
 def test_a_bad_option_is_a_usage_error_that_lists_what_is_valid(

@@ -48,6 +48,7 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
         return
     returned: list[_Returned] = []
     failure.rerun(lambda module: _record(module, returned))
+    failure.prepared.clock.check()
     rounded = values_under(failure.prepared, failure.precision)
     columns = Columns(trace, rounded, failure.precision.dtype)
     unread = UnreadRows(failure.prepared, trace, columns)
