@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from parity.nominal_clock import Clock, Work, work_of
+from parity.nominal_clock import Clock, OutOfTime, Work, work_of
 
 TOKENS, WIDTH, OUT = 6, 8, 5
 
@@ -38,3 +39,22 @@ def test_a_clock_advances_by_passes_and_by_what_else_is_computed():
     clock.advance(3.0)
     clock.spend(other)
     assert clock.seconds == 3.0 * forward.seconds() + other.seconds()
+
+
+def test_a_limit_of_real_time_lets_no_pass_begin_that_comes_after_it():
+    clock = Clock(forward=Work(operations=10))
+    with clock.limited_to(1e-9):
+        with pytest.raises(OutOfTime):
+            clock.advance(1.0)
+        assert clock.ended
+    assert clock.seconds == 0.0
+
+
+def test_a_limit_of_real_time_ends_with_its_context_and_0_is_none():
+    clock = Clock(forward=Work(operations=10))
+    with clock.limited_to(1e-9):
+        assert clock.is_over()
+    for seconds in (0.0, 1e9):
+        with clock.limited_to(seconds):
+            clock.advance(1.0)
+            assert not clock.ended

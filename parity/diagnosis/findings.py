@@ -125,8 +125,10 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         return first_order().promising_first(calls) if tells and len(calls) > _FEW_CALLS else calls
 
     def known() -> Iterator[Hypothesis]:
-        every = hypotheses(failure.prepared, trace, frozenset(unreached))
-        return (one for one in every if failure.among is None or (one.title, one.name) in failure.among)
+        for one in hypotheses(failure.prepared, trace, frozenset(unreached)):
+            failure.prepared.clock.check()
+            if failure.among is None or (one.title, one.name) in failure.among:
+                yield one
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),

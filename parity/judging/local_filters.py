@@ -57,7 +57,12 @@ class _Shown(NamedTuple):
 
 
 def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
-    """The subtle mistake that all tensors contain and that explains them; none if there is none."""
+    """The subtle mistake that all tensors contain and that explains them; none if there is none.
+
+    Raises:
+        OutOfTime: if the search has reached its limit of real time.
+    """
+    failure.prepared.clock.check()
     shown = list(_of_whole_mistakes(failure, failure.budget(CHECKS_FOR_FILTERS)))
     most = max((one.worth for one in shown), default=0.0)
     for one in sorted((one for one in shown if one.worth >= _SAME * most), key=lambda one: one.away):

@@ -112,6 +112,7 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
     bug = BUGS[trial.bug] if trial.bug else None
     case = planted(bug, host) if bug else host
     (checked,) = check_case(case, kernels.te)
+    # The search has no limit of real time here: what is found is the same on every machine.
     result = compare_at(case, checked, precision, trial.seed, kernels, _calibration())
     if result.status == "error":
         return Verdict("error", math.nan, "", (), 0, 0, {}, reason=result.reason)
