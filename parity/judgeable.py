@@ -23,6 +23,9 @@ Tensors = dict[tuple[Kind, str], Tensor]
 # A quantized layer's gradient has at least 0.7 of the model's error on the calibrated ports, an unquantized one's 0.15.
 _TOO_EXACT = 0.35
 _ENOUGH_ELEMENTS = 1024
+# A right port has at least half of what TF32 costs, without TF32 a hundredth. What costs less than the first number has
+# no TF32 in it; on fewer elements than the second, errors may be small by chance.
+_COSTS_OF_TF32, _NO_CHANCE, _WITHOUT_TF32 = 2.0**-15, 64, 0.1
 _SAME_IN_FP64 = 1e-9  # of a tensor's norm: far below what any precision shows, far above FP64's own rounding
 
 LOOKS_UP_ELSE = "not compared on probing inputs: the candidate looks up other rows of tables than the reference"
@@ -269,6 +272,8 @@ def remarks(
             yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
     if recipe:
         yield from _outside_recipe(tensors, recipe)
+    elif dtype == torch.float32:
+        yield from _without_tf32(tensors)
 
 
 def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[str]:
@@ -285,6 +290,20 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
         yield (
             f"less than {_TOO_EXACT:.0%} of the error that {recipe} costs, as if part of the candidate ran outside of "
             f"it (PAR308 recipe-disabled): {', '.join(exact)}"
+        )
+
+
+def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
+    """A port that is more accurate than its model wherever that rounds to TF32: no mistake, but worth knowing."""
+    in_tf32 = [
+        tensor
+        for tensor in tensors
+        if tensor.numel >= _NO_CHANCE and tensor.finite and tensor.expected.relative_l2 >= _COSTS_OF_TF32
+    ]
+    if in_tf32 and all(tensor.errors.relative_l2 < _WITHOUT_TF32 * tensor.expected.relative_l2 for tensor in in_tf32):
+        yield (
+            f"more accurate than expected: less than {_WITHOUT_TF32:.0%} of the error that TF32 costs, as if its FP32 "
+            f"GEMMs were true FP32 and no TF32 ones: {', '.join(tensor.label for tensor in in_tf32)}"
         )
 
 

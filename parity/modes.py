@@ -1,7 +1,9 @@
 """PyTorch's modes that a comparison must not take over from the code around it.
 
 Under ``torch.no_grad()`` every gradient would be 0 in all passes, and agree; under ``torch.autocast`` the rounding
-model would round like BF16 at each precision, and take that for the error that a port must have.
+model would round like BF16 at each precision, and take that for the error that a port must have. So it would take
+TF32's, or BF16's, where plain FP32 products have it (``torch.set_float32_matmul_precision("high")``, or a vendor's
+``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
 """
 
 from __future__ import annotations
@@ -11,14 +13,93 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; one that says "none" has that of the first
+# above it that says more. Older ones have only the two flags before that.
+_SETTINGS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+_FP32 = "ieee"
+# What ``torch.set_float32_matmul_precision`` makes of the settings of CUDA's and oneDNN's products.
+_PRODUCTS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+
 
 @contextmanager
 def usual_modes() -> Iterator[None]:
-    """Within the context, gradients are recorded, and nothing is cast automatically; as before when it is left."""
+    """Within the context, gradients are recorded, nothing is cast automatically, and FP32 is FP32; then as before."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))
+        modes.enter_context(_true_fp32())
         yield
+
+
+@contextmanager
+def _true_fp32() -> Iterator[None]:
+    """Within the context, PyTorch computes products, convolutions and recurrent layers of FP32 tensors in FP32."""
+    settings = {place: _setting(place) for place in _SETTINGS} if _has_settings() else {}
+    matmul, cudnn = _matmul_precision(), _cudnn_allows_tf32()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        for place in settings:
+            _set(place, _FP32)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+        for place, setting in settings.items():
+            # One that said what those above it say is left to them: PyTorch does not tell the two apart.
+            _set(place, "none")
+            if _setting(place) != setting:
+                _set(place, setting)
+
+
+def _matmul_precision() -> str:
+    """``torch.get_float32_matmul_precision()``; it raises where the settings contradict it, so they are made to fit."""
+    if not _has_settings():
+        return torch.get_float32_matmul_precision()
+    for name, settings in _PRODUCTS.items():
+        for backend, setting in zip(("cuda", "mkldnn"), settings, strict=True):
+            _set((backend, "matmul"), setting)
+        try:
+            if torch.get_float32_matmul_precision() == name:
+                return name
+        except RuntimeError:
+            continue
+    return "highest"
+
+
+def _cudnn_allows_tf32() -> bool:
+    """``torch.backends.cudnn.allow_tf32``, which raises as that does."""
+    if not _has_settings():
+        return bool(torch.backends.cudnn.allow_tf32)
+    for operation in ("conv", "rnn"):
+        _set(("cuda", operation), "tf32")
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return False
+
+
+def _has_settings() -> bool:
+    return hasattr(torch._C, "_set_fp32_precision_setter")
+
+
+def _setting(place: tuple[str, str]) -> str:
+    return torch._C._get_fp32_precision_getter(*place)
+
+
+def _set(place: tuple[str, str], setting: str) -> None:
+    """Set it; ``torch.backends.mkldnn.fp32_precision = ...`` would set the generic one."""
+    torch._C._set_fp32_precision_setter(*place, setting)

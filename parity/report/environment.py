@@ -32,7 +32,8 @@ class Environment:
     Attributes:
         date: UTC, ISO 8601, to the minute.
         backend: ``gpu`` or ``cpu``.
-        device: the name of the GPU with its compute capability, or ``CPU`` and the GPU that it emulates.
+        device: the name of the GPU with its compute capability, or ``CPU`` and the GPU that it emulates, with the
+            kernel choices that were on.
         cpu: the processor's model name.
         platform: operating system and architecture.
         python, torch, transformer_engine, cuda, cudnn, parity: versions.
@@ -140,11 +141,15 @@ def gpu_name() -> str:
 
 
 def emulated_gpu_name() -> str:
-    """``emulated Hopper (compute capability 9.0)``: what TE's Python finds in the place of a GPU."""
-    from parity.cpu import cuda
+    """``emulated Hopper (compute capability 9.0)``: what TE's Python finds in the place of a GPU.
 
-    gpu = cuda.emulated_gpu()
-    return f"{gpu.name} (compute capability {gpu.major}.{gpu.minor})"
+    Kernel choices follow if there are any: ``... with the kernel choices fp8-14-bit, tf32-truncated``.
+    """
+    from parity.cpu import cuda, kernel_choices
+
+    gpu, choices = cuda.emulated_gpu(), sorted(kernel_choices.current())
+    name = f"{gpu.name} (compute capability {gpu.major}.{gpu.minor})"
+    return f"{name} with the kernel choices {', '.join(choices)}" if choices else name
 
 
 def cublas_version() -> str:

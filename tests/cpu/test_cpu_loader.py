@@ -14,6 +14,8 @@ from parity.cpu.loading.loader import _StandIns
     ("written", "read"),
     [
         ("torch.compile(f)", "__parity_compile__(f)"),
+        ("torch.baddbmm(s, q, k, beta=0.0)", "__parity_baddbmm__(s, q, k, beta=0.0)"),
+        ("torch.bmm(p, v)", "__parity_bmm__(p, v)"),
         ("import triton.language as tl", "import parity.cpu.triton.stand_in as tl"),
         ("from triton import jit", "from parity.cpu.triton.stand_in import jit"),
         ("from importlib.metadata import version as v", "from parity.cpu.loading.packages import version as v"),

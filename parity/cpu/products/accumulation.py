@@ -35,8 +35,11 @@ from parity.cpu import cuda, kernel_choices
 _FP32_BITS = 24
 _EXPONENT_FIELD = 0x7F800000
 _SCALED_BLOCK = 128
-# Elements of the largest intermediate tensor; it passes through the cache several times.
-_TILE_ELEMENTS = 1 << 20
+# Elements of a tile of the result: it and what it is made of stay in a core's cache.
+_TILE_ELEMENTS = 1 << 16
+# What 0 has for an exponent: a product with it stays below the lowest of two FP8 numbers (E5M2's, 2^-14, twice).
+_NO_EXPONENT, _LOWEST_EXPONENT = -60, -28
+_EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 @dataclass(frozen=True)
@@ -140,41 +143,41 @@ def product(core: TensorCore, left: Factor, right: Factor, split: bool) -> Tenso
         raise ValueError("one factor has block scales and the other has none")
     if left.scales is not None and _SCALED_BLOCK % core.products:
         raise ValueError(f"instructions of {core.products} products do not fill blocks of {_SCALED_BLOCK}")
-    rows = max(1, _TILE_ELEMENTS // max(1, left.values.shape[0] * core.products))
+    rows = max(1, _TILE_ELEMENTS // max(1, left.values.shape[0]))
     a, b = _terms(left), _terms(right)
-    interval = _SCALED_BLOCK if left.scales is not None else core.promote_every if split else max(1, a.values.shape[1])
-    starts = range(0, b.values.shape[0], rows)
-    result = torch.cat([_tile(core, a, b.rows(start, rows), interval) for start in starts])
+    inner, outer = b.values.shape
+    interval = _SCALED_BLOCK if left.scales is not None else core.promote_every if split else max(1, inner)
+    result = torch.cat([_tile(core, a, b.columns(start, rows), interval) for start in range(0, outer, rows)])
     if not (a.values.isfinite().all() and b.values.isfinite().all()):
-        plain = b.values @ a.values.t()
+        plain = b.values.t() @ a.values
         result = torch.where(plain.isfinite(), result, plain)
     return result
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """A factor as instructions read it; FP32.
+    """A factor as instructions read it, one product after the other.
 
     Attributes:
-        values: ``[outer, inner]``.
-        powers: the power of two that each value's exponent stands for, 0 for 0.
-        scales: as in ``Factor``.
+        values: ``[inner, outer]``, FP32.
+        exponents: of the values, as powers of two, int8; ``_NO_EXPONENT`` for 0.
+        scales: as in ``Factor``, ``[outer, blocks]``.
     """
 
     values: Tensor
-    powers: Tensor
+    exponents: Tensor
     scales: Tensor | None
 
-    def rows(self, start: int, count: int) -> _Terms:
-        scales = None if self.scales is None else self.scales[start : start + count]
-        return _Terms(self.values[start : start + count], self.powers[start : start + count], scales)
+    def columns(self, start: int, count: int) -> _Terms:
+        part = slice(start, start + count)
+        return _Terms(self.values[:, part], self.exponents[:, part], None if self.scales is None else self.scales[part])
 
 
 def _terms(factor: Factor) -> _Terms:
-    values = factor.values.float()
-    smallest = torch.finfo(factor.dtype).smallest_normal
-    powers = torch.where(values == 0, 0.0, power_of_two(values).clamp_(min=smallest))
-    return _Terms(values, powers, factor.scales)
+    values = factor.values.t().float().contiguous()
+    powers = power_of_two(values).clamp_(min=torch.finfo(factor.dtype).smallest_normal)
+    exponents = (powers.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_BIAS
+    return _Terms(values, exponents.masked_fill_(values == 0, _NO_EXPONENT).to(torch.int8), factor.scales)
 
 
 def power_of_two(values: Tensor) -> Tensor:
@@ -189,29 +192,43 @@ def truncated(values: Tensor, bits: int) -> Tensor:
 
 def _tile(core: TensorCore, a: _Terms, b: _Terms, interval: int) -> Tensor:
     """``b a^T``; a running sum is added in FP32 after each ``interval`` products, times the scales of its block."""
-    promoted = torch.zeros(b.values.shape[0], a.values.shape[0])
-    inner = a.values.shape[1]
+    inner = a.values.shape[0]
+    promoted = torch.zeros(b.values.shape[1], a.values.shape[1])
     for block, begin in enumerate(range(0, inner, interval)):
         running = torch.zeros_like(promoted)
-        for start in range(begin, min(begin + interval, inner), core.products):
-            part = slice(start, start + core.products)
-            running = _instruction(core, running, *(x[:, part] for x in (a.values, a.powers, b.values, b.powers)))
+        end = min(begin + interval, inner)
+        for start in range(begin, end, core.products):
+            running = _instruction(core, running, a, b, range(start, min(start + core.products, end)))
         if a.scales is not None and b.scales is not None:
             running *= b.scales[:, block, None] * a.scales[:, block]
         promoted += running
     return promoted
 
 
-def _instruction(core: TensorCore, running: Tensor, a: Tensor, a_powers: Tensor, b: Tensor, b_powers: Tensor) -> Tensor:
+def _instruction(core: TensorCore, running: Tensor, a: _Terms, b: _Terms, products: range) -> Tensor:
     """The running sum ``[n, m]`` after one instruction."""
-    largest = torch.mul(b_powers[:, None], a_powers).amax(-1)
-    largest = torch.maximum(largest, power_of_two(running))
+    largest = torch.maximum(_largest_power(a, b, products), power_of_two(running))
     unit = torch.where(largest > 0, largest, 1.0).mul_(2.0 ** (1 - core.bits))
+    per_unit = unit.reciprocal()
     # A product is below 4 in units of the largest power: the sum of the integers below is exact up to 2^24 in FP32.
     fits_fp32 = (core.products + 1) << (core.bits + 1) <= 1 << _FP32_BITS
-    terms = torch.mul(b[:, None], a).div_(unit[..., None]).trunc_()
-    total = terms.sum(-1, dtype=torch.float32 if fits_fp32 else torch.float64).add_((running / unit).trunc_())
+    total = (running * per_unit).trunc_().to(torch.float32 if fits_fp32 else torch.float64)
+    term = torch.empty_like(running)
+    for k in products:
+        torch.mul(b.values[k, :, None], a.values[k], out=term)
+        total += term.mul_(per_unit).trunc_()
     return truncated(_toward_zero(total.mul_(unit)), core.bits)
+
+
+def _largest_power(a: _Terms, b: _Terms, products: range) -> Tensor:
+    """The largest power of two that the exponents of these products stand for, ``[n, m]``; 0 where all are 0."""
+    sums = torch.empty(b.values.shape[1], a.values.shape[1], dtype=torch.int8)
+    largest = torch.full_like(sums, 2 * _NO_EXPONENT)
+    for k in products:
+        torch.add(b.exponents[k, :, None], a.exponents[k], out=sums)
+        torch.maximum(largest, sums, out=largest)
+    powers = ((largest.int() + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)
+    return powers.masked_fill_(largest < _LOWEST_EXPONENT, 0.0)
 
 
 def _toward_zero(values: Tensor) -> Tensor:

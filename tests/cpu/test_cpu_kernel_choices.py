@@ -1,0 +1,551 @@
+"""What the kernels of a GPU may do otherwise, as options of the CPU kernels, against slow loops in exact arithmetic."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from emulated_gpu import emulated
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+from torch import Tensor, nn
+
+from parity import te
+from parity.cpu import cuda, extension, kernel_choices
+from parity.cpu.attention import unfused
+from parity.cpu.enums import DType
+from parity.cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
+from parity.cpu.kernel_choices import kernel_choices as choosing
+from parity.cpu.products import accumulation, block_scaled, gemm, grouped_gemm, split_k, tf32
+from parity.cpu.products.block_scaled import BlockFactor
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TE_DTYPE = {FP32: DType.kFloat32, BF16: DType.kBFloat16, FP16: DType.kFloat16}
+
+
+@pytest.fixture(autouse=True)
+def no_choices_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def te_module() -> ModuleType:
+    return te.kernels("cpu").te
+
+
+def product(a: Any, b: Any, dtype: torch.dtype, split_accumulator: bool = False, **options: Any) -> Tensor:
+    """``b a^T`` as ``generic_gemm`` makes it, ``[n, m]`` of ``[m, k]`` and ``[n, k]``."""
+    arguments: dict[str, Any] = {
+        "D": None,
+        "quantizer": None,
+        "bias": None,
+        "bias_type": DType.kBFloat16,
+        "gelu": False,
+        "gelu_in": None,
+        "grad": False,
+        "workspace": torch.empty(0),
+        "workspace_size": 0,
+        "accumulate": False,
+        "use_split_accumulator": split_accumulator,
+    }
+    result, *_ = gemm.generic_gemm(a, True, b, False, output_dtype=TE_DTYPE[dtype], **(arguments | options))
+    return result
+
+
+def exponent(value: Fraction, lowest: int = -1000) -> int:
+    """The power of two of a number's leading bit, at least ``lowest``."""
+    size = abs(value)
+    found = size.numerator.bit_length() - size.denominator.bit_length()
+    return max(found if size >= Fraction(2) ** found else found - 1, lowest)
+
+
+def cut(value: Fraction, unit: Fraction) -> Fraction:
+    """The multiple of ``unit`` next to ``value``, toward zero."""
+    return int(value / unit) * unit
+
+
+def to_bits(value: Fraction, bits: int) -> Fraction:
+    """A number cut to a significand of so many bits, toward zero."""
+    return cut(value, Fraction(2) ** (exponent(value) - bits + 1)) if value else value
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- names ---
+
+
+def test_no_choice_is_on_unless_asked_for_and_none_after_an_exception() -> None:
+    def fail() -> None:
+        with choosing("tf32-truncated", "fp8-14-bit"):
+            assert current() == {"tf32-truncated", "fp8-14-bit"}
+            with choosing("mx-25-bit"):
+                assert current() == {"mx-25-bit"}
+            raise KeyError
+
+    assert current() == frozenset()
+    with pytest.raises(KeyError):
+        fail()
+    assert current() == frozenset()
+
+
+@pytest.mark.parametrize("value", ["tf32-truncated,fp8-14-bit", " FP8-14-bit , tf32-truncated,"])
+def test_the_environment_sets_them_in_every_thread_and_a_context_goes_before_it(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    seen: list[frozenset[str]] = []
+    thread = threading.Thread(target=lambda: seen.append(current()))
+    with choosing():
+        thread.start()
+        thread.join()
+        assert current() == frozenset()
+    assert seen == [current()] == [{"tf32-truncated", "fp8-14-bit"}]
+
+
+def test_a_child_process_has_those_of_the_environment() -> None:
+    program = "from parity.cpu.kernel_choices import current; print(*sorted(current()))"
+    environment = {**os.environ, VARIABLE: "split-k-in-output-type,fp32-exact"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    assert ran.stdout == "fp32-exact split-k-in-output-type\n"
+
+
+WRONG = [
+    (("tf32-cut",), "names no choice of kernels with 'tf32-cut'; name one or more of tf32-truncated, tf32-ties-away"),
+    (("fp8-14-bit", "tf32-truncated", "fp32-exact"), "tf32-truncated and fp32-exact, which contradict each other"),
+    (("tf32-ties-away", "tf32-truncated"), "tf32-truncated and tf32-ties-away, which contradict each other"),
+]
+
+
+@pytest.mark.parametrize(("names", "message"), WRONG)
+def test_what_cannot_be_chosen_is_refused_with_the_names_that_can(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(BadChoice, match=message) as raised, choosing(*names):
+        pass
+    assert all(name in str(raised.value) for name in NAMES)
+
+
+@pytest.mark.parametrize(("names", "message"), WRONG)
+def test_the_environment_is_refused_when_te_is_loaded(
+    names: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, ",".join(names))
+    with pytest.raises(ValueError, match=f"{VARIABLE}='.*' .*{message}"):
+        extension.build(Version(te.version()))
+
+
+# --- FP32 operands ---
+
+
+def cut_to_tf32(value: float) -> float:
+    return float(to_bits(Fraction(value), 11))
+
+
+def away_to_tf32(value: float) -> float:
+    exact = Fraction(value)
+    if not exact:
+        return value
+    unit = Fraction(2) ** (exponent(exact, -126) - 10)
+    steps = int(abs(exact) / unit + Fraction(1, 2))
+    return float(steps * unit * (1 if exact > 0 else -1))
+
+
+@pytest.mark.parametrize(("name", "oracle"), [("tf32-truncated", cut_to_tf32), ("tf32-ties-away", away_to_tf32)])
+@given(values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1))
+def test_operands_are_read_as_the_choice_says(name: str, oracle: Any, values: list[float]) -> None:
+    values = [value if abs(value) > 2.0**-100 else 0.0 for value in values]
+    with choosing(name):
+        assert tf32.operand(torch.tensor(values)).tolist() == [oracle(value) for value in values]
+
+
+@pytest.mark.parametrize("name", ["tf32-truncated", "tf32-ties-away", "fp32-exact"])
+def test_infinities_nans_and_the_operands_themselves_stay(name: str) -> None:
+    bits = [0x7F800000, -0x00800000, 0x7F800001, 0x7FFFFFFF, -1, 0x3F801000]
+    values = torch.tensor(bits, dtype=torch.int32).view(FP32)
+    with choosing(name):
+        read = tf32.operand(values)
+    assert values.view(torch.int32).tolist() == bits
+    assert read[:2].tolist() == [torch.inf, -torch.inf]
+    assert read[2:5].isnan().all()
+    assert read[5] in (1.0, values[5], 1.0 + 2.0**-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle"),
+    [("tf32-truncated", cut_to_tf32), ("tf32-ties-away", away_to_tf32), ("fp32-exact", float)],
+)
+def test_a_gemm_multiplies_what_was_read(name: str, oracle: Any) -> None:
+    a, b = normal(5, 48, seed=1), normal(7, 48, seed=2)
+    a = (a.view(torch.int32) & ~0x1FFF | 0x1000).view(FP32)  # halfway between two numbers of TF32
+    with choosing(name):
+        result = product(a, b, FP32)
+    for n, m in [(0, 0), (3, 2), (6, 4)]:
+        exact = sum(oracle(x) * oracle(y) for x, y in zip(a[m].tolist(), b[n].tolist(), strict=True))
+        size = (a[m].abs() @ b[n].abs()).item()
+        assert abs(result[n, m].item() - exact) < 48 * 2.0**-24 * size
+    assert not torch.equal(result, product(a, b, FP32))
+
+
+def test_the_context_that_leaves_out_tf32_goes_before_other_choices_and_keeps_them() -> None:
+    with choosing("tf32-truncated", "fp8-14-bit"), tf32.left_out():
+        assert current() == {"fp32-exact", "fp8-14-bit"}
+
+
+# --- split K ---
+
+
+@pytest.mark.parametrize(
+    ("inner", "lengths"),
+    [(31, [31]), (63, [63]), (64, [32, 32]), (100, [32, 32, 36]), (128, [32] * 4), (1024, [256] * 4)],
+)
+def test_k_is_split_into_at_most_four_parts_of_at_least_32(inner: int, lengths: list[int]) -> None:
+    parts = split_k.parts(inner)
+    assert [part.stop - part.start for part in parts] == lengths
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+
+
+def split_sum(a: list[float], b: list[float], lengths: list[int], dtype: torch.dtype, scale: float = 1.0) -> float:
+    """One dot product of numbers whose sums of parts FP32 holds exactly."""
+    total, start = 0.0, 0
+    for length in lengths:
+        part = slice(start, start + length)
+        partial = rounded(scale * sum(x * y for x, y in zip(a[part], b[part], strict=True)), dtype)
+        total, start = (rounded(total + partial, dtype) if start else partial), start + length
+    return total
+
+
+def integers(*shape: int, seed: int) -> Tensor:
+    return torch.randint(-15, 16, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_parts_of_a_gemm_are_rounded_and_added_in_the_output_s_dtype(dtype: torch.dtype) -> None:
+    a, b = integers(5, 100, seed=1).abs(), integers(7, 100, seed=2).abs()
+    with choosing("split-k-in-output-type"):
+        result = product(a.to(dtype), b.to(dtype), dtype)
+    expected = [[split_sum(x, y, [32, 32, 36], dtype) for x in a.tolist()] for y in b.tolist()]
+    assert result.tolist() == expected
+    assert not torch.equal(result, product(a.to(dtype), b.to(dtype), dtype))
+
+
+def test_the_bias_comes_after_the_parts() -> None:
+    a, b, bias = integers(5, 64, seed=1).to(BF16), integers(7, 64, seed=2).to(BF16), integers(5, seed=3).to(BF16)
+    with choosing("split-k-in-output-type"):
+        without, result = product(a, b, BF16), product(a, b, BF16, bias=bias)
+    assert torch.equal(result, without + bias)
+
+
+def test_a_scale_multiplies_each_part_before_it_is_rounded(te_module: ModuleType) -> None:
+    quantizer = te_module.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
+    a, b = (quantizer(integers(8, 128, seed=seed)) for seed in (1, 2))
+    values = [tensor.dequantize(dtype=FP32) for tensor in (a, b)]
+    with choosing("split-k-in-output-type"):
+        result = product(a, b, BF16)
+    # The values are the codes times a scale that is no power of two, so that a sum may be off by FP32's rounding.
+    expected = [[split_sum(x, y, [32] * 4, BF16) for x in values[0].tolist()] for y in values[1].tolist()]
+    differ = result != torch.tensor(expected, dtype=BF16)
+    assert differ.float().mean() < 0.05
+    assert not torch.equal(result, product(a, b, BF16))
+
+
+# --- unfused attention ---
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_attention_s_products_and_their_gradients_add_parts_in_16_bits(dtype: torch.dtype) -> None:
+    a, b = integers(2, 3, 64, seed=1).to(dtype), integers(2, 64, 96, seed=2).to(dtype)
+    gradient = integers(2, 3, 96, seed=3).to(dtype)
+    a.requires_grad_(), b.requires_grad_()
+    with choosing("attention-16-bit-sums"):
+        result = unfused.baddbmm(torch.full((2, 3, 96), torch.nan, dtype=dtype), a, b, beta=0.0, alpha=0.125)
+        result.backward(gradient)
+    assert a.grad is not None
+    for batch in range(2):
+        x, y, g = (tensor[batch].detach().float() for tensor in (a, b, gradient))
+        expected = [[split_sum(row, column, [32, 32], dtype, 0.125) for column in y.t().tolist()] for row in x.tolist()]
+        assert result[batch].tolist() == expected
+        of_a = [[0.125 * split_sum(row, column, [32] * 3, dtype) for column in y.tolist()] for row in g.tolist()]
+        assert a.grad[batch].tolist() == of_a
+
+
+def attention_pass(te_module: ModuleType, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of unfused attention."""
+    module = te_module.DotProductAttention(2, 64, attention_dropout=0.0)
+    leaves = [normal(64, 1, 2, 64, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
+    output = module(*leaves, attn_mask_type="causal")
+    output.backward(normal(*output.shape, seed=3).to(dtype))
+    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize(("dtype", "changes"), [(BF16, True), (FP16, True), (FP32, False)])
+def test_te_s_unfused_attention_follows(
+    te_module: ModuleType, dtype: torch.dtype, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    attention = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    )
+    attention._attention_backends["backend_selection_requires_update"] = True
+    plain = attention_pass(te_module, dtype)
+    with choosing("attention-16-bit-sums"):
+        split = attention_pass(te_module, dtype)
+    attention._attention_backends["backend_selection_requires_update"] = True
+    for one, other in zip(plain, split, strict=True):
+        assert torch.equal(one, other) != changes
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.05)
+
+
+# --- sums of FP8 products ---
+
+
+def short_sum(core: accumulation.TensorCore, a: list[float], b: list[float], interval: int) -> float:
+    """One dot product in exact arithmetic: 14 bits of a running sum, added in FP32 after each interval."""
+    promoted, running = torch.zeros(()), Fraction(0)
+    for start in range(0, len(a), core.products):
+        if start and start % interval == 0:
+            promoted, running = promoted + float(running), Fraction(0)
+        part = slice(start, start + core.products)
+        factors = [(Fraction(x), Fraction(y)) for x, y in zip(a[part], b[part], strict=True) if x and y]
+        exponents = [exponent(x, -6) + exponent(y, -6) for x, y in factors] + [exponent(running)] * bool(running)
+        unit = Fraction(2) ** (max(exponents, default=0) - 13)
+        running = to_bits(cut(running, unit) + sum(cut(x * y, unit) for x, y in factors), 14)
+    return (promoted + float(running)).item()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("gpu", "core"), [(cuda.HOPPER, accumulation.HOPPER), (cuda.ADA, accumulation.ADA)], ids=["hopper", "ada"]
+)
+def test_per_tensor_fp8_adds_14_bits_as_the_gpu_does(
+    gpu: cuda.DeviceProperties, core: accumulation.TensorCore, split: bool
+) -> None:
+    with emulated(gpu) as te_module:
+        one = torch.ones(1)
+        quantizer = te_module.Float8Quantizer(one, torch.zeros(1), DType.kFloat8E4M3)
+        a, b = (quantizer(normal(4, 384, seed=seed)) for seed in (1, 2))
+        values = [tensor.dequantize(dtype=FP32).tolist() for tensor in (a, b)]
+        with choosing("fp8-14-bit"):
+            result = product(a, b, FP32, split_accumulator=split)
+        interval = 128 if split else 384
+        assert result.tolist() == [[short_sum(core, x, y, interval) for x in values[0]] for y in values[1]]
+
+
+RECIPES = {"per tensor": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+
+
+def linear_pass(te_module: ModuleType, recipe: str | None, dtype: torch.dtype = FP32) -> list[Tensor]:
+    """Output, input gradient and weight gradient of ``te.Linear``; the backward pass begins where this is called."""
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    torch.manual_seed(0)
+    module = te_module.Linear(256, 128, bias=False, params_dtype=dtype, device="cpu")
+    x = normal(128, 256).to(dtype).requires_grad_()
+    with te_module.autocast(enabled=recipe is not None, recipe=getattr(recipes, recipe)() if recipe else None):
+        y = module(x)
+    y.backward(normal(*y.shape, seed=1).to(dtype))
+    assert x.grad is not None
+    return [y.detach(), x.grad, module.weight.grad]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> list[bool]:
+    return [torch.equal(x, y) for x, y in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize(("scales", "name"), [("per tensor", "fp8-14-bit"), ("block", "fp8-block-14-bit")])
+def test_fp8_choices_are_those_of_the_emulated_hopper_for_their_scales_alone(
+    te_module: ModuleType, scales: str, name: str
+) -> None:
+    plain = linear_pass(te_module, RECIPES[scales])
+    (other,) = {"fp8-14-bit", "fp8-block-14-bit"} - {name}
+    with accumulation.emulated():
+        expected = linear_pass(te_module, RECIPES[scales])
+    with choosing(name):
+        assert all(equal(linear_pass(te_module, RECIPES[scales]), expected))
+    with choosing(other):
+        assert all(equal(linear_pass(te_module, RECIPES[scales]), plain))
+    assert not any(equal(plain, expected))
+
+
+# --- MXFP8 and NVFP4 ---
+
+
+def mxfp8_sum(a: list[float], b: list[float], scales: list[Fraction], lowest: int) -> Fraction:
+    running = Fraction(0)
+    for block, scale in enumerate(scales):
+        part = slice(32 * block, 32 * block + 32)
+        factors = [(Fraction(x), Fraction(y)) for x, y in zip(a[part], b[part], strict=True) if x and y]
+        exponents = [exponent(x, lowest) + exponent(y, lowest) + exponent(scale) for x, y in factors]
+        unit = Fraction(2) ** (max(exponents + [exponent(running)] * bool(running), default=0) - 25)
+        running = to_bits(cut(running, unit) + sum(cut(x * y * scale, unit) for x, y in factors), 24)
+    return running
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("spread", [0, 6, 12])
+def test_mxfp8_sums_keep_25_fraction_bits_of_the_largest_term(dtype: torch.dtype, spread: int) -> None:
+    generator = torch.Generator().manual_seed(spread)
+    factors = []
+    for _ in range(2):
+        size = torch.exp2(torch.randint(-spread, spread + 1, (4, 160), generator=generator).float())
+        values = (torch.randn(4, 160, generator=generator) * size).to(dtype).float()
+        scales = torch.exp2(torch.randint(-spread, spread + 1, (4, 5), generator=generator).float())
+        factors.append(BlockFactor(values, scales, dtype))
+    a, b = factors
+    result, lowest = block_scaled.product(a, b), exponent(Fraction(torch.finfo(dtype).smallest_normal))
+    for n in range(4):
+        for m in range(4):
+            scales = [
+                Fraction(x) * Fraction(y) for x, y in zip(a.scales[m].tolist(), b.scales[n].tolist(), strict=True)
+            ]
+            assert Fraction(result[n, m].item()) == mxfp8_sum(
+                a.values[m].tolist(), b.values[n].tolist(), scales, lowest
+            )
+
+
+def nvfp4_sum(a: list[float], b: list[float], a_scales: list[float], b_scales: list[float]) -> Fraction:
+    running = Fraction(0)
+    for start in range(0, len(a_scales), 4):
+        terms = []
+        for block in range(start, min(start + 4, len(a_scales))):
+            part = slice(16 * block, 16 * block + 16)
+            dot = sum(Fraction(x) * Fraction(y) for x, y in zip(a[part], b[part], strict=True))
+            scales = Fraction(a_scales[block]), Fraction(b_scales[block])
+            if dot and all(scales):
+                terms.append((dot * scales[0] * scales[1], sum(exponent(scale, -6) for scale in scales)))
+        exponents = [power for _, power in terms] + [exponent(running)] * bool(running)
+        unit = Fraction(2) ** (max(exponents, default=0) - 35)
+        running = to_bits(cut(running, unit) + sum(cut(term, unit) for term, _ in terms), 24)
+    return running
+
+
+def test_nvfp4_sums_add_exact_sums_of_blocks_in_steps_of_64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    factors = []
+    for _ in range(2):
+        signs = 1.0 - 2.0 * torch.randint(0, 2, (4, 224), generator=generator)
+        values = e2m1[torch.randint(0, 8, (4, 224), generator=generator)] * signs
+        scales = torch.randint(0, 127, (4, 14), generator=generator).to(torch.uint8).view(E4M3).float()
+        factors.append(BlockFactor(values, scales, None))
+    a, b = factors
+    result = block_scaled.product(a, b)
+    for n in range(4):
+        for m in range(4):
+            expected = nvfp4_sum(*(tensor.tolist() for tensor in (a.values[m], b.values[n], a.scales[m], b.scales[n])))
+            assert Fraction(result[n, m].item()) == expected
+
+
+def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
+    a, b = (
+        BlockFactor(torch.ones(2, 64), torch.ones(2, 2), E5M2),
+        BlockFactor(torch.ones(3, 64), torch.ones(3, 2), E5M2),
+    )
+    a.values[0, 3], b.values[2, 3], b.scales[1, 1] = torch.inf, 0.0, torch.nan
+    result = block_scaled.product(a, b)
+    plain = torch.tensor([[torch.inf, 64.0], [torch.nan, torch.nan], [torch.nan, 63.0]])
+    torch.testing.assert_close(result, plain, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("quantizer", ["MXFP8Quantizer", "NVFP4Quantizer"])
+def test_te_s_mx_gemms_differ_by_a_few_last_bits(quantizer: str, columnwise: bool) -> None:
+    with emulated(cuda.BLACKWELL) as te_module:
+        arguments = (DType.kFloat8E4M3,) if quantizer == "MXFP8Quantizer" else ()
+        make = getattr(te_module, quantizer)(*arguments)
+        shapes = [(512, 64), (512, 96)] if columnwise else [(64, 512), (96, 512)]
+        size = torch.exp2(torch.arange(512) % 13 - 6.0)  # so that FP32 does not hold the sums
+        size = size[:, None] if columnwise else size
+        a, b = (make((normal(*shape, seed=seed).abs() * size).to(BF16)) for seed, shape in enumerate(shapes))
+        arguments = (a, not columnwise, b, columnwise, None, None, DType.kFloat32, None, DType.kBFloat16, False, None)
+        arguments += (False, torch.empty(0), 0, False, True)
+        plain = gemm.generic_gemm(*arguments)[0]
+        with choosing("mx-25-bit"):
+            emulated_sums = gemm.generic_gemm(*arguments)[0]
+    error = (emulated_sums.double() - plain.double()) / plain.double()
+    assert 0 < error.abs().max() < 1e-5
+    if quantizer == "MXFP8Quantizer":
+        assert error.mean() < 0  # toward zero
+
+
+# --- what a choice leaves alone ---
+
+CONCERNS = {
+    "tf32-truncated": {(None, FP32)},
+    "tf32-ties-away": {(None, FP32)},
+    "fp32-exact": {(None, FP32)},
+    "fp8-14-bit": {("Float8CurrentScaling", BF16)},
+    "fp8-block-14-bit": {("Float8BlockScaling", BF16)},
+    "split-k-in-output-type": {(None, BF16), ("Float8CurrentScaling", BF16), ("Float8BlockScaling", BF16)},
+    "attention-16-bit-sums": set(),
+    "mx-25-bit": set(),
+}
+KINDS = [(None, FP32), (None, BF16), ("Float8CurrentScaling", BF16), ("Float8BlockScaling", BF16)]
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), KINDS)
+def test_a_linear_layer_changes_under_the_choices_that_concern_it_and_no_others(
+    te_module: ModuleType, recipe: str | None, dtype: torch.dtype
+) -> None:
+    plain = linear_pass(te_module, recipe, dtype)
+    with choosing():
+        assert all(equal(linear_pass(te_module, recipe, dtype), plain))
+    for name in NAMES:
+        with choosing(name):
+            changed = not all(equal(linear_pass(te_module, recipe, dtype), plain))
+        assert changed == ((recipe, dtype) in CONCERNS[name]), name
+    assert current() == frozenset()
+
+
+def test_a_backward_pass_has_the_choice_that_holds_where_it_is_started(te_module: ModuleType) -> None:
+    def passed(forward: str, backward: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        module, x = te_module.Linear(64, 32, bias=False, device="cpu"), normal(16, 64).requires_grad_()
+        with choosing(*filter(None, [forward])):
+            y = module(x)
+        with choosing(*filter(None, [backward])):
+            y.backward(normal(16, 32, seed=1))
+        return [y.detach(), x.grad, module.weight.grad]
+
+    plain = passed("", "")
+    assert equal(passed("tf32-truncated", ""), plain) == [False, True, True]
+    assert equal(passed("", "tf32-truncated"), plain) == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["split-k-in-output-type", "tf32-truncated"])
+def test_grouped_gemms_follow(name: str) -> None:
+    dtype = BF16 if name == "split-k-in-output-type" else FP32
+    a, b = ([normal(rows, 128, seed=rows + i).to(dtype) for i in range(2)] for rows in (24, 40))
+    with choosing(name):
+        results = [torch.empty(40, 24, dtype=dtype) for _ in range(2)]
+        empty = [torch.empty(0)] * 2
+        grouped_gemm.te_general_grouped_gemm(
+            a, True, b, False, results, TE_DTYPE[dtype], None, empty, TE_DTYPE[dtype], False, empty, False,
+            [torch.empty(0)], 0, False, False, 0,
+        )  # fmt: skip
+        expected = [product(x, y, dtype) for x, y in zip(a, b, strict=True)]
+    assert all(equal(results, expected))
+    assert not any(equal(results, [product(x, y, dtype) for x, y in zip(a, b, strict=True)]))
+
+
+def test_plain_modules_are_not_concerned() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(64, 64), normal(8, 64)
+    plain = module(x)
+    with choosing(*(name for name in NAMES if name not in kernel_choices.FP32_OPERANDS), "tf32-truncated"):
+        assert torch.equal(module(x), plain)
