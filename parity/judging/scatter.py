@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from scipy import special
+from torch import Tensor
 
 from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.result import TensorResult
@@ -48,6 +49,24 @@ def scatters(drawn: Sequence[Summed]) -> bool:
     return _rows_scatter(drawn) or _roundings(drawn) < few
 
 
+def slices_scatter(drawn: Sequence[Summed]) -> bool:
+    """Whether few roundings decide how large an error is in a slice across one dimension, as a column whose rows agree.
+
+    Args:
+        drawn: as for ``scatters``.
+    """
+    drawn = [error for error in drawn if error.is_finite]
+    if len(drawn) < FEWEST_DRAWN:
+        return False
+    dims = range(drawn[0].values.dim())
+    slices = (tuple(other for other in dims if other != dim) for dim in dims)
+    return any(
+        _differ([error.squares_over(others) for error in drawn])
+        for others in slices
+        if others and math.prod(drawn[0].values.shape[other] for other in others) >= _SMALLEST_ROW
+    )
+
+
 def _roundings(drawn: Sequence[Summed]) -> float:
     """Of how many independent roundings the squared norm scatters like: n of them have mean n and variance ``2 n``.
 
@@ -64,7 +83,12 @@ def _rows_scatter(drawn: Sequence[Summed]) -> bool:
     sums = [torch.tensor([error.total]) for error in drawn]
     if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
         sums = [error.squares_over((len(shape) - 1,)).flatten() for error in drawn]
-    squares = torch.stack(sums)
+    return _differ(sums)
+
+
+def _differ(sums: Sequence[Tensor]) -> bool:
+    """Whether one of the squared norms is far beyond its usual one in some run."""
+    squares = torch.stack(list(sums))
     return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
 
 

@@ -51,6 +51,9 @@ TELLING_LOOKS = 4
 STILL_HOPELESS_MARGIN = 3.0
 # Of these the margin counts deviations, which are small where a few scores of a saturated softmax scale all gradients.
 _IN_DEVIATIONS = frozenset({"gain", "mistake"})
+# One rounding may be all of a small slice's error, so that another's is many times as large: where terms cancel, or
+# where a format has few numbers as small. Only several runs tell that, and of a format only those that are drawn.
+_OF_A_SLICE = frozenset({"row", "slice"})
 
 
 def second_look(
@@ -91,14 +94,14 @@ def second_look(
             return judged
     with optimizers_recorded() as optimizers:
         for kinks, freedom in _looks(prepared, both):
-            if freedom.jitter is not None and _is_hopeless(judged, _hopeless_margin(noisy, steps=bool(optimizers))):
+            if freedom.jitter is not None and _is_hopeless(judged, noisy, steps=bool(optimizers)):
                 return tensors
             noisy += freedom.jitter is not None
             looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
             judged = judge(looked, NONE_DRAWN)
             if all(tensor.passed for tensor in judged):
                 return judged
-    if _is_hopeless(judged, _hopeless_margin(noisy, steps=bool(optimizers))):
+    if _is_hopeless(judged, noisy, steps=bool(optimizers)):
         return tensors
     dithered = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
     drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
@@ -141,16 +144,20 @@ def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = 
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
-def _hopeless_margin(noisy: int, steps: bool) -> float:
+def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
     """Beyond which no further run helps, after so many noisy ones; a step of Adam's may be all of an error at any."""
+    if statistic in _IN_DEVIATIONS:
+        return math.inf
+    if statistic in _OF_A_SLICE:
+        return HOPELESS_MARGIN if noisy >= TELLING_LOOKS else math.inf
     return HOPELESS_MARGIN if steps or noisy < TELLING_LOOKS else STILL_HOPELESS_MARGIN
 
 
-def _is_hopeless(tensors: Sequence[TensorResult], margin: float) -> bool:
+def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool) -> bool:
     """Whether an error is larger than any noise makes it, but for gradients that are nothing but noise."""
     judged = (tensor for tensor in tensors if not is_lost(tensor))
-    checks = (check for tensor in judged for check in tensor.checks if check.statistic not in _IN_DEVIATIONS)
-    return any(check.margin > margin for check in checks)
+    checks = (check for tensor in judged for check in tensor.checks)
+    return any(check.margin > _hopeless_margin(check.statistic, noisy, steps) for check in checks)
 
 
 def _are_finite(tensors: Sequence[TensorResult]) -> bool:

@@ -44,6 +44,8 @@ SMALLEST_SLICE = 32
 # How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
 # slice in which the model happened to be lucky from failing.
 _PRIOR_ELEMENTS = 8
+# Of the root mean square of the largest slice, below which another's is what FP64 leaves of terms that cancel.
+_VANISHING = 1e-12
 # Above what right ports' worst slices have; from there on it is worth to count how many elements make up an error.
 _USUAL = 1.5
 # Of a normal law below three standard deviations, in how many degrees of freedom chance no longer counts.
@@ -90,7 +92,12 @@ def least_error(dtype: torch.dtype, summed_terms: int) -> float:
 
 
 def statistics(
-    error: Summed, model_errors: Sequence[Summed], golden: Summed, least: float, of_parameter: bool = False
+    error: Summed,
+    model_errors: Sequence[Summed],
+    golden: Summed,
+    least: float,
+    of_parameter: bool = False,
+    terms: float = 0.0,
 ) -> Iterator[Statistic]:
     """Every statistic that a tensor of this shape has.
 
@@ -101,6 +108,8 @@ def statistics(
         golden: same dtype and shape, finite.
         least: see ``least_error``.
         of_parameter: whether the tensor is a parameter's gradient.
+        terms: the relative error of terms as large as the tensor, of which a slice may be what is left where they
+            cancel; 0 where they do not, and what exceeds the tensor's own counts as that.
     """
     shape, count = golden.values.shape, golden.values.numel()
     if not count:
@@ -110,16 +119,21 @@ def statistics(
     yield _largest(error, model_errors, least * golden.max_abs)
     if has_component(golden):
         yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
-    relative = total / golden.total if golden.total > 0 else 0.0
+    relative = math.sqrt(total / golden.total) if golden.total > 0 else 0.0
     worst: dict[str, Statistic] = {}
     for name, label, dims in _slices(shape, of_parameter):
         there = math.prod(shape[dim] for dim in dims)
         own = functools.reduce(torch.maximum, (model.squares_over(dims) for model in model_errors))
         share = there / (there + _PRIOR_ELEMENTS)
-        expected = (own * share).add_(golden.squares_over(dims), alpha=(1.0 - share) * relative)
-        # An error below the tensor's average is none to report: the first query of causal attention has one key, so its
-        # gradient is zero but for rounding, of which no model knows the size.
-        expected.clamp_(min=total * there / count)
+        expected = (own * share).add_(golden.squares_over(dims), alpha=(1.0 - share) * relative**2)
+        here = golden.squares_over(dims)
+        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention has one key,
+        # so its gradient is zero but for rounding, of which no model knows the size. The tensor's average does.
+        floor = (least**2 * here).clamp_(min=min(terms, relative) ** 2 * golden.total * there / count)
+        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention has one key,
+        # so its gradient is zero but for rounding, of which no model knows the size. The tensor's average does.
+        floor[here <= _VANISHING**2 * here.max()] = total * there / count
+        expected = torch.maximum(expected, floor).clamp_(min=there * torch.finfo(here.dtype).tiny)
         ratios = _ratios(error.squares_over(dims), expected)
         value = math.sqrt(ratios.max().item()) / _chance(there)
         if value > _USUAL:

@@ -59,8 +59,8 @@ def test_a_row_whose_error_is_that_of_one_element_may_be_as_unlucky_as_one_eleme
     """As of a softmax, whose largest value has most of the error."""
     place = torch.randint(64, (4, 128, 1), generator=torch.Generator().manual_seed(seed))
     deviations = torch.full((4, 128, 64), 1e-5, dtype=torch.float64).scatter(2, place, 1e-3)
-    error, *models = (deviations * draw(4, 128, 64, seed=3 * seed + i) for i in range(3))
-    found = values(error, models, draw(4, 128, 64))
+    error, *drawn = (Summed(deviations * draw(4, 128, 64, seed=100 * seed + i), i > 0) for i in range(1 + DRAWS))
+    found = {s.name: s.value for s in statistics.statistics(error, drawn, Summed(draw(4, 128, 64)), LEAST)}
     assert max(found["row"], found["slice"]) < 1.5
 
 
@@ -126,10 +126,38 @@ def test_the_norm_of_few_elements_may_exceed_anothers_by_chance():
         assert found["slice"] < 1.3
 
 
-def test_a_lucky_slice_of_the_model_fails_nobody():
+def test_a_slice_in_which_the_models_are_lucky_is_not_expected_to_err_less_than_terms_that_cancel():
     lucky = MODEL.clone()
     lucky[:, 7] *= 1e-3
-    assert values(FAITHFUL, [lucky], GOLDEN)["slice"] < 1.6
+
+    def worst(terms):
+        found = statistics.statistics(Summed(FAITHFUL), [Summed(lucky)], Summed(GOLDEN), LEAST, terms=terms)
+        return next(statistic for statistic in found if statistic.name == "slice")
+
+    assert worst(math.inf).value < 1.6
+    assert worst(0.0).value > 3
+    assert worst(0.0).where == "dim 1 at 7"
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("times", [1e-2, 1e-5, 1e-8])
+def test_a_wrong_factor_in_a_small_slice_shows_beside_large_ones(dim, times):
+    """A slice is judged by its own error, however large the others' is."""
+    scale = torch.ones(4, 32, 64, dtype=torch.float64)
+    scale.select(dim, 3).fill_(times)
+    right, model, golden = scale * FAITHFUL, scale * MODEL, scale * GOLDEN
+    wrong = right + 0.1 * golden * (scale < 1)
+    found = observed(wrong, [model], golden)["slice"]
+    assert values(right, [model], golden)["slice"] < 1.4
+    assert found.value > 40
+    assert found.where == f"dim {dim} at 3"
+
+
+def test_a_slice_that_golden_has_only_by_fp64s_rounding_is_judged_by_the_average():
+    golden, model = GOLDEN.clone(), MODEL.clone()
+    golden[:, 0] *= 1e-15
+    model[:, 0] = 0.0
+    assert values(FAITHFUL, [model], golden)["slice"] < 1.4
 
 
 def test_one_wrong_element_shows_as_the_largest():
