@@ -67,6 +67,10 @@ def _check_surroundings(asked: Options) -> None:
             from parity.cpu import cuda
 
             cuda.check_environment()
+        if "PARITY_KERNEL_CHOICES" in os.environ:
+            from parity.cpu import kernel_choices
+
+            kernel_choices.current()
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
 

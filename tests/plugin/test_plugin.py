@@ -112,14 +112,21 @@ def test_files_that_cannot_serve_are_refused_once_before_any_worker_starts(
     assert len([line for line in result.errlines if line]) == 1
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PARITY_EMULATED_GPU", "volta", "names no GPU*ada, hopper, blackwell"),
+        ("PARITY_KERNEL_CHOICES", "tf32-cut", "names no choice of kernels*tf32-truncated, *"),
+    ],
+)
 def test_an_emulated_gpu_that_does_not_exist_is_refused_once(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, told: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PARITY_EMULATED_GPU", "volta")
+    monkeypatch.setenv(variable, value)
     write(pytester, PAIRS)
     result = pytester.runpytest_subprocess(*plugin_arguments(), "my_pairs.py", "-n", "2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: PARITY_EMULATED_GPU='volta' names no GPU*ada, hopper, blackwell"])
+    result.stderr.fnmatch_lines([f"ERROR: {variable}='{value}' {told}"])
 
 
 def test_a_report_whose_folder_is_lost_meanwhile_is_saved_elsewhere_with_the_whole_record(
