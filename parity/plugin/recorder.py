@@ -71,10 +71,11 @@ class Recorder:
 
         Args:
             environment: the record's first line.
-            results: lines, which the next call of ``record`` replaces.
+            results: lines, which the next call, or that of ``record``, replaces.
         """
         from parity.report import record
 
+        self._withdraw()
         if self._digest is None:
             self._begin(environment)
         if self._begun and not self._unwritten:

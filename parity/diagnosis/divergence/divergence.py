@@ -55,6 +55,7 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
     agreed: list[str] = []
     reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
     for one in _compared_pass(returned, failure.precision.warmup_passes):
+        failure.prepared.clock.check()
         share = columns.share(one.tensor)
         if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
             agreed.append(one.module)
