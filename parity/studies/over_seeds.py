@@ -1,10 +1,11 @@
-"""What seeds tell of a figure that differs with each: an interval for its mean, a verdict, and digits to print."""
+"""What seeds tell of a figure that differs with each: its mean's interval, a verdict, digits, a place among draws."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scipy import stats
 
@@ -77,6 +78,43 @@ def digits(value: float, of_seeds: Sequence[float]) -> str:
 def mean_digits(of_seeds: Sequence[float]) -> str:
     """Write the mean over seeds, see ``digits``."""
     return digits(statistics.fmean(of_seeds), of_seeds)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a figure lies in the distribution that draws are from, taken for Student's with their mean and deviation.
+
+    Attributes:
+        below: the share of draws below it.
+        deviations: how many standard deviations it lies above the mean.
+        chance: of one more draw that lies as far from the mean.
+        as_small: the chance of one that is no larger in magnitude.
+        density: at the figure.
+    """
+
+    below: float
+    deviations: float
+    chance: float
+    as_small: float
+    density: float
+
+
+def placed(figure: float, draws: Sequence[float]) -> Placed:
+    """Place a figure among at least two draws."""
+    count, mean = len(draws), statistics.fmean(draws)
+    deviation = max(statistics.stdev(draws), 1e-300)  # draws that are all equal admit no other figure
+    spread = deviation * (1 + 1 / count) ** 0.5
+    student = stats.t(count - 1)
+    away = (figure - mean) / spread
+    ends = ((sign * abs(figure) - mean) / spread for sign in (-1, 1))
+    below, above = (float(student.cdf(end)) for end in ends)
+    return Placed(
+        below=sum(each < figure for each in draws) / count,
+        deviations=(figure - mean) / deviation,
+        chance=2 * float(student.sf(abs(away))),
+        as_small=above - below,
+        density=float(student.pdf(min(abs(away), 1e100))) / spread,
+    )
 
 
 def _log(ratio: float) -> float:

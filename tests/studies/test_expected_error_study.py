@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies.expected_error import study
+from parity.studies.expected_error import claims, issue_407, study
+from parity.studies.expected_error.issue_407 import Drawn
 from parity.studies.expected_error.plots import PARTS_OF_OUTPUTS, explained, shares_of
 from parity.studies.expected_error.study import (
     ISSUE_407,
@@ -120,6 +121,57 @@ def test_short_sums_hide_behind_the_cast_to_fp8(found: Found) -> None:
     short, plain = (mean(found, "linear", base(SMALL), "fp8_current", way) for way in (SHORT_SUMS, TE))
     assert short != plain
     assert short == pytest.approx(plain, rel=0.01)
+
+
+def drawn(right: list[float], swapped: list[float], allclose: bool = False) -> list[Drawn]:
+    alike = dict.fromkeys(issue_407.LINEARS, allclose)
+    return [Drawn(*sums, alike) for sums in zip(right, swapped, strict=True)]
+
+
+SMALL_SUMS, LARGE_SUMS = [1.8, -2.1, 0.4, -0.7, 1.1, -1.5], [2400.0, -3100.0, 900.0, -1700.0, 2800.0, -600.0]
+
+
+@pytest.mark.parametrize(
+    ("draws", "answers"),
+    [
+        (drawn(SMALL_SUMS, LARGE_SUMS), ["yes", "yes", "no", "no"]),
+        (drawn(LARGE_SUMS, SMALL_SUMS), ["no", "no", "no", "no"]),
+        (drawn([1e6] * 6, LARGE_SUMS, allclose=True), ["no", "yes", "yes", "yes"]),
+        (drawn([1e6 * each for each in SMALL_SUMS], [1e6] * 6), ["no", "no", "no", "no"]),
+        (drawn(SMALL_SUMS, SMALL_SUMS), ["cannot tell", "no", "no", "no"]),
+        (drawn(SMALL_SUMS[:1], LARGE_SUMS[:1]), ["cannot tell", "cannot tell", "no", "no"]),
+        ([*drawn(SMALL_SUMS, LARGE_SUMS), *drawn([0.1], [9.0], True)], ["yes", "yes", "cannot tell", "cannot tell"]),
+    ],
+)
+def test_issue_407_is_answered_from_draws_of_both_ports(draws: list[Drawn], answers: list[str]) -> None:
+    settings = dataclasses.replace(SMALL, modules=(), precisions=("fp32",))
+    assert [claim.agrees for claim in claims.claims({}, draws, settings)] == answers
+
+
+def test_issue_407_s_ports_err_by_far_apart_sums_and_no_linear_layer_is_allclose(kernels: Kernels) -> None:
+    right, *others = [issue_407.draw(seed, kernels) for seed in range(3)]
+    assert right == issue_407.draw(0, kernels)
+    for each in (right, *others):
+        assert abs(each.faithful) < 10 < abs(each.swapped)
+        assert not any(each.allclose.values())
+
+
+@pytest.mark.parametrize(
+    ("errors", "agrees"),
+    [((2.9e-4, 2.9e-4), "yes"), ((1e6, 1.1e6), "no"), ((2.9e-4, 4e-4), "cannot tell"), ((2.9e-4,), "cannot tell")],
+)
+def test_theory_is_compared_with_the_errors_of_all_seeds(errors: tuple[float, ...], agrees: str) -> None:
+    settings = dataclasses.replace(SMALL, modules=("linear",), precisions=("fp32",))
+    runs_by_seed = (Run("linear", base(SMALL), "fp32", TE, seed) for seed in range(len(errors)))
+    found = {run: Measured({"output": error}, 0.1) for run, error in zip(runs_by_seed, errors, strict=True)}
+    assert list(claims.claims(found, drawn(SMALL_SUMS, LARGE_SUMS), settings))[-1].agrees == agrees
+
+
+def test_a_tolerance_that_the_errors_exceed_disagrees() -> None:
+    settings = dataclasses.replace(SMALL, modules=("layernorm_mlp_swiglu",), precisions=("bf16",))
+    run = Run("layernorm_mlp_swiglu", base(SMALL), "bf16", TE, 0)
+    answers = [next(claims.claims({run: Measured({}, error)}, [], settings)).agrees for error in (0.01, 1e6)]
+    assert answers == ["yes", "no"]
 
 
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

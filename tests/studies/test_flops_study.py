@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,19 @@ def test_32_in_front_of_the_brackets_counts_attention_and_logits_a_third_too_hig
     logits = flops.total([flops.logits(sizes.tokens, sizes.hidden, model.vocabulary)])
     excess = claims.megatron_deepspeed_step(model, "full") - model.products("full")
     assert excess == pytest.approx((attention + logits) / 3)
+
+
+def test_every_claim_disagrees_where_the_count_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [claim.agrees[:2] for claim in claims.claims()] == ["ex", "ex", "to", "ex", "no", "no", "bu", "to"]
+    pairs, components = flops.visible_pairs, flops.in_products
+
+    def twice(layer: Mapping[str, flops.Flops]) -> dict[str, flops.Flops]:
+        doubled = {name: replace(each, forward=2 * each.forward) for name, each in components(layer).items()}
+        return {name: replace(each, backward=2 * each.backward) for name, each in doubled.items()}
+
+    monkeypatch.setattr(flops, "visible_pairs", lambda *sizes, **options: 2 * pairs(*sizes, **options))
+    monkeypatch.setattr(flops, "in_products", twice)
+    assert {claim.agrees[:2] for claim in claims.claims()} == {"no"}
 
 
 def test_the_report_shows_the_gate_and_every_case(tmp_path: Path) -> None:

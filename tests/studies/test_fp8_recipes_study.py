@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.rounding.parts import OperandPart
-from parity.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
+from parity.studies.fp8_recipes import claims, fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
 from parity.studies.fp8_recipes.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
 from parity.studies.fp8_recipes.module_sqnr import ModuleRun
 from parity.studies.fp8_recipes.stale_scales import Change, Side, Steps, StepsRun
@@ -182,3 +182,13 @@ def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatc
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         study.run(settings, tmp_path)
+
+
+@pytest.mark.parametrize(("both", "agrees"), [(0.4, "yes"), (0.9, "in direction"), (1e6, "no")])
+def test_flash_attention_3_s_factor_is_compared_with_what_was_measured(
+    both: float, agrees: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {PLAIN: 1.0, BLOCKS: 1.0, ROTATED: 0.5, ROTATED_BLOCKS: both}
+    monkeypatch.setattr(claims, "attention_rmse", lambda found, distribution, way: errors[way])
+    settings = Settings(distributions=("outliers",), recipes=("nvfp4",))
+    assert next(claims.claims({}, settings)).agrees == agrees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,15 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_claims_are_answered_from_the_figures(found: Outcomes) -> None:
     answers = {claim.claimed: claim.agrees for claim in claims.claims(found, SMALL, 128)}
     assert list(answers.values()) == ["only if the product is kept in FP16", "consistent", "yes", "on paper", "yes"]
+
+
+def test_the_root_of_the_scale_is_the_same_where_scores_are_equally_far_off(found: Outcomes) -> None:
+    alike = {
+        run: replace(outcome, errors=dict.fromkeys(outcome.errors, outcome.errors["after, FP32"]))
+        for run, outcome in found.items()
+    }
+    answers = {claim.claimed: claim.agrees for claim in claims.claims(alike, SMALL, 128)}
+    assert answers["n (A · B) is (√n A) · (√n B)"] == "yes"
 
 
 def test_ways_that_a_dtype_lacks_are_left_out() -> None:

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from parity.report.numbers import short
-from parity.studies.expected_error.issue_407 import AFTER_REPAIR, FIGURE, LINEARS, Drawn, placed
+from parity.studies.expected_error.issue_407 import AFTER_REPAIR, FIGURE, LINEARS, Drawn
 from parity.studies.expected_error.study import TE, Results, Settings, base, seeds_of
-from parity.studies.over_seeds import CANNOT_TELL, NO, YES, mean_digits, ratios_between
+from parity.studies.over_seeds import CANNOT_TELL, NO, YES, mean_digits, placed, ratios_between
 from parity.studies.tables import Claim
 
 # A figure is of one distribution and not of another if it is so many times likelier there.
 _CLEARLY = 20.0
-# It is not of a distribution of which a draw lies so far out with less than this chance.
+# It is not of a distribution of which a draw lies so far out, or is so small, with less than this chance.
 _HARDLY_EVER = 0.01
 _AS_THEORY = 1.15
 
@@ -73,12 +73,12 @@ def explained(figure: float, by: Sequence[float], other: Sequence[float]) -> str
 
     Returns:
         Yes where it is ``_CLEARLY`` times likelier from the one; no where that is so of the other, or where the one
-        hardly ever reaches it; else that the draws cannot tell.
+        hardly ever reaches it or is as small; else that the draws cannot tell.
     """
     if min(len(by), len(other)) < 2:
         return CANNOT_TELL
     one, against = placed(figure, by), placed(figure, other)
-    if one.chance < _HARDLY_EVER or one.density * _CLEARLY < against.density:
+    if min(one.chance, one.as_small) < _HARDLY_EVER or one.density * _CLEARLY < against.density:
         return NO
     return YES if one.density > _CLEARLY * against.density else CANNOT_TELL
 

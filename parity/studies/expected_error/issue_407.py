@@ -6,13 +6,11 @@ The reporter compares a SwiGLU MLP with ``LayerNormMLP`` (hidden 512, ffn 1536, 
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy import stats
 from torch.nn import functional as F
 
 from parity import te, weights
@@ -79,35 +77,3 @@ def identity(seed: int, kernels: Kernels) -> dict[str, Any]:
     """Return all that a draw depends on."""
     start = record.fingerprint([Rng(seed).normal(16)])
     return {"issue": 407, "seed": seed, "start": start, "kernels": kernels.backend, "te": te.version()}
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where a figure lies in the distribution that draws are from, taken for Student's with their mean and deviation.
-
-    Attributes:
-        below: the share of draws below it.
-        deviations: how many standard deviations it lies above the mean.
-        chance: of one more draw that lies as far from the mean.
-        density: at the figure.
-    """
-
-    below: float
-    deviations: float
-    chance: float
-    density: float
-
-
-def placed(figure: float, draws: Sequence[float]) -> Placed:
-    """Place a figure among at least two draws."""
-    count, mean = len(draws), statistics.fmean(draws)
-    deviation = max(statistics.stdev(draws), 1e-300)  # draws that are all equal admit no other figure
-    spread = deviation * (1 + 1 / count) ** 0.5
-    student = stats.t(count - 1)
-    away = (figure - mean) / spread
-    return Placed(
-        below=sum(each < figure for each in draws) / count,
-        deviations=(figure - mean) / deviation,
-        chance=2 * float(student.sf(abs(away))),
-        density=float(student.pdf(away)) / spread,
-    )

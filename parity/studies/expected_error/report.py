@@ -12,7 +12,7 @@ import numpy as np
 from parity.report.numbers import short
 from parity.studies import tables
 from parity.studies.expected_error import claims, plots
-from parity.studies.expected_error.issue_407 import AFTER_REPAIR, FIGURE, Drawn, placed
+from parity.studies.expected_error.issue_407 import AFTER_REPAIR, FIGURE, Drawn
 from parity.studies.expected_error.study import (
     ISSUE_407,
     ISSUE_407_SHAPE,
@@ -33,7 +33,7 @@ from parity.studies.expected_error.study import (
     sweep,
 )
 from parity.studies.growth import Law
-from parity.studies.over_seeds import digits, mean_digits
+from parity.studies.over_seeds import digits, mean_digits, placed
 from parity.studies.te_modules import MODULES, Shape
 from parity.te import Kernels
 

@@ -10,6 +10,7 @@ from parity.flops import LayerSizes, Recomputation
 from parity.studies.tables import Claim
 
 _DAY = 86400.0
+_AS_ROUNDED = 0.05  # of a figure with two digits
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _of_narayanan() -> Iterator[Claim]:
         f"{source}, section 5.1",
         "300 billion tokens on 1024 GPUs at 140 TFLOP/s each: 34 days",
         f"{days:.1f} days",
-        f"to {abs(days / 34 - 1):.1%}",
+        f"to {abs(days / 34 - 1):.1%}" if abs(days / 34 - 1) < _AS_ROUNDED else _equal(days, 34),
         "they take 8 T P / (n X), which leaves out attention's scores and context: "
         f"{8 * 300e9 * 175e9 / (1024 * 140e12) / _DAY:.1f} days",
     )
@@ -137,7 +138,7 @@ def _of_the_gate() -> Iterator[Claim]:
             f"{source}, the code, recomputation {recomputation}",
             f"a step of a gated 32-layer model (h 4096, s 4096, V 32000): {theirs:.4g}",
             f"{ours:.4g}",
-            f"no: theirs is {100 * (theirs / ours - 1):+.1f} %",
+            _equal(ours, theirs),
             why,
         )
 
@@ -149,7 +150,7 @@ def _of_megatron_lm() -> Claim:
         "Megatron-LM, `num_floating_point_operations`",
         f"a causal mask leaves s² / 2 pairs: {seq * seq // 2:,} at s = {seq}",
         f"s (s + 1) / 2 = {exact:,}",
-        "but for 1 / s",
+        "but for 1 / s" if 2 * exact == seq * seq + seq else _equal(exact, seq * seq // 2),
         "a token sees itself, too",
     )
 
@@ -168,5 +169,5 @@ def _of_palm() -> Claim:
     )
 
 
-def _equal(ours: int, theirs: int) -> str:
+def _equal(ours: float, theirs: float) -> str:
     return "exactly" if ours == theirs else f"no: ours is {100 * (ours / theirs - 1):+.2g} %"
