@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from parity.rounding.freedom import FUSED, UNFUSED, Port
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
+from parity.te_modules import TeModules
 from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.te_state.own_recipes import own_recipes
 from parity.truth import Truth
@@ -158,6 +159,7 @@ class _Ran:
         changed_inputs: names of the inputs that the candidate changes in place.
         detached_outputs: of its outputs that require no gradient.
         calls_te: whether the candidate uses TE at all.
+        left_out: what to say of TE modules that hold weights and did not run; empty where all did.
     """
 
     prepared: Prepared
@@ -173,14 +175,17 @@ class _Ran:
     changed_inputs: tuple[str, ...]
     detached_outputs: tuple[str, ...]
     calls_te: bool
+    left_out: str
 
     @property
     def unlike(self) -> str:
         """Why a candidate whose numbers are right is none in the reference's place; empty where it is."""
         golden = self.prepared.golden
-        return side_effects.by_candidate_alone(
-            golden.changed_inputs, self.changed_inputs
-        ) or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
+        return (
+            side_effects.by_candidate_alone(golden.changed_inputs, self.changed_inputs)
+            or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
+            or self.left_out
+        )
 
 
 class _PassRaised(Exception):
@@ -233,17 +238,22 @@ def _run(asked: _Asked) -> _Ran:
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
         ran: list[Pass] = []
-        watched = nullcontext([str(kernels.te)]) if checked.has_te else te_calls(CALL)
+        te_modules = TeModules(CALL)
+        watched = te_modules.watched() if checked.has_te else te_calls(CALL)
         with attention_backends(asked.attention) as seen, watched as te_called:
-            candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels, seen=ran.append)
+            candidate, unreached = run_candidate(
+                case, checked, prepared, precision, seed, kernels, te_modules.of, seen=ran.append
+            )
         draws = not RandomState.now(kernels.device).is_as(before)
+        left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, rerun)
         repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
     return _Ran(
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
-        calls_te=bool(te_called),
+        calls_te=checked.has_te or bool(te_called),
+        left_out=left_out,
     )
 
 

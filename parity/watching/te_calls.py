@@ -26,7 +26,7 @@ def te_calls(caller: CodeType) -> Iterator[list[str]]:
     before = sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and not found and _is_te(frame) and _is_below(frame, caller):
+        if event == "call" and not found and is_te(frame) and is_below(frame, caller):
             found.append(frame.f_code.co_name)
 
     sys.setprofile(see)
@@ -36,11 +36,13 @@ def te_calls(caller: CodeType) -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
-def _is_te(frame: FrameType) -> bool:
+def is_te(frame: FrameType) -> bool:
+    """Return whether TE's code runs in a frame."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _TE
 
 
-def _is_below(frame: FrameType | None, caller: CodeType) -> bool:
+def is_below(frame: FrameType | None, caller: CodeType) -> bool:
+    """Return whether a frame runs below this code."""
     while frame is not None and frame.f_code is not caller:
         frame = frame.f_back
     return frame is not None
