@@ -337,7 +337,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     tensors = verdicts.tensors
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
-    notes = verdicts.remarks
+    notes = verdicts.remarks + prepared.apart
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
         notes += (LOOKS_UP_ELSE,)
