@@ -16,6 +16,7 @@ from parity.inputs import Rng
 from parity.te_state.attention_backend import AttentionBackend
 from parity.user_error import UserError
 from parity.weights import WeightMap
+from parity.weights.ties import share_memory_alike
 
 Size = Mapping[str, Any]
 
@@ -105,7 +106,10 @@ def as_case(pair: Case | Pair) -> Case:
 
 def _copied(pair: Pair) -> Pair:
     try:
-        return replace(copy.deepcopy(pair), fill=False if pair.fill is None else pair.fill)
+        copied = replace(copy.deepcopy(pair), fill=False if pair.fill is None else pair.fill)
+        for module, original in ((copied.reference, pair.reference), (copied.candidate, pair.candidate)):
+            share_memory_alike(module, original)
+        return copied
     except Exception as error:
         raise UserError(
             f"its modules cannot be copied, as each comparison needs its own (copy.deepcopy raised "

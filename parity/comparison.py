@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from parity.rounding.kernel_choices import as_kernels_lean
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
+from parity.te_modules import TeModules
 from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.te_state.own_recipes import own_recipes
 from parity.te_state.recomputes import Recomputes
@@ -212,6 +213,7 @@ class _Ran:
         alone: ditto as if each of its modules were called but once.
         recomputed: a finding where the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
+        left_out: what to say of TE modules that hold weights and did not run; empty where all did.
     """
 
     prepared: Prepared
@@ -231,14 +233,17 @@ class _Ran:
     alone: Callable[[], Tensors]
     recomputed: tuple[Finding, ...]
     calls_te: bool
+    left_out: str
 
     @property
     def unlike(self) -> str:
         """Why a candidate whose numbers are right is none in the reference's place; empty where it is."""
         golden = self.prepared.golden
-        return side_effects.by_candidate_alone(
-            golden.changed_inputs, self.changed_inputs
-        ) or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
+        return (
+            side_effects.by_candidate_alone(golden.changed_inputs, self.changed_inputs)
+            or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
+            or self.left_out
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,13 +313,19 @@ def _run(asked: _Asked) -> _Ran:
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
         ran: list[Pass] = []
-        recomputes, recalled = Recomputes(), Recalled()
-        watched = nullcontext([str(kernels.te)]) if checked.has_te else te_calls(CALL)
+        recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules(CALL)
+        watched = te_modules.watched() if checked.has_te else te_calls(CALL)
+
+        def watch(module: nn.Module) -> None:
+            recomputes.watch(module)
+            te_modules.of(module)
+
         with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
             candidate, unreached = run_candidate(
-                *(case, checked, prepared, precision, seed, kernels, recomputes.watch, ran.append, recalled)
+                *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
             )
         draws = not RandomState.now(kernels.device).is_as(before)
+        left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, rerun)
         again = partial(rerun, recalled=Recalled())
         repeated = repeat(again, candidate, before, kernels.device) if asked.determinism else None
     seconds = time.process_time() - began
@@ -326,7 +337,8 @@ def _run(asked: _Asked) -> _Ran:
         recalled=recalled,
         alone=partial(rerun, lambda module: None, alone=True),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
-        calls_te=bool(te_called),
+        calls_te=checked.has_te or bool(te_called),
+        left_out=left_out,
     )
 
 
@@ -438,7 +450,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Judged:
     tensors = verdicts.tensors
     changed = prepared.golden.changed_inputs, ran.changed_inputs
     not_compared = prepared.golden.not_compared
-    notes = verdicts.remarks
+    notes = verdicts.remarks + prepared.apart
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
         notes += (LOOKS_UP_ELSE,)

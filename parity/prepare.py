@@ -44,6 +44,7 @@ from parity.watching.products import Products
 from parity.watching.random_state import RandomState, other_numbers
 from parity.watching.trace import Trace
 from parity.weights import WeightMap
+from parity.weights.ties import untied
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,7 @@ class Prepared:
         lookups: of tables, on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
+        apart: what to say of parameters that are one in the reference, and several in the candidate.
         spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
         held: bytes that they take, by what they are.
         calls: of golden's pass, if it ran on the kernels' device; whoever needs them takes them out, since they hold
@@ -116,6 +118,7 @@ class Prepared:
     lookups: Lookups
     outside_te: frozenset[str]
     unlike: dict[str, Tensor] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
     spent: dict[str, float] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     calls: list[Calls] = field(default_factory=list)
@@ -182,6 +185,7 @@ def _make_room(coming: _Key) -> None:
 def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
     began = time.process_time()
     pair = build(case, checked, seed, kernels)
+    apart = untied(pair.weights, pair.reference, pair.candidate)
     pair.reference.double()
     held = Held()
     if pair.fill is False:
@@ -234,6 +238,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         lookups,
         parameters_outside_te(pair),
         held.unlike,
+        apart,
         calls=calls,
         built=[pair],
     )

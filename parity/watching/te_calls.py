@@ -27,7 +27,7 @@ def te_calls(caller: CodeType) -> Iterator[list[str]]:
     before = sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and not found and whose(frame) is Owner.TE and _is_below(frame, caller):
+        if event == "call" and not found and is_te(frame) and is_below(frame, caller):
             found.append(frame.f_code.co_name)
 
     sys.setprofile(see)
@@ -37,7 +37,13 @@ def te_calls(caller: CodeType) -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
-def _is_below(frame: FrameType | None, caller: CodeType) -> bool:
+def is_te(frame: FrameType) -> bool:
+    """Return whether TE's code runs in a frame."""
+    return whose(frame) is Owner.TE
+
+
+def is_below(frame: FrameType | None, caller: CodeType) -> bool:
+    """Return whether a frame runs below this code."""
     while frame is not None and frame.f_code is not caller:
         frame = frame.f_back
     return frame is not None
