@@ -6,18 +6,20 @@ takes a tenth of the time or less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.machine import host
 
 # Draws of fewer elements take no longer than to look for them.
 _FEWEST = 4096
+# What ``nn.init`` and inputs are drawn with.
+_FILLING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 # Bytes that may be kept where the system does not tell how many are free.
 _MOST = 2**28
 
@@ -30,31 +32,40 @@ class Draws:
         free = host.free_memory()
         self._left = _MOST if free is None else host.share_to_keep(free)
 
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
+    def repeated(self) -> AbstractContextManager[object]:
         """Within the context, tensors are filled with what was drawn before; what was not is drawn, and kept."""
-        normal, uniform = self._filling(Tensor.normal_), self._filling(Tensor.uniform_)
-        with mock.patch.object(Tensor, "normal_", normal), mock.patch.object(Tensor, "uniform_", uniform):
-            yield
+        return _Repeating(self)
 
-    def _filling(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
-            if not _is_repeatable(tensor, (*args, *kwargs.values())):
-                return draw(tensor, *args, generator=generator, **kwargs)
-            generator = generator or torch.default_generator
-            state = generator.get_state().numpy().tobytes()
-            key = draw.__name__, state, tensor.shape, tensor.stride(), tensor.dtype, args, tuple(sorted(kwargs.items()))
-            if key in self._made:
-                values, after = self._made[key]
-                generator.set_state(after)
-                return tensor.copy_(values)
-            drawn = draw(tensor, *args, generator=generator, **kwargs)
-            if tensor.nbytes <= self._left:
-                self._left -= tensor.nbytes
-                self._made[key] = tensor.detach().clone(), generator.get_state()
-            return drawn
+    def fill(self, draw: Callable[..., Tensor], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """Fill a tensor as ``draw(tensor, *args, **kwargs)`` does, which is ATen's ``normal_`` or ``uniform_``."""
+        numbers = {name: value for name, value in kwargs.items() if name != "generator"}
+        if not _is_repeatable(tensor, (*args, *numbers.values())):
+            return draw(tensor, *args, **kwargs)
+        generator = kwargs.get("generator") or torch.default_generator
+        state = generator.get_state().numpy().tobytes()
+        details = tensor.shape, tensor.stride(), tensor.dtype, tuple(args), tuple(sorted(numbers.items()))
+        key = draw, state, *details
+        if key in self._made:
+            values, after = self._made[key]
+            generator.set_state(after)
+            return tensor.copy_(values)
+        drawn = draw(tensor, *args, **kwargs)
+        if tensor.nbytes <= self._left:
+            self._left -= tensor.nbytes
+            self._made[key] = tensor.detach().clone(), generator.get_state()
+        return drawn
 
-        return fill
+
+class _Repeating(TorchDispatchMode):
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FILLING:
+            return self._draws.fill(func, args[0], args[1:], kwargs)
+        return func(*args, **kwargs)
 
 
 def _is_repeatable(tensor: Tensor, arguments: Sequence[Any]) -> bool:

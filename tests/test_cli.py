@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -123,6 +124,10 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--attention", "flsh", "my_pairs.py"), ("--attention:", "'flsh'", "one of auto, flash")),
         (("run", "--calibration", "no.json", "my_pairs.py"), ("--calibration: there is no calibration table no.json",)),
         (("run", "--calibration", "notes.txt", "my_pairs.py"), ("notes.txt is no calibration table: line 1 is not",)),
+        (
+            ("run", "--calibration", "nan.json", "my_pairs.py"),
+            ("--calibration: nan.json has a law", "in fp32 has the ce"),
+        ),
         (("run", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
         (("suggest-map", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
         (("run", "--name", 300 * "x", "my_pairs.py"), ("--name is 'xxx", "a file name of up to 100")),
@@ -144,6 +149,8 @@ def test_bad_arguments_end_in_a_sentence_and_code_2(
 ) -> None:
     write(tmp_path, FITS)
     write(tmp_path, "", "notes.txt")
+    nowhere = {key: replace(law, center=math.nan) for key, law in table.packaged().laws.items() if key[0] == "fp32"}
+    table.save(table.Table(nowhere, {}), tmp_path / "nan.json")
     assert_mistake(parity(tmp_path, *arguments), *words)
 
 
@@ -318,6 +325,12 @@ def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_
     assert strictly.returncode == 1
     assert "--parity-calibration=strict.json -n 0" in strictly.stdout
     assert record.read(tmp_path / "reports" / "parity.jsonl").environment.limits == "strict.json"
+    told = "limits of strict.json (none is wider than the packaged ones, and "
+    assert told in strictly.stdout
+    assert told in (tmp_path / "reports" / "parity.md").read_text()
+    again = parity(tmp_path, "report", "reports/parity.jsonl", "-o", "again.md")
+    assert told in again.stdout
+    assert told in (tmp_path / "again.md").read_text()
     assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
     assert [each.precision for each in record.read(tmp_path / "reports" / "parity.jsonl").results] == ["fp32"]
 

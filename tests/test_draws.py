@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.draws import Draws
 
@@ -53,8 +57,36 @@ def test_a_generator_of_its_own_gives_what_its_own_state_does() -> None:
     assert not torch.equal(one, other)
 
 
-def test_outside_of_the_context_tensors_are_filled_as_ever() -> None:
-    before = Tensor.normal_
-    with Draws().repeated():
-        assert Tensor.normal_ is not before
-    assert Tensor.normal_ is before
+class Counted(TorchDispatchMode):
+    """Counts what is drawn into tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn += func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+        return func(*args, **kwargs or {})
+
+
+def test_what_was_drawn_before_is_copied() -> None:
+    draws = Draws()
+    for drawn in (4, 0):  # a bias has fewer elements than are worth a look, and is drawn each time
+        with Counted() as counted, draws.repeated():
+            torch.manual_seed(0)
+            for module in (nn.Linear(64, 128), nn.Embedding(100, 64)):
+                assert module.weight.requires_grad
+            torch.empty(8192).uniform_(-1.0, to=1.0)
+            nn.init.normal_(torch.empty(8192), 0.0, 2.0)
+        assert counted.drawn == drawn + 1
+
+
+def test_pytorchs_own_methods_stay_what_they_are_and_other_threads_draw_as_ever() -> None:
+    before = Tensor.normal_, Tensor.uniform_
+    alone = torch.empty(8192).normal_(generator=torch.Generator().manual_seed(3))
+    with Draws().repeated(), ThreadPoolExecutor(1) as pool:
+        assert (Tensor.normal_, Tensor.uniform_) == before
+        with Counted() as counted:
+            beside = pool.submit(lambda: torch.empty(8192).normal_(generator=torch.Generator().manual_seed(3)))
+            assert torch.equal(beside.result(), alone)
+        assert counted.drawn == 0

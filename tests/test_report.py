@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
 from parity.limits import aim
+from parity.limits.difference import Difference, OfPrecision
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import environment, failure, markdown, matrix, notes, numbers, record
@@ -136,6 +137,61 @@ def test_limits_from_a_table_are_told_and_are_part_of_the_command() -> None:
     assert re.search(r"\| limits +\| my limits.json ", text)
     assert "--parity-calibration='my limits.json' -n 0" in section(text, "Failed")
     assert "calibration" not in markdown.draw(digest_of(result(margin=140.0)), "run")
+
+
+OF_BF16 = OfPrecision(
+    "bf16",
+    shared=24,
+    wider=23,
+    tighter=0,
+    widest=Difference("output", "norm", 351.2, 1.728),
+    tightest=Difference("output", "shift", 2.0, 1.6),
+    unknown=1,
+    accepted="23 limits far outside of the packaged ones",
+)
+
+
+def test_limits_that_are_wider_than_the_packaged_ones_are_told_in_the_verdict_and_by_precision() -> None:
+    run = digest_of(result())
+    run.environment = replace(run.environment, limits="mine.json", limits_compared=(OF_BF16,))
+    told = (
+        "mine.json (bf16 norm of outputs 351 instead of 1.7, 203 times as wide, is the largest difference; 23 of 24 "
+        "limits are more than 2 times as wide as the packaged ones; accepted when the table was made)"
+    )
+    text = markdown.draw(run, "run")
+    assert markdown.verdict(run).endswith(f"; limits of {told}")
+    assert f"| {told} |" in text
+    row = next(line for line in section(text, "Limits").splitlines() if line.startswith("| bf16"))
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        *("bf16", "23", "0", "24", "norm of outputs 351 instead of 1.7", "203"),
+        *("shift of outputs 2 instead of 1.6", "1.2", "1", "23 limits far outside of the packaged ones"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("compared", "told"),
+    [
+        (None, "mine.json (this record does not say how they differ from the packaged ones)"),
+        ((), "mine.json (the same as the packaged ones)"),
+        (
+            (replace(OF_BF16, wider=0, tighter=5, widest=Difference("output", "norm", 1.5, 1.6)),),
+            "mine.json (none is wider than the packaged ones, and 5 of 24 less than 1/2 as wide)",
+        ),
+        (
+            (OfPrecision("bf16", 0, 0, 0, None, None, 3),),
+            "mine.json (the packaged table has none for these precisions, so that they were compared with nothing)",
+        ),
+    ],
+)
+def test_other_limits_are_told_as_far_as_they_are_known(compared: tuple[OfPrecision, ...] | None, told: str) -> None:
+    run = digest_of(result())
+    run.environment = replace(run.environment, limits="mine.json", limits_compared=compared)
+    assert markdown.verdict(run).endswith(f"; limits of {told}")
+
+
+def test_the_packaged_limits_are_not_told() -> None:
+    assert "limits of" not in markdown.verdict(digest_of(result()))
+    assert "## Limits" not in markdown.draw(digest_of(result()), "run")
 
 
 def test_what_could_not_be_collected_is_told_before_what_failed() -> None:

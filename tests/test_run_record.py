@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import ENVIRONMENT, result
 
+from parity.limits.difference import Difference, OfPrecision
 from parity.report import environment, record
 from parity.report.record import Record, Uncollected
 from parity.result import Result, from_json, to_json
@@ -25,6 +27,20 @@ def written(path: Path, *results: Result) -> Path:
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     results = (result(), result(margin=math.inf, seed=3), result(status="skipped", tensors=(), reason="no FP8"))
     assert record.read(written(tmp_path / "new" / "run.jsonl", *results)) == Record(ENVIRONMENT, results)
+
+
+def test_by_how_much_limits_differ_is_read_back_and_older_records_do_not_say(tmp_path: Path) -> None:
+    difference = Difference("output", "norm", 351.2, 1.728)
+    compared = (
+        OfPrecision("bf16", 24, 23, 0, difference, difference, 1, "accepted"),
+        OfPrecision("fp32", 0, 0, 0, *2 * (None,), 3),
+    )
+    here = replace(ENVIRONMENT, limits="mine.json", limits_compared=compared)
+    record.start(tmp_path / "run.jsonl", record.environment_line(here))
+    assert record.read(tmp_path / "run.jsonl").environment == here
+    older = environment.to_json(here)
+    del older["limits_compared"]
+    assert environment.from_json(older) == replace(here, limits_compared=None)
 
 
 def test_what_could_not_be_collected_is_read_back_wherever_it_stands(tmp_path: Path) -> None:

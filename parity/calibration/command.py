@@ -16,9 +16,10 @@ from parity.calibration import right_ports
 from parity.calibration.enough import check_enough
 from parity.calibration.measure import LeftOut, Measured, draw, laws
 from parity.calibration.sizes import drawn
+from parity.calibration.strays import refusal, summary, told
 from parity.case import Case
 from parity.declaring.validate import check_case
-from parity.limits import table
+from parity.limits import against_packaged, table
 from parity.limits.table import Table
 from parity.machine.processes import processes
 from parity.one_line import one_line
@@ -48,11 +49,21 @@ class Settings:
     backend: Backend | Literal["auto"]
 
 
-def make_table(settings: Settings, workers: int, output: Path, report_file: Path | None) -> None:
+def make_table(
+    settings: Settings, workers: int, output: Path, report_file: Path | None, accept_wider: bool = False
+) -> None:
     """Measure, and write the table; laws of other precisions that the file has already stay.
 
+    Args:
+        settings: what is measured.
+        workers: processes.
+        output: the table.
+        report_file: markdown that shows the fit; None for none.
+        accept_wider: whether limits far outside of the packaged ones are written, too.
+
     Raises:
-        UserError: if nothing could be measured, too few tensors are, or the file is no table.
+        UserError: if nothing could be measured, too few tensors are, or the file is no table; or if limits lie far
+            outside of the packaged ones, and are not to be accepted. Nothing is written then.
     """
     before = table.load(output) if output.exists() else Table({}, {})
     _check_enough(settings)
@@ -66,7 +77,20 @@ def make_table(settings: Settings, workers: int, output: Path, report_file: Path
     precisions = sorted({sample.precision for sample in samples})
     kept = {key: law for key, law in before.laws.items() if key[0] not in precisions}
     provenance = {**before.provenance, **dict.fromkeys(precisions, _provenance(settings))}
-    made = Table(kept | laws(samples), provenance)
+    fitted = laws(samples)
+    strays = against_packaged.far_outside(fitted)
+    if strays and not accept_wider:
+        raise UserError(refusal(strays, samples, fitted, output))
+    for key, law in fitted.items():
+        why = table.why_no_limit(key, law)
+        if why:
+            raise UserError(f"{why}; give more pairs, or leave out those whose errors scatter so far")
+    for precision in {key[0] for key in strays}:
+        of_precision = [each for key, each in strays.items() if key[0] == precision]
+        provenance[precision] = {**provenance[precision], "accepted": told(of_precision)}
+    made = Table(kept | fitted, provenance)
+    for line in summary(made, precisions):
+        print(line)
     output.parent.mkdir(parents=True, exist_ok=True)
     table.save(made, output)
     if report_file is not None:

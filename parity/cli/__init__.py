@@ -141,6 +141,9 @@ def calibrate(
     workers: Processes = CORES,
     output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("parity-calibration.json"),
     report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
+    accept_wider: Annotated[
+        bool, typer.Option("--accept-wider", help="Write limits, too, that lie far outside of the packaged ones.")
+    ] = False,
 ) -> None:
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
     from parity.calibration import command
@@ -154,7 +157,7 @@ def calibrate(
         check_file(report, "--report")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
     settings = command.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
-    command.make_table(settings, workers, output, report)
+    command.make_table(settings, workers, output, report, accept_wider)
     print(f"table: {output}")
 
 

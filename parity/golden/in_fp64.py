@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
 from parity.golden.grouped_products import experts_one_by_one
 from parity.golden.long_sequences import attention_in_blocks
-
-# What ``checkpoint(..., use_reentrant=False)`` calls in PyTorch 2.1 and newer.
-_CHECKPOINTED = "_checkpoint_without_reentrant_generator"
+from parity.private_functions import CHECKPOINT, exchanged
 
 
 @contextmanager
@@ -44,19 +41,13 @@ def _recomputed_alike() -> Iterator[None]:
     Autograd computes it under the modes that were active when the forward pass called PyTorch's functions, and a mode
     is none while it handles a call.
     """
-    original = getattr(checkpoint, _CHECKPOINTED, None)
-    if original is None:
+    with exchanged(CHECKPOINT, _checkpointed):
         yield
-        return
 
-    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(_calls_in_fp64()(function), *args, **kwargs)
 
-    setattr(checkpoint, _CHECKPOINTED, checkpointed)
-    try:
-        yield
-    finally:
-        setattr(checkpoint, _CHECKPOINTED, original)
+def _checkpointed(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What it checkpoints itself may be computed again in another thread, one of autograd's.
+    return original(in_fp64()(function), *args, **kwargs)
 
 
 class _InFP64(TorchFunctionMode):

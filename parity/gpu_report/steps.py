@@ -97,7 +97,8 @@ def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
     all_cases = (str(cases), "-n", str(_processes()))
     files = (str(cases / "mlp.py"), "-p", "bf16", "-n", "1") if small else all_cases
     table = ("-o", str(folder / "calibration.json"), "--report", str(folder / "calibration.md"))
-    return (*files, "--seeds", "1", "--draws", "0", *table)
+    # No verdict uses the table; how much wider its limits are is what the step is to tell.
+    return (*files, "--seeds", "1", "--draws", "0", "--accept-wider", *table)
 
 
 def _processes() -> int:

@@ -62,7 +62,7 @@ class Law:
         signed = statistic in SIGNED
         quantile = -special.stdtrit(self.tensors - 1, probability / 2 if signed else probability)
         distance = float(quantile * self._trusted(statistic))
-        return distance if signed else math.exp(self.center + distance)
+        return distance if signed else _exp(self.center + distance)
 
     def deviations(self, value: float, statistic: str) -> float:
         """How many standard deviations a value lies above the center; the magnitude of a signed one."""
@@ -97,6 +97,14 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
         center = max(0.0, float(np.median(logarithms)))
         distances = logarithms - center
     return Law(center, _spread(np.sort(distances), signed), count, len(measured), float(np.abs(measured).max()))
+
+
+def _exp(exponent: float) -> float:
+    """Of what no float can hold, infinity."""
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
 
 
 def too_few(count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,8 @@ from parity.user_error import UserError
 
 PACKAGED = Path(__file__).with_name("packaged.json")
 _FORMAT = 1
+# A limit as large passes zeros in the place of any tensor: not even FP32's own rounding is a smaller part of it.
+_PASSES_ALL = 2.0**24
 
 Key = tuple[str, str, str]
 """Precision, kind of tensor, statistic."""
@@ -68,20 +71,42 @@ def load(file: Path) -> Table:
     """Read a table.
 
     Raises:
-        UserError: if there is none in the file, or it cannot be read.
+        UserError: if there is none in the file, it cannot be read, or one of its laws gives no limit.
     """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         if record["format"] != _FORMAT:
             raise UserError(f"{file} has format {record['format']}; make a new table with: parity calibrate")
         laws = {(law.pop("precision"), law.pop("kind"), law.pop("statistic")): Law(**law) for law in record["laws"]}
-        return Table(laws, record["provenance"])
+        loaded = Table(laws, record["provenance"])
     except FileNotFoundError:
         raise UserError(f"there is no calibration table {file}; make one with: parity calibrate --out {file}") from None
     except OSError as error:
         raise UserError(f"cannot read the calibration table {file}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no calibration table: {_wrong(error)}; make one with: parity calibrate") from None
+    for key, law in laws.items():
+        why = why_no_limit(key, law)
+        if why:
+            raise UserError(f"{file} has a law that gives no limit: {why}; make another table with: parity calibrate")
+    return loaded
+
+
+def why_no_limit(key: Key, law: Law) -> str:
+    """Say why nothing can be judged by a law; empty if something can."""
+    what = f"{key[2]!r} of the kind {key[1]!r} in {key[0]}"
+    for field in dataclasses.fields(law):
+        value = getattr(law, field.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"{what} has the {field.name} {value!r}, which is no number"
+        if value < 0 and field.name != "center":
+            return f"{what} has the {field.name} {value:g}, which is below 0"
+    if law.tensors != int(law.tensors) or law.tensors < 2:
+        return f"{what} was measured on {law.tensors:g} tensors, of which none can be told"
+    limit = law.limit(key[2])
+    if not 0 < limit < _PASSES_ALL:
+        return f"{what} would be {limit:.2g}, where {'nothing passes' if limit <= 0 else 'everything would pass'}"
+    return ""
 
 
 def _wrong(error: Exception) -> str:

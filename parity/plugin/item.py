@@ -22,6 +22,7 @@ from parity.plugin.workplace import Workplace
 if TYPE_CHECKING:
     from parity.case import Case
     from parity.declaring.validate import CheckedSize
+    from parity.limits.difference import OfPrecision
     from parity.limits.table import Table
     from parity.precision import Precision
     from parity.result import DeviceError, Result
@@ -74,6 +75,12 @@ class ParityItem(pytest.Item):
     def limits(self) -> str:
         """The file with the table of limits, as one writes it from where pytest was started; empty for the packaged."""
         return self._from_start(self.options.calibration) if self.options.calibration else ""
+
+    def limits_compared(self) -> tuple[OfPrecision, ...]:
+        """The limits against the packaged ones; nothing for the packaged ones."""
+        from parity.limits import against_packaged, table
+
+        return against_packaged.compared(table.load(self.options.calibration)) if self.options.calibration else ()
 
     def runtest(self) -> None:
         from parity.limits import table

@@ -38,6 +38,7 @@ def environment_line(item: ParityItem) -> str:
     stash = item.session.stash
     if _ENVIRONMENT not in stash:
         planned = sum(isinstance(other, type(item)) for other in item.session.items)
-        measured = environment.measure(item.kernels.backend, item.options.seeds, planned, item.limits)
+        compared = item.limits_compared()
+        measured = environment.measure(item.kernels.backend, item.options.seeds, planned, item.limits, compared)
         stash[_ENVIRONMENT] = record.environment_line(measured)
     return stash[_ENVIRONMENT]

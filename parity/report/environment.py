@@ -17,7 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from parity.limits.difference import OfPrecision
 from parity.machine import nvidia_smi
+from parity.report import limits as other_limits
 
 KERNELS = {
     "gpu": "real: TransformerEngine's compiled CUDA kernels",
@@ -43,6 +45,8 @@ class Environment:
         driver: version of the GPU's driver.
         golden: the device of the FP64 pass, and what was measured to choose it.
         limits: the file with the table of limits; empty for the packaged one.
+        limits_compared: its limits against the packaged ones, by precision, and nothing if they are the same; None
+            where that is not known, as of older records.
     """
 
     date: str
@@ -62,6 +66,7 @@ class Environment:
     driver: str = ""
     golden: str = ""
     limits: str = ""
+    limits_compared: tuple[OfPrecision, ...] | None = None
 
     @property
     def kernels(self) -> str:
@@ -82,7 +87,7 @@ class Environment:
             "cuBLAS": self.cublas,
             "cuDNN": self.cudnn,
             "driver": self.driver,
-            "limits": self.limits,
+            "limits": other_limits.told(self.limits, self.limits_compared),
             "Python": self.python,
             "parity": self.parity,
             "date": self.date,
@@ -90,7 +95,13 @@ class Environment:
         return {name: value for name, value in known.items() if value}
 
 
-def measure(backend: str, seeds: Sequence[int], items: int, limits: str = "") -> Environment:
+def measure(
+    backend: str,
+    seeds: Sequence[int],
+    items: int,
+    limits: str = "",
+    limits_compared: tuple[OfPrecision, ...] | None = None,
+) -> Environment:
     """The environment of this process; the arguments are fields of it."""
     import torch
 
@@ -115,6 +126,7 @@ def measure(backend: str, seeds: Sequence[int], items: int, limits: str = "") ->
         driver=driver_version() if gpu else "",
         golden=golden_device(torch.device("cuda", torch.cuda.current_device())).reason if gpu else "",
         limits=limits,
+        limits_compared=limits_compared,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from parity.limits import aim
-from parity.report import failure, matrix
+from parity.report import failure, limits, matrix
 from parity.report.digest import Digest
 from parity.report.environment import Environment
 from parity.report.items import Item
@@ -34,6 +34,7 @@ def draw(run: Digest, name: str) -> str:
         f"# Parity report: {name}",
         f"**{verdict(run)}**",
         _environment(run.environment),
+        *limits.section(run.environment.limits_compared),
         "## Cases by precision",
         matrix.draw(items),
         _how_to_read(items),
@@ -62,7 +63,8 @@ def verdict(run: Digest) -> str:
     else:
         head = "⚠️ nothing was compared"
     kernels = "real kernels" if run.environment.backend == "gpu" else "emulated kernels"
-    return "; ".join([head, *_not_compared(run), kernels])
+    told = limits.told(run.environment.limits, run.environment.limits_compared)
+    return "; ".join([head, *_not_compared(run), kernels, *([f"limits of {told}"] if told else [])])
 
 
 def _not_compared(run: Digest) -> Iterator[str]:
@@ -126,7 +128,7 @@ def _uncollected(run: Digest) -> Iterator[str]:
         yield _fence(each.message.splitlines())
 
 
-def _failures(failed: Sequence[Item], limits: str) -> Iterator[str]:
+def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
     if failed:
         yield "## Failed"
     for item in failed:
@@ -140,7 +142,7 @@ def _failures(failed: Sequence[Item], limits: str) -> Iterator[str]:
             yield _fence(item.worst.traceback.splitlines())
             yield "</details>"
         yield "Run it alone:"
-        yield _fence([failure.reproduce(item.worst, limits)])
+        yield _fence([failure.reproduce(item.worst, table)])
 
 
 def _skips(skipped: Sequence[Item]) -> Iterator[str]:

@@ -11,27 +11,32 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules import rnn
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_FUNCTIONS: Any = rnn._VF
 _MKLDNN: Any = torch.backends.mkldnn
 
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Within the context ``nn.LSTM`` calls no kernel of a whole layer on a CPU."""
-    whole = _FUNCTIONS.lstm
+    """Within the context ``nn.LSTM`` calls no kernel of a whole layer on a CPU.
 
-    def by_steps(*args: Any) -> Any:
-        before = _MKLDNN.enabled
-        _MKLDNN.enabled = False
-        try:
-            return whole(*args)
-        finally:
-            _MKLDNN.enabled = before
+    By hooks, which run wherever the module does: also where a checkpoint runs it again, without any mode.
+    """
+    before: list[bool] = []  # of the LSTMs that are running
 
-    _FUNCTIONS.lstm = by_steps
+    def enter(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.LSTM):
+            before.append(_MKLDNN.enabled)
+            _MKLDNN.enabled = False
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if isinstance(module, nn.LSTM):
+            _MKLDNN.enabled = before.pop()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
     try:
         yield
     finally:
-        _FUNCTIONS.lstm = whole
+        for handle in handles:
+            handle.remove()

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.nn.utils import clip_grad
-
-# What ``torch.nn.utils.clip_grad_norm_`` calls with the largest norm, however it was imported; PyTorch 2.6 and newer.
-_CLIP = "_clip_grads_with_norm_"
+from parity.private_functions import CLIP, exchanged
 
 
 @contextmanager
@@ -28,16 +25,9 @@ def clips_recorded() -> Iterator[list[float]]:
 @contextmanager
 def clipping_at(norm: Callable[[float], float]) -> Iterator[None]:
     """Within the context gradients are clipped at another largest norm, from the one that is asked for."""
-    original = getattr(clip_grad, _CLIP, None)
-    if original is None:
-        yield
-        return
 
-    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    def clip(original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         return original(parameters, norm(float(max_norm)), *args, **kwargs)
 
-    setattr(clip_grad, _CLIP, clip)
-    try:
+    with exchanged(CLIP, clip):
         yield
-    finally:
-        setattr(clip_grad, _CLIP, original)

@@ -5,7 +5,13 @@ import textwrap
 import pytest
 
 from parity import registry
-from parity.calibration.command import Settings, measure
+from parity.calibration import command
+from parity.calibration.command import Settings, make_table, measure
+from parity.calibration.measure import Measured, Sample
+from parity.limits import against_packaged, table
+from parity.limits.law import Law
+from parity.limits.table import Table
+from parity.user_error import UserError
 
 PAIRS = """
     import parity
@@ -46,3 +52,119 @@ def test_a_port_that_raises_is_left_out_and_told_and_the_others_are_measured(tmp
     measured = measure(Settings((str(file),), ("fp32",), (0,), 0, "cpu"), 1)
     assert list(map(str, measured.left_out)) == ["raises_at_5 at 5x16 in fp32, seed 0: ValueError: not five rows"]
     assert {sample.case.split()[0] for sample in measured.samples} == {"runs", "raises_at_5"}
+
+
+LINEARS = """
+    import parity
+    from torch import nn
+
+
+    def linear(width):
+        def factory(te, **_):
+            return parity.Pair(
+                nn.Linear(width, 48), te.Linear(width, 48), weights={n: n for n in ("weight", "bias")},
+                inputs=lambda rng, batch: rng.normal(batch, width),
+                call_candidate=lambda module, x: FACTOR * module(x),
+            )
+        return factory
+
+
+    for i in range(9):
+        parity.pair(f"linear{i}", sizes=[dict(batch=16 + 8 * i)], precisions=["bf16"])(linear(32 + 16 * i))
+"""
+
+
+def linears(tmp_path, factor):
+    """Settings that measure nine Linears, each of whose ports is off by a factor."""
+    file = tmp_path / f"linears_times_{str(factor).replace('.', '_')}.py"
+    file.write_text(textwrap.dedent(LINEARS).replace("FACTOR", str(factor)))
+    return Settings((str(file),), ("bf16",), (0,), 0, "cpu")
+
+
+@pytest.mark.parametrize("factor", [1.3, 0.98])
+def test_ports_that_are_all_off_by_a_factor_are_refused_and_nothing_is_written(tmp_path, factor):
+    output, report = tmp_path / "table.json", tmp_path / "table.md"
+    with pytest.raises(UserError) as told:
+        make_table(linears(tmp_path, factor), 1, output, report)
+    text = str(told.value)
+    assert "would lie far outside of the packaged ones" in text
+    assert "norm of outputs in bf16" in text or "gain of outputs in bf16" in text
+    assert "linear" in text.split("farthest off are ")[1]
+    assert all(word in text for word in ("a wrong port would look the same", "parity run", "--accept-wider"))
+    assert text.endswith("table.json: it is not written")
+    assert not output.exists()
+    assert not report.exists()
+
+
+def test_right_ports_are_not_refused_however_few_they_are(tmp_path, capsys):
+    make_table(linears(tmp_path, 1.0), 1, tmp_path / "table.json", None)
+    assert "bf16: 20 limits, " in capsys.readouterr().out
+    assert "accepted" not in (tmp_path / "table.json").read_text()
+
+
+def samples(ratio, precision="bf16", statistic="norm"):
+    """Of twelve tensors of three pairs; the last pair's errors are so many times what is expected."""
+    return [
+        Sample(f"pair{i // 4} 2x16", precision, "output", f"tensor{i}", "te", 0, statistic, ratio if i >= 8 else 1.0)
+        for i in range(12)
+    ]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What is measured, without running anything."""
+    found = []
+    monkeypatch.setattr(command, "_check_enough", lambda settings: None)
+    monkeypatch.setattr(command, "measure", lambda settings, workers: Measured(list(found)))
+    return found
+
+
+SETTINGS = Settings((), ("bf16",), (0,), 0, "cpu")
+
+
+def test_a_table_that_is_there_already_stays_as_it_is_where_the_new_one_is_refused(tmp_path, measured):
+    output = tmp_path / "table.json"
+    table.save(Table({("bf16", "output", "norm"): Law(0.0, 0.1, 40, 40, 1.1)}, {}), output)
+    before = output.read_text()
+    measured += samples(30.0)
+    with pytest.raises(
+        UserError, match=r"farthest off is pair2 \(norm of tensor\d+ in bf16 is 30, .*: it stays as it is$"
+    ):
+        make_table(SETTINGS, 1, output, None)
+    assert output.read_text() == before
+
+
+def test_what_was_accepted_is_told_and_stays_in_the_table(tmp_path, measured, capsys):
+    output = tmp_path / "table.json"
+    measured += samples(4.0)
+    make_table(SETTINGS, 1, output, tmp_path / "table.md", accept_wider=True)
+    accepted = table.load(output).provenance["bf16"]["accepted"]
+    assert accepted.startswith("1 limit far outside of the packaged ones, up to ")
+    assert f"accepted: {accepted}" in capsys.readouterr().out
+    assert accepted in (tmp_path / "table.md").read_text()
+    (found,) = against_packaged.compared(table.load(output))
+    assert (found.wider, found.accepted) == (1, accepted)
+
+
+def test_limits_that_the_packaged_table_lacks_are_told_and_not_refused(tmp_path, measured, capsys):
+    measured += samples(3.0, statistic="curl") + samples(1.0)
+    make_table(SETTINGS, 1, tmp_path / "table.json", None)
+    assert "1 limit that the packaged table has no law for, compared with nothing" in capsys.readouterr().out
+
+
+def test_limits_that_are_much_tighter_are_told(tmp_path, measured, capsys, monkeypatch):
+    packaged = table.packaged()
+    wide = {key: Law(3.0, 0.1, 400, 400, 30.0) for key in packaged.laws}
+    monkeypatch.setattr(against_packaged, "packaged", lambda: Table(wide, {}))
+    measured += samples(1.0)
+    make_table(SETTINGS, 1, tmp_path / "table.json", None)
+    assert "1 less than 1/2 as wide: what passes by the packaged ones may fail" in capsys.readouterr().out
+
+
+def test_limits_that_would_pass_everything_are_refused_even_where_wider_ones_are_accepted(tmp_path, measured):
+    measured += samples(1e6)
+    with pytest.raises(
+        UserError, match=r"'norm' of the kind 'output' in bf16 would be .*, where everything would pass"
+    ):
+        make_table(SETTINGS, 1, tmp_path / "table.json", None, accept_wider=True)
+    assert not (tmp_path / "table.json").exists()

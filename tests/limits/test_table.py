@@ -28,6 +28,33 @@ def test_a_file_that_is_no_table_is_named(tmp_path, text):
         table.load(file)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spread": float("nan")}, "has the spread nan, which is no number"),
+        ({"center": float("inf")}, "has the center inf, which is no number"),
+        ({"center": "0.1"}, "has the center '0.1', which is no number"),
+        ({"spread": -0.2}, "has the spread -0.2, which is below 0"),
+        ({"largest": -1.0}, "has the largest -1, which is below 0"),
+        ({"tensors": 1}, "was measured on 1 tensors"),
+        ({"tensors": -40}, "has the tensors -40, which is below 0"),
+        ({"center": 50.0}, "would be .*, where everything would pass"),
+        ({"center": 1e5}, "would be inf, where everything would pass"),
+        ({"center": -1e5}, "would be 0, where nothing passes"),
+    ],
+)
+def test_a_law_that_gives_no_limit_is_named_with_its_place(tmp_path, changes, words):
+    table.save(Table({("bf16", "output", "norm"): LAW}, {}), tmp_path / "table.json")
+    record = json.loads((tmp_path / "table.json").read_text())
+    record["laws"][0].update(changes)
+    (tmp_path / "table.json").write_text(json.dumps(record))
+    with pytest.raises(
+        UserError, match=rf"table\.json has a law .*'norm' of the kind 'output' in bf16 {words}"
+    ) as told:
+        table.load(tmp_path / "table.json")
+    assert "\n" not in str(told.value)
+
+
 def test_a_missing_table_and_a_missing_law_say_how_to_make_them(tmp_path):
     with pytest.raises(UserError, match="parity calibrate --out"):
         table.load(tmp_path / "none.json")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import parity
 from parity.rounding.recurrent import step_by_step
@@ -69,3 +70,27 @@ def test_an_lstm_is_called_by_its_steps_inside_and_as_before_outside():
     assert "mkldnn_rnn_layer" not in inside.seen
     assert outside.seen == again.seen
     torch.testing.assert_close(steps, whole)
+
+
+class CheckpointedLstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.lstm(x)[0], x, use_reentrant=False)
+
+
+def test_an_lstm_that_a_checkpoint_runs_again_is_called_by_its_steps_again():
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    with step_by_step(), Names() as inside:
+        CheckpointedLstm()(x).sum().backward()
+    assert x.grad is not None
+    assert "mkldnn_rnn_layer" not in inside.seen
+
+
+def test_an_lstm_that_raises_leaves_pytorchs_setting_as_it_was():
+    before = torch.backends.mkldnn.enabled
+    with step_by_step(), pytest.raises(RuntimeError):
+        nn.LSTM(8, 8)(torch.randn(3, 2, 9))
+    assert torch.backends.mkldnn.enabled is before
