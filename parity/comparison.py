@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from parity import te
+from parity.apart import gradients_of, is_explained, merged, parts, parts_known
 from parity.arguments import check_kinds, checked_precisions, checked_seeds
 from parity.build import part_that_raised
 from parity.case import Case, Pair, as_case
@@ -31,7 +32,7 @@ from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
 from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import Prepared, forget, prepare
+from parity.prepare import Prepared, forget, prepare, release
 from parity.result import PROBED, Determinism, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
@@ -108,12 +109,12 @@ def compare_at(
     began = time.perf_counter()
     asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism)
     with usual_modes():
-        return dataclasses.replace(_compared(asked), seconds=time.perf_counter() - began)
+        return dataclasses.replace(_compared_in_parts(asked), seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What ``compare_at`` is asked for, by the same names."""
+    """What ``compare_at`` is asked for, by the same names; and whether the cause of a failure is looked for."""
 
     case: Case
     checked: CheckedSize
@@ -123,6 +124,7 @@ class _Asked:
     calibration: Table
     attention: AttentionBackend | None
     determinism: bool
+    explains: bool = True
 
     def result(self, status: Status, **fields: Any) -> Result:
         return Result(
@@ -184,6 +186,45 @@ class _Ran:
 
 class _PassRaised(Exception):
     """A part of the pair raised; the text says which, what, and where, the cause is its error."""
+
+
+def _compared_in_parts(asked: _Asked) -> Result:
+    """As ``_compared``, once for each part of the outputs; as a whole as well where a part cannot be compared.
+
+    What explains the larger outputs' failure must explain the numbers beside them, so a cause is looked for in the
+    whole first; one of a number alone, or one that the whole does not tell, in what failed of the parts.
+    """
+    cases = _parts(asked)
+    if len(cases) == 1:
+        return _compared(dataclasses.replace(asked, case=cases[0]))
+    parts = [dataclasses.replace(asked, case=case, explains=False) for case in cases]
+    results = [_compared(part) for part in parts]
+    if any(result.status == "error" for result in results):
+        return merged([_compared(asked), *(result for result in results if result.status != "error")])
+    if results[-1].status == "failed":
+        whole = _compared(asked)
+        if is_explained(whole):
+            return dataclasses.replace(merged(results), findings=whole.findings)
+    return merged(
+        [
+            _compared(dataclasses.replace(part, explains=True)) if result.status == "failed" else result
+            for part, result in zip(parts, results, strict=True)
+        ]
+    )
+
+
+def _parts(asked: _Asked) -> list[Case]:
+    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
+    known = parts_known(case, checked)
+    if known is None and why_unavailable(precision, kernels) is None:
+        try:
+            outputs = prepare(case, checked, precision.dtype, seed, kernels).golden
+        except Exception:  # of which the comparison tells
+            return [case]
+        known = parts(case, checked, outputs)
+        if len(known) > 1:
+            release(case, checked, precision.dtype, seed, kernels)
+    return known or [case]
 
 
 def _compared(asked: _Asked) -> Result:
@@ -300,7 +341,8 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
 
     def judge_by(modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN) -> tuple[TensorResult, ...]:
         golden = answerable(truths, modelled, ran.candidate)
-        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
+        judged = judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn)
+        return gradients_of(asked.case, judged)
 
     first_look, models, port = judge_by(ran.models), ran.models, Port()
     passed = all(tensor.passed for tensor in first_look)
@@ -331,7 +373,9 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
         notes += (LOOKS_UP_ELSE,)
     notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
-    if all(tensor.passed for tensor in tensors):
+    # A part that is detached has no gradients at all, which is told of the whole.
+    detached = asked.case.part_of is not None and ran.detached_outputs == asked.case.outputs
+    if all(tensor.passed or (detached and tensor.of) for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return asked.result("error", reason=reason, notes=notes)
@@ -339,6 +383,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Result:
             return asked.result("error", reason=ran.unlike, notes=notes)
         return asked.result("passed", tensors=tensors, notes=notes)
     notes += tuple(filter(None, [ran.unlike]))
+    if not asked.explains:
+        return asked.result("failed", tensors=tensors, notes=notes)
     return _explained(asked, ran, verdicts, notes, ran.seconds + time.process_time() - began)
 
 
@@ -350,7 +396,8 @@ def _explained(asked: _Asked, ran: _Ran, verdicts: _Verdicts, notes: tuple[str, 
         golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None
     ) -> tuple[TensorResult, ...]:
         truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        return judge(truths, models, candidate or ran.candidate, precision, asked.calibration, ())
+        judged = judge(truths, models, candidate or ran.candidate, precision, asked.calibration, ())
+        return gradients_of(asked.case, judged)
 
     failure = Failure(
         tensors,

@@ -154,6 +154,11 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     return _KEPT[key]
 
 
+def release(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> None:
+    """Let go of what ``prepare`` keeps of this."""
+    _KEPT.pop(_Key(case, checked, dtype, seed, kernels), None)
+
+
 def forget() -> None:
     """Let go of everything that is kept."""
     _KEPT.clear()
@@ -167,7 +172,8 @@ def _make_room(coming: _Key) -> None:
     """
     last = next((key.dtype for key in reversed(_KEPT) if key.dtype is not coming.dtype), None)
     for key in list(_KEPT):
-        if key[:2] != coming[:2] or key.dtype not in (coming.dtype, last):
+        other = key.case.whole is not coming.case.whole or key.checked != coming.checked
+        if other or key.dtype not in (coming.dtype, last):
             del _KEPT[key]
     free = free_memory.free()
     if free is None:
@@ -183,7 +189,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     if case.vary_constants:
         vary_constants(pair.reference, Rng(seed, "weights"))
     candidate_weights = share_rounded_weights(pair, dtype)
-    drawn = draws_of((case, checked), seed, kernels)
+    drawn = draws_of((case.whole, checked), seed, kernels)
     with drawn.repeated():
         inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
     cotangents: dict[str, Tensor] = {}
