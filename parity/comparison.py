@@ -30,7 +30,7 @@ from parity.judging.norm_roundings import made_by_port_alone
 from parity.judging.second_look import choosing_alike, remark, second_look
 from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
-from parity.passes import Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
+from parity.passes import Tensors, as_returned, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
 from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.prepare import Prepared, forget, prepare, release
 from parity.result import PROBED, Determinism, Result, Status, TensorResult
@@ -262,8 +262,6 @@ def _run(asked: _Asked) -> _Ran:
     known = directions(prepared)  # before other passes, since golden's calls take memory until then
     # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
     began = time.process_time() - sum(prepared.spent.values())
-    with _step(f"the reference under the rounding model of {precision.name}"):
-        models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
     def rerun(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
         given = prepared if cotangents is None else dataclasses.replace(prepared, cotangents=dict(cotangents))
@@ -278,6 +276,9 @@ def _run(asked: _Asked) -> _Ran:
             candidate, unreached = run_candidate(case, checked, prepared, precision, seed, kernels, seen=ran.append)
         draws = not RandomState.now(kernels.device).is_as(before)
         repeated = repeat(rerun, candidate, before, kernels.device) if asked.determinism else None
+    prepared = as_returned(prepared, candidate)
+    with _step(f"the reference under the rounding model of {precision.name}"):
+        models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     seconds = time.process_time() - began
     return _Ran(
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),

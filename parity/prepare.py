@@ -32,6 +32,7 @@ from parity.judgeable import check_golden, check_reproducible, check_state_stays
 from parity.machine import free_memory, host
 from parity.nominal_clock import Clock
 from parity.probes import probe
+from parity.result import Kind
 from parity.scaled_lookups import Lookups, ScaledLookups
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -98,6 +99,7 @@ class Prepared:
         kept: what was computed of this and is asked for again.
         built: the pair, whose candidate has not run; whoever runs it takes it out.
         clock: of what a search for a cause computes.
+        wide: kinds and names of the outputs that the candidate returns in a wider dtype, as a loss in FP32.
     """
 
     dtype: torch.dtype
@@ -119,6 +121,7 @@ class Prepared:
     kept: dict[Hashable, Any] = field(default_factory=dict)
     built: list[Pair] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
+    wide: frozenset[tuple[Kind, str]] = frozenset()
 
     @property
     def probe_call(self) -> Callable[..., Any] | None:

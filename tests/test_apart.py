@@ -217,3 +217,52 @@ def test_two_losses_are_each_judged_by_themselves():
     (result,) = parity.compare(parity.Case("two", factory, sizes=(dict(batch=BATCH),)), ["bf16"])
     failed = {tensor.label for tensor in result.tensors if not tensor.passed and tensor.kind != "probed output"}
     assert failed == {"output[1]", "d x of output[1]", "d up.weight of output[1]", "d head.weight of output[1]"}
+
+
+def hugging_faces_llama(te_linear=None):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parent in list(model.modules()) if te_linear else ():
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, te_linear(layer.in_features, layer.out_features, bias=False))
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+def test_hugging_faces_model_with_labels(precision):
+    """A right port passes; one whose labels are not shifted by the model, since they were before, fails."""
+
+    def factory(te, shifted_twice, **_):
+        reference = hugging_faces_llama()
+
+        def call(model, ids):
+            return model(input_ids=ids, labels=ids)
+
+        def call_candidate(model, ids):
+            return model(input_ids=ids, labels=ids.roll(-1, 1) if shifted_twice else ids)
+
+        return parity.Pair(
+            reference,
+            hugging_faces_llama(te.Linear),
+            lambda rng, batch: rng.integers(batch, 16, high=96),
+            {name: name for name, _ in reference.named_parameters()},
+            call,
+            call_candidate,
+        )
+
+    sizes = (dict(batch=2, shifted_twice=False), dict(batch=2, shifted_twice=True))
+    results = parity.compare(parity.Case("llama", factory, sizes=sizes), [precision], seeds=[0, 1])
+    assert [result.status for result in results] == ["passed", "passed", "failed", "failed"]
+    assert all("d lm_head.weight of output[loss]" in {x.label for x in result.tensors} for result in results)
+    assert all(x.passed for result in results for x in result.tensors if x.label.endswith("output[logits]"))
