@@ -36,7 +36,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
         # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
-        with draws_of((case, checked), seed, kernels).repeated():
+        with draws_of((case.whole, checked), seed, kernels).repeated():
             pair = case.build(kernels.te, checked.size)
     _check_has_values("reference", pair.reference)
     _check_has_values("candidate", pair.candidate)

@@ -66,6 +66,8 @@ class Case:
         attention: the attention backends that TE is to take, each in an item of its own; empty lets TE choose.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
+        part_of: the case whose outputs are compared in parts, of which this one is some; None for all outputs.
+        outputs: names of those of this part; empty for all.
     """
 
     name: str
@@ -78,6 +80,13 @@ class Case:
     attention: tuple[AttentionBackend, ...] = ()
     path: Path = Path()
     line: int = 0
+    part_of: Case | None = None
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> Case:
+        """The case that was declared, also of a part of it."""
+        return self.part_of or self
 
     def build(self, te: ModuleType, size: Size) -> Pair:
         """Build the pair at one size."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from parity import te
+from parity.apart import gradients_of, is_explained, merged, parts, parts_known
 from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
 from parity.build import part_that_raised
 from parity.case import Case, Pair, as_case
@@ -33,9 +34,18 @@ from parity.judging.remembered import by_recalling, told
 from parity.judging.second_look import BY_CHANCE, choosing_alike, leaning_runs, remark, second_look
 from parity.limits.table import Table, packaged
 from parity.modes import usual_modes
-from parity.passes import Recalled, Tensors, golden_truths, model_tensors, rounding_chooses, run_candidate, run_model
+from parity.passes import (
+    Recalled,
+    Tensors,
+    as_returned,
+    golden_truths,
+    model_tensors,
+    rounding_chooses,
+    run_candidate,
+    run_model,
+)
 from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import Prepared, forget, prepare
+from parity.prepare import Prepared, forget, prepare, release
 from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
@@ -144,7 +154,7 @@ def judge_at(
     began = time.perf_counter()
     asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism)
     with usual_modes():
-        judged = _compared(asked)
+        judged = _judged_in_parts(asked)
         return dataclasses.replace(
             judged, result=dataclasses.replace(judged.result, seconds=time.perf_counter() - began)
         )
@@ -152,20 +162,20 @@ def judge_at(
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
     """The second step of ``compare_at``: the result, with the findings of a failure; ``diagnosis`` as there."""
-    result, unexplained = judged.result, judged.unexplained
-    if unexplained is None:
+    result = judged.result
+    if not judged.is_unexplained:
         return result
     if diagnosis is None:
         return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
     with usual_modes():
-        explained = _explained(result, unexplained, diagnosis)
+        explained = _explained_in_parts(judged, diagnosis)
         return dataclasses.replace(explained, seconds=result.seconds + time.perf_counter() - began)
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What ``compare_at`` is asked for, by the same names."""
+    """What ``compare_at`` is asked for, by the same names; and whether the cause of a failure is looked for."""
 
     case: Case
     checked: CheckedSize
@@ -253,14 +263,71 @@ class Judged:
     Attributes:
         result: without findings.
         unexplained: what a search for the cause needs; None where there is nothing to explain.
+        parts: of a comparison whose outputs are judged apart, each part's.
+        whole: what was asked for, if the cause is to be looked for in all outputs together first.
     """
 
     result: Result
     unexplained: _Unexplained | None = None
+    parts: tuple[Judged, ...] = ()
+    whole: _Asked | None = None
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether there is something to explain."""
+        return self.unexplained is not None or any(part.unexplained is not None for part in self.parts)
 
 
 class _PassRaised(Exception):
     """A part of the pair raised; the text says which, what, and where, the cause is its error."""
+
+
+def _judged_in_parts(asked: _Asked) -> Judged:
+    """Judge each part of the outputs by itself; the whole as well where a part cannot be compared."""
+    cases = _parts(asked)
+    if len(cases) == 1:
+        return _compared(dataclasses.replace(asked, case=cases[0]))
+    judged = [_compared(dataclasses.replace(asked, case=case)) for case in cases]
+    if any(one.result.status == "error" for one in judged):
+        judged = [_compared(asked), *(one for one in judged if one.result.status != "error")]
+        return Judged(merged([one.result for one in judged]), parts=tuple(judged))
+    whole = asked if judged[-1].result.status == "failed" else None
+    return Judged(merged([one.result for one in judged]), parts=tuple(judged), whole=whole)
+
+
+def _explained_in_parts(judged: Judged, seconds: float) -> Result:
+    """Look for the cause of a failure, in the whole first where the larger outputs failed.
+
+    What explains these must explain the numbers beside them; a cause of a number alone, or one that the whole does not
+    tell, is looked for in the parts that failed.
+    """
+    if judged.unexplained is not None:
+        return _explained(judged.result, judged.unexplained, seconds)
+    whole = None if judged.whole is None else _compared(judged.whole)
+    if whole is not None and whole.unexplained is not None:
+        explained = _explained(whole.result, whole.unexplained, seconds)
+        if is_explained(explained):
+            return dataclasses.replace(judged.result, findings=explained.findings)
+    parts = (
+        one.result if one.unexplained is None else _explained(one.result, one.unexplained, seconds)
+        for one in judged.parts
+    )
+    return merged(list(parts))
+
+
+def _parts(asked: _Asked) -> list[Case]:
+    """Return the case once for each part of its outputs that is compared by itself."""
+    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
+    known = parts_known(case, checked)
+    if known is None and why_unavailable(precision, kernels) is None:
+        try:
+            outputs = prepare(case, checked, precision.dtype, seed, kernels).golden
+        except Exception:  # of which the comparison tells
+            return [case]
+        known = parts(case, checked, outputs)
+        if len(known) > 1:
+            release(case, checked, precision.dtype, seed, kernels)
+    return known or [case]
 
 
 def _compared(asked: _Asked) -> Judged:
@@ -300,8 +367,6 @@ def _run(asked: _Asked) -> _Ran:
     known = directions(prepared)  # before other passes, since golden's calls take memory until then
     # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
     began = time.process_time() - sum(prepared.spent.values())
-    with _step(f"the reference under the rounding model of {precision.name}"):
-        models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
 
     def rerun(
         change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, **how: Any
@@ -328,6 +393,9 @@ def _run(asked: _Asked) -> _Ran:
         left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, rerun)
         again = partial(rerun, recalled=Recalled())
         repeated = repeat(again, candidate, before, kernels.device) if asked.determinism else None
+    prepared = as_returned(prepared, candidate)
+    with _step(f"the reference under the rounding model of {precision.name}"):
+        models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     seconds = time.process_time() - began
     return _Ran(
         *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
@@ -403,7 +471,8 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
         modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN, leaning: Sequence[Tensors] = ()
     ) -> tuple[TensorResult, ...]:
         golden = answerable(truths, modelled, ran.candidate)
-        return judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn, leaning)
+        judged = judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn, leaning)
+        return gradients_of(asked.case, judged)
 
     first_look, models, port = judge_by(ran.models), ran.models, Port()
     passed = all(tensor.passed for tensor in first_look)
@@ -459,7 +528,9 @@ def _judged(asked: _Asked, ran: _Ran) -> Judged:
     notes += noted
     if prepared.unlike:  # whatever else is wrong, or happens to agree
         return Judged(asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes))
-    if all(tensor.passed for tensor in tensors):
+    # A part that is detached has no gradients at all, which is told of the whole.
+    detached = asked.case.part_of is not None and ran.detached_outputs == asked.case.outputs
+    if all(tensor.passed or (detached and tensor.of) for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return Judged(asked.result("error", reason=reason, notes=notes))
@@ -497,7 +568,10 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
     ) -> tuple[TensorResult, ...]:
         truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        return judge(truths, models, candidate or ran.candidate, precision, asked.calibration, (), NONE_DRAWN, leaning)
+        judged = judge(
+            *(truths, models, candidate or ran.candidate, precision, asked.calibration, (), NONE_DRAWN, leaning)
+        )
+        return gradients_of(asked.case, judged)
 
     failure = Failure(
         tensors,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -131,6 +131,40 @@ def run(
     )
 
 
+@dataclass(frozen=True)
+class Selected:
+    """Some of what a module returned.
+
+    Attributes:
+        outputs: floating-point tensors, by the names that they have among all outputs.
+        others: the tensors of other types.
+    """
+
+    outputs: dict[str, Tensor]
+    others: list[Tensor]
+
+
+def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Container[str]) -> Callable[..., Any]:
+    """Return a call that leaves out the outputs that have other names than these.
+
+    Args:
+        module: whose ``forward`` is called where ``call`` is None.
+        call: as in ``parity.Pair``.
+        names: as in ``Pass``.
+    """
+
+    def selected(module: nn.Module, *args: Any, **kwargs: Any) -> Selected:
+        returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
+        outputs = {name: x for name, x in _named_outputs(returned).items() if name in names}
+        others = [x for x in leaves_of(returned) if isinstance(x, Tensor) and not x.is_floating_point()]
+        return Selected(outputs, others)
+
+    called = list(inspect.signature(call or module.forward).parameters.values())
+    itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
+    selected.__signature__ = inspect.Signature([*itself, *called])  # type: ignore[attr-defined]
+    return selected
+
+
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
     """The outputs of a forward pass by name; arguments as for ``run``, and left as they were like there."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
@@ -213,6 +247,8 @@ def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -
 
 
 def _named_outputs(returned: Any) -> dict[str, Tensor]:
+    if isinstance(returned, Selected):
+        return returned.outputs
     if _is_record(returned):
         returned = _fields(returned)
     if isinstance(returned, Mapping):

@@ -97,20 +97,21 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """As ``run_model``, kept for the next precision: FP8 with delayed and with current scaling round alike."""
     models = prepared.kept.setdefault(model_tensors, {})
-    if any(kept != rounding for kept, _ in models):
+    if any(kept != rounding for kept, *_ in models):
         models.clear()
-    if (rounding, freedom) not in models:
+    key = rounding, freedom, prepared.wide
+    if key not in models:
         chosen = Chosen()
-        models[rounding, freedom] = run_model(prepared, rounding, freedom, chosen=chosen), chosen
+        models[key] = run_model(prepared, rounding, freedom, chosen=chosen), chosen
         prepared.held["models"] = size_in_bytes([tensors for tensors, _ in models.values()])
         prepared.held["weights read"] = _weights_read(prepared, rounding).held
-    tensors: Tensors = models[rounding, freedom][0]
+    tensors: Tensors = models[key][0]
     return tensors
 
 
 def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
     """Whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
-    runs = [chosen for (kept, _), (_, chosen) in prepared.kept.get(model_tensors, {}).items() if kept == rounding]
+    runs = [chosen for (kept, *_), (_, chosen) in prepared.kept.get(model_tensors, {}).items() if kept == rounding]
     return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
 
 
@@ -123,6 +124,21 @@ def unrounded_choices(prepared: Prepared) -> Chosen:
     return chosen
 
 
+def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
+    """What is prepared, with what is known of the dtypes that a candidate returns."""
+    wide = (key for key, x in candidate.items() if returned_dtype(key[0], x, prepared.dtype) is not prepared.dtype)
+    return dataclasses.replace(prepared, wide=frozenset(wide))
+
+
+def returned_dtype(kind: Kind, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own where it is wider.
+
+    A gradient's is autograd's or a trainer's buffer's, and says nothing of what was rounded before.
+    """
+    is_wider = torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits
+    return tensor.dtype if is_wider and not kind.endswith("gradient") else dtype
+
+
 def run_model(
     prepared: Prepared,
     rounding: Rounding,
@@ -130,7 +146,7 @@ def run_model(
     kinks: Kinks | None = None,
     chosen: Chosen | None = None,
 ) -> Tensors:
-    """The reference in FP32 under the rounding model, its results rounded to the dtype in which TE returns them.
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which the port returns them.
 
     ``kinks`` are those of the pass that has gradients, ``chosen`` the choices of both passes.
     """
@@ -162,7 +178,8 @@ def run_model(
         with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
             tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
-    return {key: tensor if tensor in stored else rounding.store_part(tensor) for key, tensor in tensors.items()}
+    as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}
+    return {key: x if key in as_they_are else rounding.store_part(x) for key, x in tensors.items()}
 
 
 def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:

@@ -33,6 +33,7 @@ from parity.judgeable import check_golden, check_reproducible, check_state_stays
 from parity.machine import free_memory, host
 from parity.nominal_clock import Clock
 from parity.probes import probe
+from parity.result import Kind
 from parity.scaled_lookups import Lookups, ScaledLookups
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -102,6 +103,7 @@ class Prepared:
         kept: what was computed of this and is asked for again.
         built: the pair, whose candidate has not run; whoever runs it takes it out.
         clock: of what a search for a cause computes.
+        wide: kinds and names of the outputs that the candidate returns in a wider dtype, as a loss in FP32.
     """
 
     dtype: torch.dtype
@@ -125,6 +127,7 @@ class Prepared:
     kept: dict[Hashable, Any] = field(default_factory=dict)
     built: list[Pair] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
+    wide: frozenset[tuple[Kind, str]] = frozenset()
 
     @property
     def probe_call(self) -> Callable[..., Any] | None:
@@ -160,6 +163,11 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     return _KEPT[key]
 
 
+def release(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> None:
+    """Let go of what ``prepare`` keeps of this."""
+    _KEPT.pop(_Key(case, checked, dtype, seed, kernels), None)
+
+
 def forget() -> None:
     """Let go of everything that is kept."""
     _KEPT.clear()
@@ -173,7 +181,8 @@ def _make_room(coming: _Key) -> None:
     """
     last = next((key.dtype for key in reversed(_KEPT) if key.dtype is not coming.dtype), None)
     for key in list(_KEPT):
-        if key[:2] != coming[:2] or key.dtype not in (coming.dtype, last):
+        other = key.case.whole is not coming.case.whole or key.checked != coming.checked
+        if other or key.dtype not in (coming.dtype, last):
             del _KEPT[key]
     free = free_memory.free()
     if free is None:
@@ -193,7 +202,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     elif case.vary_constants:
         vary_constants(pair.reference, Rng(seed, "weights"))
     candidate_weights = share_rounded_weights(pair, dtype, held.alike)
-    drawn = draws_of((case, checked), seed, kernels)
+    drawn = draws_of((case.whole, checked), seed, kernels)
     with drawn.repeated():
         inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)
     cotangents: dict[str, Tensor] = {}

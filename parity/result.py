@@ -103,6 +103,7 @@ class TensorResult:
         tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units, which the check ``largest`` sets.
         margin: the largest of the checks' margins; up to 1 passes; infinite where a NaN or Inf is, or is expected.
         checks: every statistic that was judged.
+        of: the outputs whose gradient it is, where not all are differentiated in one pass; else empty.
     """
 
     name: str
@@ -114,11 +115,13 @@ class TensorResult:
     tolerance_max_abs: float
     margin: float
     checks: tuple[Check, ...] = ()
+    of: str = ""
 
     @property
     def label(self) -> str:
-        """``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
-        return label_of(self.kind, self.name)
+        """``output``, ``probed output``, ``d input``, ``d up_proj.weight`` or ``d up_proj.weight of output[loss]``."""
+        label = label_of(self.kind, self.name)
+        return f"{label} of {self.of}" if self.of else label
 
     @property
     def numel(self) -> int:

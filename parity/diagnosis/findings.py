@@ -100,7 +100,9 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
     """A mistake that takes nearly all of the error, and leaves more than rounding: there is another one besides."""
-    explained = None if best is None else partly_explained(failure, best[1])
+    # A part of a single number's error says nothing: some mistake or other makes any part of it.
+    tells = best is not None and not few_outputs(failure)
+    explained = partly_explained(failure, best[1]) if best is not None and tells else None
     if best is not None and explained is not None:
         label, before, after = explained
         yield finding(

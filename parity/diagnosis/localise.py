@@ -9,7 +9,7 @@ from torch import Tensor
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.scale import readable
-from parity.result import Finding
+from parity.result import Finding, TensorResult
 
 _MOST_TENSORS = 3
 _MOST_RIGHT = 6  # tensors that pass, which a message names
@@ -23,7 +23,7 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
-    passed = [result.label for result in failure.results if result.passed]
+    passed = [result.label for result in failure.results if result.passed and not _may_be_wrong(result)]
     for result in failed[:_MOST_TENSORS]:
         key = result.kind, result.name
         error = failure.candidate[key].double() - failure.golden[key]
@@ -36,6 +36,11 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
             f"no {known} explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "
             f"{result.expected.relative_l2:.2g} is expected. The error is {where}{others}",
         )
+
+
+def _may_be_wrong(result: TensorResult) -> bool:
+    """Whether a tensor is a single number, as a loss, which may agree with what it should be by chance."""
+    return result.kind == "output" and result.numel == 1
 
 
 def _places(error: Tensor, golden: Tensor) -> Iterator[str]:

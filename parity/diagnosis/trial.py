@@ -117,7 +117,8 @@ def tensors_under(
         return None
     tensors = tensors_of(ran)
     if precision is not None:
-        tensors = {key: precision.rounding.store_part(tensor) for key, tensor in tensors.items()}
+        store, wide = precision.rounding.store_part, prepared.wide
+        tensors = {key: tensor if key in wide else store(tensor) for key, tensor in tensors.items()}
     return tensors
 
 

@@ -15,7 +15,7 @@ from parity.judging.granted import Granted, grant
 from parity.judging.scatter import allowance, scatters, slices_scatter
 from parity.judging.statistics import Statistic, least_error, statistics
 from parity.limits.table import Table
-from parity.passes import Tensors
+from parity.passes import Tensors, returned_dtype
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
 from parity.summed import Summed
@@ -191,7 +191,8 @@ def _judged(
     kind, name = key
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
     measures = golden[key].measures(truth, precision.dtype)
-    least = least_error(precision.dtype, summed_terms(kind, truth.values, golden))
+    returned = returned_dtype(kind, candidate[key], precision.dtype)
+    least = least_error(returned, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
     granted = granted_to(key, golden[key], error, models[0], leaning)
     if granted is not None:

@@ -29,6 +29,7 @@ import torch
 
 from parity.judging.judge import NONE_DRAWN, Drawn
 from parity.judging.scatter import is_lost
+from parity.judging.statistics import SMALLEST_SLICE
 from parity.passes import Tensors, golden_tensors, run_model, unrounded_choices
 from parity.prepare import Prepared
 from parity.result import TensorResult
@@ -85,7 +86,7 @@ def second_look(
         judged = judge(looked, NONE_DRAWN)
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
-    tensors, noisy = judged, 0
+    tensors, noisy = _not_cleared(tensors, judged), 0
     if noisy_kernels := noisy_sums(rounding):
         other = dataclasses.replace(both[1], kernels=noisy_kernels)
         looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))
@@ -94,20 +95,29 @@ def second_look(
             return judged
     with optimizers_recorded() as optimizers:
         for kinks, freedom in _looks(prepared, both):
-            if freedom.jitter is not None and _is_hopeless(judged, noisy, steps=bool(optimizers)):
+            if freedom.jitter is not None and _is_hopeless(judged, noisy, bool(optimizers), rounding):
                 return tensors
             noisy += freedom.jitter is not None
             looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
             judged = judge(looked, NONE_DRAWN)
             if all(tensor.passed for tensor in judged):
                 return judged
-    if _is_hopeless(judged, noisy, steps=bool(optimizers)):
+    if _is_hopeless(judged, noisy, bool(optimizers), rounding):
         return tensors
     dithered = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
     drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
     of_outputs = bool(optimizers) and rounding.storage is not torch.float32
     judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
+
+
+def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
+    """The second verdicts of a port that fails, but for the first on a few numbers that failed, as a loss.
+
+    That chance may move a loss so far is no excuse for it where something else is wrong as well, which moves it, too.
+    """
+    stands = {one.label: one for one in first if not one.passed and _are_few_numbers(one)}
+    return tuple(stands.get(one.label, one) for one in second) if stands else tuple(second)
 
 
 def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
@@ -153,11 +163,24 @@ def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
     return HOPELESS_MARGIN if steps or noisy < TELLING_LOOKS else STILL_HOPELESS_MARGIN
 
 
-def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool) -> bool:
-    """Whether an error is larger than any noise makes it, but for gradients that are nothing but noise."""
-    judged = (tensor for tensor in tensors if not is_lost(tensor))
+def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, rounding: Rounding) -> bool:
+    """Whether an error is larger than any noise makes it, but for gradients that are nothing but noise.
+
+    A loss that is returned in FP32 is a mean in which roundings cancel, in one run all of them, in another none: how
+    many times one run's error another's is says nothing as long as a single rounding to the dtype would make it.
+    """
+    one_rounding = torch.finfo(rounding.storage).eps / 2
+    judged = (
+        tensor
+        for tensor in tensors
+        if not is_lost(tensor) and not (_are_few_numbers(tensor) and tensor.errors.relative_l2 <= one_rounding)
+    )
     checks = (check for tensor in judged for check in tensor.checks)
     return any(check.margin > _hopeless_margin(check.statistic, noisy, steps) for check in checks)
+
+
+def _are_few_numbers(tensor: TensorResult) -> bool:
+    return not tensor.kind.endswith("gradient") and tensor.numel < SMALLEST_SLICE
 
 
 def _are_finite(tensors: Sequence[TensorResult]) -> bool:

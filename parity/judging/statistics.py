@@ -51,6 +51,10 @@ _USUAL = 1.5
 # Of a normal law below three standard deviations, in how many degrees of freedom chance no longer counts.
 _CHANCE = float(special.ndtr(3.0))
 _MOST_FREEDOM = 1e4
+# Runs of the model that are not drawn, but with jitter: fewer do not tell how the error of few elements scatters, nor
+# do those whose error scatters like that of more independent ones, times the number of elements.
+_FEWEST_RUNS = 8
+_FREEDOM_OF_FEW = 2.0
 # The unit roundoff of FP32, in which kernels compute.
 _UNIT = torch.finfo(torch.float32).eps / 2
 # What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
@@ -115,7 +119,7 @@ def statistics(
     if not count:
         return
     total = max(*(model.total for model in model_errors), least**2 * golden.total)
-    yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance(count))
+    yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance_of_norm(model_errors, count))
     yield _largest(error, model_errors, least * golden.max_abs)
     if has_component(golden):
         yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
@@ -208,6 +212,23 @@ def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: i
     return torch.where(fourth > 0, 3.0 * second.square() / fourth, count).clamp(1.0, count)
 
 
+def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
+    """As ``_chance``; of few elements, as a loss is one, no more than many runs leave to it, if there are any.
+
+    The model's error in one number may happen to be hardly any. That of the largest of many runs is not, so that what
+    allows for the one must not be allowed on top of the other. Runs with jitter may have most roundings in common, and
+    tell only if their errors scatter as those of few independent ones do.
+    """
+    usual = _chance(float(count))
+    drawn = [model.total for model in model_errors if model.is_drawn]
+    totals = torch.tensor(drawn or [model.total for model in model_errors], dtype=torch.float64)
+    if count >= SMALLEST_SLICE or len(totals) < (FEWEST_DRAWN if drawn else _FEWEST_RUNS):
+        return usual
+    if not drawn and _freedom(totals) > _FREEDOM_OF_FEW * count:
+        return usual
+    return min(usual, _beyond_largest(totals).item())
+
+
 def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
     """What the norm of each slice may exceed the largest of the drawn runs' by, as ``_chance``, by their scatter.
 
@@ -220,13 +241,20 @@ def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Te
         dims: over which a slice extends.
     """
     drawn = [model.squares_over(dims) for model in model_errors if model.is_drawn]
-    if len(drawn) < FEWEST_DRAWN:
-        return torch.ones(())
-    squares = torch.stack(drawn).double()
-    variance, mean = squares.var(0), squares.mean(0)
-    freedom = torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM) / 2.0
-    reached, largest = (special.gammaincinv(freedom.numpy(force=True), p) for p in (_CHANCE, 0.5 ** (1 / len(drawn))))
-    return torch.as_tensor(np.sqrt(reached / largest), dtype=drawn[0].dtype, device=drawn[0].device)
+    return _beyond_largest(torch.stack(drawn)) if len(drawn) >= FEWEST_DRAWN else torch.ones(())
+
+
+def _beyond_largest(squares: Tensor) -> Tensor:
+    """Ditto, from the squared norms of drawn runs, which are the first dimension."""
+    half = _freedom(squares).numpy(force=True) / 2.0
+    reached, largest = (special.gammaincinv(half, p) for p in (_CHANCE, 0.5 ** (1 / len(squares))))
+    return torch.as_tensor(np.sqrt(reached / largest), dtype=squares.dtype, device=squares.device)
+
+
+def _freedom(squares: Tensor) -> Tensor:
+    """Of how many independent normal errors such squared norms scatter like, by runs, which are the first dimension."""
+    variance, mean = squares.double().var(0), squares.double().mean(0)
+    return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
 
 
 def _norm(x: Tensor) -> float:

@@ -11,7 +11,7 @@ from parity.report.environment import Environment
 from parity.report.items import Item
 from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.report.tables import markdown_table
-from parity.result import Determinism, Kind, Result, TensorResult
+from parity.result import Determinism, Result, TensorResult
 
 _COLUMNS = (
     *("precision", "size", "tensor", "relative L2", "expected", "tolerance", "error / expected"),
@@ -247,13 +247,8 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
     """A row a tensor, each at the seed where its own margin is worst."""
     compared = [result for result in item.results if result.tensors]
-    keys: dict[tuple[Kind, str], None] = {
-        (tensor.kind, tensor.name): None for result in compared for tensor in result.tensors
-    }
-    for key in keys:
-        at_seeds = [
-            (result, tensor) for result in compared for tensor in result.tensors if (tensor.kind, tensor.name) == key
-        ]
+    for label in dict.fromkeys(tensor.label for result in compared for tensor in result.tensors):
+        at_seeds = [(result, tensor) for result in compared for tensor in result.tensors if tensor.label == label]
         result, tensor = max(at_seeds, key=lambda pair: pair[1].margin)
         yield _row(result, tensor) + ([f"{result.seed} of {len(at_seeds)}"] if many_seeds else [])
 
