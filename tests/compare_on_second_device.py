@@ -59,12 +59,14 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
         kernels: te.Kernels,
         change: Callable[[nn.Module], None] = lambda module: None,
         seen: Callable[[Pass], None] | None = None,
+        *rest: Any,
+        **how: Any,
     ) -> tuple[passes.Tensors, tuple[str, ...]]:
         assert kernels.device == device
         names = ("inputs", "candidate_weights", "cotangents", "probe")
         fetched = {name: moved(getattr(prepared, name), CPU) for name in names}
         there = dataclasses.replace(prepared, **fetched, built=[])  # the one that is built is on the device
-        tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change, seen)
+        tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change, seen, *rest, **how)
         return moved(tensors, device), unreached
 
     comparison.run_candidate = run_there

@@ -40,7 +40,7 @@ class Gram(nn.Module):
 
 def pair(reference: nn.Module, candidate: nn.Module, *names: str) -> parity.Pair:
     weights = {name: name for name in names}
-    return parity.Pair(reference, candidate, weights=weights, inputs=lambda rng: rng.normal(2 * TOKENS, 64))
+    return parity.Pair(reference, candidate, weights=weights, inputs=lambda rng: rng.normal(2 * TOKENS, 64), fill=True)
 
 
 def norm() -> nn.Module:

@@ -26,6 +26,9 @@ _TOO_MUCH = 2.0
 # promote sums at other lengths.
 _UNSURE = 0.25
 _FEWEST_ELEMENTS = 32
+# A kernel does it in a whole product: some tensor contains much of the change, or none does but by chance, as where a
+# mistake happens to lean alike. Of several products in a row of which one does it, this much is left.
+_EVIDENCE = 0.3
 # Of the expected error: what less is granted is as good as nothing.
 _NOTHING = 0.05
 
@@ -49,6 +52,11 @@ class Granted:
     max_abs: float
     left: Summed
     models: tuple[Summed, Summed]
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether kernels that lean are the likely cause."""
+        return self.coefficient >= _EVIDENCE and self.left.values.numel() >= _FEWEST_ELEMENTS
 
 
 def grant(error: Summed, base: Summed, kernels: Sequence[Summed]) -> Granted | None:
@@ -83,10 +91,11 @@ def _granted(index: int, error: Summed, base: Summed, kernel: Summed) -> Granted
     # Of several products, some of which do it and others not, the share is what is known, and not which: each is a
     # toss whose standard deviation that is.
     unsure = max(_UNSURE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
+    left = Summed(error.values - change)
+    if left.norm >= error.norm:
+        return None
     models = Summed(base.values + unsure), Summed(base.values - unsure)
-    return Granted(
-        index, coefficient, coefficient * norm, change.abs().max().item(), Summed(error.values - change), models
-    )
+    return Granted(index, coefficient, coefficient * norm, change.abs().max().item(), left, models)
 
 
 def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:

@@ -19,7 +19,7 @@ from parity.passes import Tensors, returned_dtype
 from parity.precision import Precision
 from parity.result import Check, Kind, TensorResult
 from parity.summed import Summed
-from parity.truth import Deviations, Truth, Truths
+from parity.truth import Deviations, Truths
 
 _VANISHING = 1e-12
 """Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
@@ -65,8 +65,10 @@ def judge(
         leaning: the first model's tensors with what kernels may do that leans, which is granted along its change.
     """
     floors = _floors(golden, models)
+    granted = _granted(golden, candidate, models[0], leaning) if leaning else {}
     return tuple(
-        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, leaning) for key in golden
+        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key))
+        for key in golden
     )
 
 
@@ -186,7 +188,7 @@ def _judged(
     known: Sequence[Direction],
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn,
-    leaning: Sequence[Tensors],
+    granted: Granted | None,
 ) -> TensorResult:
     kind, name = key
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
@@ -194,7 +196,6 @@ def _judged(
     returned = returned_dtype(kind, candidate[key], precision.dtype)
     least = least_error(returned, summed_terms(kind, truth.values, golden))
     errors = measures.of(candidate[key], error)
-    granted = granted_to(key, golden[key], error, models[0], leaning)
     if granted is not None:
         error, model_errors = granted.left, [*model_errors, *granted.models]
     most = _most(error, model_errors)
@@ -222,14 +223,17 @@ def _judged(
     )
 
 
-def granted_to(
-    key: tuple[Kind, str], truth: Truth, error: Summed, base: Tensors, leaning: Sequence[Tensors]
-) -> Granted | None:
-    """Return what a tensor's error is granted for kernels that lean; None for nothing."""
-    if not leaning:
-        return None
-    first, *others = truth.deviations([tensors[key] for tensors in (base, *leaning)]).errors
-    return grant(error, first, others)
+def _granted(
+    golden: Truths, candidate: Tensors, base: Tensors, leaning: Sequence[Tensors]
+) -> dict[tuple[Kind, str], Granted]:
+    """Return what each tensor's error is granted for kernels that lean; nothing where no tensor shows that they do."""
+    found = {}
+    for key, truth in golden.items():
+        error, first, *others = truth.deviations([tensors[key] for tensors in (candidate, base, *leaning)]).errors
+        one = grant(error, first, others)
+        if one is not None:
+            found[key] = one
+    return found if any(one.is_evidence for one in found.values()) else {}
 
 
 def _most(error: Summed, model_errors: Sequence[Summed]) -> int:

@@ -87,7 +87,8 @@ def second_look(
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
     tensors, noisy = _not_cleared(tensors, judged), 0
-    if noisy_kernels := noisy_sums(rounding):
+    noisy_kernels = noisy_sums(rounding)
+    if noisy_kernels and not _is_hopeless(judged, noisy, False, rounding):
         other = dataclasses.replace(both[1], kernels=noisy_kernels)
         looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))
         judged = judge(looked, NONE_DRAWN)

@@ -21,10 +21,9 @@ from torch.nn.functional import gelu as gelu_forward
 from parity.cpu import kernel_choices, versions
 from parity.cpu.enums import TORCH_DTYPE
 from parity.cpu.products import accumulation, block_scaled, split_k, tf32
-from parity.cpu.products.tf32 import round_to_tf32
 from parity.cpu.quantized import block_scaling, float8, formats, mxfp8, nvfp4, quantize
 
-__all__ = ["generic_gemm", "round_to_tf32"]
+__all__ = ["generic_gemm"]
 
 # Where K may be split for factors that carry the scales of their blocks: at whole blocks of each format.
 _WHOLE_BLOCKS = 128
