@@ -559,6 +559,18 @@ def _passes_alone(asked: _Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> 
     return all(tensor.passed for tensor in judged)
 
 
+def _searched(tensors: Sequence[TensorResult], by_average: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
+    """Return the verdicts that a search is to explain.
+
+    Where some tensor fails by more, one that fails in a small slice alone counts as passed: it is no better evidence
+    than its norm, by which hypotheses are ranked.
+    """
+    passing = {tensor.label: tensor for tensor in by_average if tensor.passed}
+    if all(tensor.passed or tensor.label in passing for tensor in tensors):
+        return tuple(tensors)
+    return tuple(tensor if tensor.passed else passing.get(tensor.label, tensor) for tensor in tensors)
+
+
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
     """A failure with its findings, and the notes of the search for them, which may take so much real time."""
     asked, ran, verdicts = unexplained.asked, unexplained.ran, unexplained.verdicts
@@ -568,13 +580,12 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
     ) -> tuple[TensorResult, ...]:
         truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        judged = judge(
-            *(truths, models, candidate or ran.candidate, precision, asked.calibration, (), NONE_DRAWN, leaning)
-        )
+        given = truths, models, candidate or ran.candidate, precision, asked.calibration, (), NONE_DRAWN, leaning
+        judged = judge(*given, by_average=True)
         return gradients_of(asked.case, judged)
 
     failure = Failure(
-        tensors,
+        _searched(tensors, judge_by({key: truth.exact for key, truth in golden_truths(prepared).items()}, ran.models)),
         ran.candidate,
         prepared,
         precision,

@@ -90,15 +90,17 @@ def _judged(
     failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
 ) -> Sequence[TensorResult]:
     """Judge the candidate under hypotheses; what other kernels may do counts where hardly more than that is left."""
-    judged = failure.judge(golden, models)
-    if all(result.passed for result in judged) or any(
-        result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged
+    judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
+    if (
+        not names
+        or all(result.passed for result in judged)
+        or any(result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged)
     ):
         return judged
     first = failure.freedoms[0]
     leaned = (
         tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
-        for name in leaning(failure.precision.rounding)
+        for name in names
     )
     return failure.judge(golden, models, None, [tensors for tensors in leaned if tensors is not None])
 

@@ -51,6 +51,7 @@ def judge(
     known: Sequence[Direction],
     drawn: Drawn = NONE_DRAWN,
     leaning: Sequence[Tensors] = (),
+    by_average: bool = False,
 ) -> tuple[TensorResult, ...]:
     """Judge every tensor.
 
@@ -63,11 +64,13 @@ def judge(
         known: directions of subtle mistakes.
         drawn: which of the models round independently.
         leaning: the first model's tensors with what kernels may do that leans, which is granted along its change.
+        by_average: whether no slice is expected to err less than the average of its tensor. So it is where no second
+            look follows, since two models may be lucky in a slice that few roundings decide.
     """
     floors = _floors(golden, models)
     granted = _granted(golden, candidate, models[0], leaning) if leaning else {}
     return tuple(
-        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key))
+        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key), by_average)
         for key in golden
     )
 
@@ -189,6 +192,7 @@ def _judged(
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn,
     granted: Granted | None,
+    by_average: bool,
 ) -> TensorResult:
     kind, name = key
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
@@ -201,7 +205,8 @@ def _judged(
     most = _most(error, model_errors)
     loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
     expected = measures.of(loses_most, model_errors[most])
-    found = _observed(key, error, model_errors, truth, least, known, _terms(kind, precision, least))
+    terms = math.inf if by_average else _terms(kind, precision, least)
+    found = _observed(key, error, model_errors, truth, least, known, terms)
     limits = {one.name: table.limit(precision.name, kind, one.name) for one in found}
     if found and kind.endswith("gradient"):
         allowed = allowance(truth, [x for x in model_errors if x.is_finite], limits["norm"])
