@@ -49,7 +49,7 @@ from parity.prepare import Prepared, forget, prepare, release
 from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
 from parity.rounding.choices import choices_seen
 from parity.rounding.freedom import FUSED, UNFUSED, Port
-from parity.rounding.kernel_choices import as_kernels_lean
+from parity.rounding.kernel_choices import as_kernels_lean, noisy_sums
 from parity.rounding.plain_calls import plain_calls
 from parity.rounding.steps import steps_seen, together
 from parity.te import Backend, Kernels
@@ -149,10 +149,16 @@ def judge_at(
     calibration: Table,
     attention: AttentionBackend | None = None,
     determinism: bool = False,
+    other_kernels: bool = True,
 ) -> Judged:
-    """The first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause."""
+    """The first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
+
+    Args:
+        other_kernels: whether what other faithful kernels may do is granted (``parity.kernel_choices``); a verdict
+            without it tells what that costs.
+    """
     began = time.perf_counter()
-    asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism)
+    asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
     with usual_modes():
         judged = _judged_in_parts(asked)
         return dataclasses.replace(
@@ -185,6 +191,7 @@ class _Asked:
     calibration: Table
     attention: AttentionBackend | None
     determinism: bool
+    other_kernels: bool
 
     def result(self, status: Status, **fields: Any) -> Result:
         return Result(
@@ -486,11 +493,12 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
         models = choosing_alike(prepared, precision.rounding, port)
         alike = judge_by(models)
     on_plain_kernels, judge_again = alike, judge_by
-    if not all(tensor.passed for tensor in alike):
+    if asked.other_kernels and not all(tensor.passed for tensor in alike):
         judge_again = partial(judge_by, leaning=leaning_runs(prepared, precision.rounding, port))
         alike = judge_again(models)
     by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(precision.rounding))
-    tensors = second_look(alike, models, judge_again, prepared, precision.rounding, port)
+    noisy = noisy_sums(precision.rounding) if asked.other_kernels else ()
+    tensors = second_look(alike, models, judge_again, prepared, precision.rounding, port, noisy)
     if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
         tensors, port = alike, dataclasses.replace(port, plain=())
     by_chance = remark(alike if by_kernels else first_look, tensors, BY_CHANCE)

@@ -286,6 +286,20 @@ def zoo(
     print(f"report: {bug_zoo.run(bugs, chosen, _listed(sizes), _counts(seeds), workers, out)}")
 
 
+@app.command()
+def kernel_freedoms(
+    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0.")] = 1,
+    workers: Processes = CORES,
+    out: ReportFile = Path("reports/kernel_freedoms.md"),
+) -> None:
+    """Write what other faithful kernels may do, and what it costs to grant it; on the CPU kernels."""
+    from parity.machine.writable import check_file
+    from parity.zoo import kernel_freedoms as freedoms
+
+    check_file(out, "--out")
+    print(f"report: {freedoms.run(seeds, workers, out)}")
+
+
 def _counts(text: str) -> list[int]:
     if not all(count.isdecimal() for count in _listed(text)):
         raise UserError(f"--seeds is {text!r}, but must be one or more counts, separated by commas")

@@ -35,7 +35,7 @@ from parity.prepare import Prepared
 from parity.result import TensorResult
 from parity.rounding.choices import Chosen
 from parity.rounding.freedom import FUSED, Freedom, Port
-from parity.rounding.kernel_choices import leaning, noisy_sums
+from parity.rounding.kernel_choices import leaning
 from parity.rounding.kinks import Kinks
 from parity.rounding.parts import Rounding
 from parity.watching.optimizers import optimizers_recorded
@@ -64,6 +64,7 @@ def second_look(
     prepared: Prepared,
     rounding: Rounding,
     port: Port,
+    noisy_kernels: tuple[str, ...] = (),
 ) -> tuple[TensorResult, ...]:
     """The verdicts with more models, if every tensor passes then; else beside what the port's own lines round alone.
 
@@ -77,6 +78,7 @@ def second_look(
         prepared: what is compared.
         rounding: the precision's.
         port: what the port rounds by itself.
+        noisy_kernels: names of what its kernels may do that is noise (``parity.rounding.kernel_choices``).
     """
     if all(tensor.passed for tensor in tensors):
         return tensors
@@ -87,7 +89,6 @@ def second_look(
     if not _are_finite(judged) or all(tensor.passed for tensor in judged):
         return judged
     tensors, noisy = _not_cleared(tensors, judged), 0
-    noisy_kernels = noisy_sums(rounding)
     if noisy_kernels and not _is_hopeless(judged, noisy, False, rounding):
         other = dataclasses.replace(both[1], kernels=noisy_kernels)
         looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))

@@ -108,7 +108,7 @@ def judge(trial: Trial, kernels: Kernels) -> Verdict:
 
 def _judge(trial: Trial, kernels: Kernels) -> Verdict:
     precision = PRECISIONS[trial.precision]
-    host = _at_size(HOSTS[trial.host], trial.size)
+    host = at_size(HOSTS[trial.host], trial.size)
     bug = BUGS[trial.bug] if trial.bug else None
     case = planted(bug, host) if bug else host
     (checked,) = check_case(case, kernels.te)
@@ -144,7 +144,8 @@ def _calibration() -> Table:
     return packaged()
 
 
-def _at_size(host: Case, size: str) -> Case:
+def at_size(host: Case, size: str) -> Case:
+    """Return a host with this size alone."""
     return dataclasses.replace(host, sizes=(host.sizes[SIZES.index(size)],))
 
 
