@@ -592,8 +592,9 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         judged = judge(*given, by_average=True)
         return gradients_of(asked.case, judged)
 
+    golden = answerable(golden_truths(prepared), ran.models, ran.candidate)
     failure = Failure(
-        _searched(tensors, judge_by({key: truth.exact for key, truth in golden_truths(prepared).items()}, ran.models)),
+        _searched(tensors, judge_by({key: truth.exact for key, truth in golden.items()}, ran.models)),
         ran.candidate,
         prepared,
         precision,
