@@ -181,7 +181,7 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What ``compare_at`` is asked for, by the same names; and whether the cause of a failure is looked for."""
+    """What ``judge_at`` is asked for, by the same names."""
 
     case: Case
     checked: CheckedSize
