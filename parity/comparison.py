@@ -592,9 +592,10 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         judged = judge(*given, by_average=True)
         return gradients_of(asked.case, judged)
 
-    golden = answerable(golden_truths(prepared), ran.models, ran.candidate)
+    truths = answerable(golden_truths(prepared), ran.models, ran.candidate)
+    by_average = judge(*(truths, ran.models, ran.candidate, precision, asked.calibration, ran.known), by_average=True)
     failure = Failure(
-        _searched(tensors, judge_by({key: truth.exact for key, truth in golden.items()}, ran.models)),
+        _searched(tensors, gradients_of(asked.case, by_average)),
         ran.candidate,
         prepared,
         precision,
