@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from parity import te
+from parity.comparison import explain_at, judge_at
+from parity.declaring.validate import check_case
+from parity.limits.table import packaged
+from parity.precision import PRECISIONS
 from parity.zoo import runner
+from parity.zoo.bug import planted
 from parity.zoo.catalogue import BUGS
 from parity.zoo.hosts.catalogue import HOSTS
 from parity.zoo.trial import CLEAN, Trial, from_json, judge, to_json
@@ -59,7 +64,15 @@ def test_a_cached_weight_whose_scale_is_inverted_is_told_as_that_and_not_as_an_o
 @pytest.mark.parametrize("seed", [1, 9, 11])
 def test_sums_in_bf16_are_not_told_as_a_cap_that_changes_one_element_enough(seed):
     """A cap of 30 moves the largest of these outputs below its limit, and takes next to nothing of the error."""
-    assert verdict("product-accumulated-in-bf16", "square_linear", "bf16", seed).findings[0] == "accumulation-precision"
+    case, kernels = planted(BUGS["product-accumulated-in-bf16"], HOSTS["square_linear"]), te.kernels("cpu")
+    checked, _ = check_case(case, kernels.te)
+    judged = judge_at(case, checked, PRECISIONS["bf16"], seed, kernels, packaged(), other_kernels=False)
+    assert explain_at(judged, 0.0).findings[0].title == "accumulation-precision"
+
+
+def test_sums_in_bf16_are_what_a_faithful_kernel_may_compute():
+    """cuBLASLt may add the parts of a sum in the output's type (``parity.kernel_choices``, split-k-in-output-type)."""
+    assert verdict("product-accumulated-in-bf16", "square_linear", "bf16", 1).status == "passed"
 
 
 def test_a_port_that_raises_is_an_error_and_spoils_no_other_trial(monkeypatch):
