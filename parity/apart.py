@@ -106,7 +106,7 @@ def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:
 
 
 def is_explained(result: Result) -> bool:
-    """Whether a failure has a cause with a name."""
+    """Return whether a failure has a cause with a name."""
     return any(finding.code not in UNEXPLAINED for finding in result.findings)
 
 

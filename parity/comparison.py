@@ -281,7 +281,7 @@ class Judged:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether there is something to explain."""
+        """Return whether there is something to explain."""
         return self.unexplained is not None or any(part.unexplained is not None for part in self.parts)
 
 

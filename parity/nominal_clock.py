@@ -81,7 +81,7 @@ class Clock:
             self.ends_at, self.ended = math.inf, False
 
     def is_over(self) -> bool:
-        """Whether the limit of real time is reached; remembered in ``ended``."""
+        """Return whether the limit of real time is reached; remembered in ``ended``."""
         self.ended = self.ended or time.monotonic() >= self.ends_at
         return self.ended
 

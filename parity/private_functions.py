@@ -95,7 +95,7 @@ def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
 
 
 def _open(private: PrivateFunction) -> bool:
-    """Whether there is a function to exchange."""
+    """Return whether there is a function to exchange."""
     with _LOCK:
         if private in _ORIGINALS:
             original, contexts = _ORIGINALS[private]

@@ -149,7 +149,7 @@ def looking() -> Iterator[type[Looking]]:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_comparison_exchanges_these_and_no_other(looking: type[Looking], right: bool) -> None:
-    """Whether it passes, or fails and a cause is looked for."""
+    """Return whether it passes, or fails and a cause is looked for."""
 
     @parity.pair("looking", sizes=[{"batch": 8}])
     def looking_pair(te: Any, **_: Any) -> parity.Pair:

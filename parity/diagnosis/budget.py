@@ -48,7 +48,7 @@ class Budget:
         return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began, self.began_here)
 
     def spent(self) -> bool:
-        """Whether they are, or the search has reached its limit of real time; remembered in ``exceeded``."""
+        """Return whether they are, or the search has reached its limit of real time; remembered in ``exceeded``."""
         here = time.process_time() - self.began_here
         nominal = self.clock.seconds - self.began
         self.exceeded = self.exceeded or nominal > self.seconds or here > _SLOWEST_MACHINE * self.seconds

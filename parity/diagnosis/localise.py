@@ -39,7 +39,7 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
 
 
 def _may_be_wrong(result: TensorResult) -> bool:
-    """Whether a tensor is a single number, as a loss, which may agree with what it should be by chance."""
+    """Return whether a tensor is a single number, as a loss, which may agree with what it should be by chance."""
     return result.kind == "output" and result.numel == 1
 
 

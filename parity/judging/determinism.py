@@ -1,4 +1,4 @@
-"""Whether a candidate that is built again gives the same bytes, and if not, where it first did not.
+"""Return whether a candidate that is built again gives the same bytes, and if not, where it first did not.
 
 What one module keeps from call to call is ``remembered``'s.
 """

@@ -55,7 +55,7 @@ class Granted:
 
     @property
     def is_evidence(self) -> bool:
-        """Whether kernels that lean are the likely cause."""
+        """Return whether kernels that lean are the likely cause."""
         return self.coefficient >= _EVIDENCE and self.left.values.numel() >= _FEWEST_ELEMENTS
 
 

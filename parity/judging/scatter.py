@@ -87,7 +87,7 @@ def _rows_scatter(drawn: Sequence[Summed]) -> bool:
 
 
 def _differ(sums: Sequence[Tensor]) -> bool:
-    """Whether one of the squared norms is far beyond its usual one in some run."""
+    """Return whether one of the squared norms is far beyond its usual one in some run."""
     squares = torch.stack(list(sums))
     return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
 

@@ -166,7 +166,7 @@ def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
 
 
 def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, rounding: Rounding) -> bool:
-    """Whether an error is larger than any noise makes it, but for gradients that are nothing but noise.
+    """Return whether an error is larger than any noise makes it, but for gradients that are nothing but noise.
 
     A loss that is returned in FP32 is a mean in which roundings cancel, in one run all of them, in another none: how
     many times one run's error another's is says nothing as long as a single rounding to the dtype would make it.

@@ -29,7 +29,7 @@ class Entry:
 
     @property
     def has_verdict(self) -> bool:
-        """Whether only the search for the cause is not at its end."""
+        """Return whether only the search for the cause is not at its end."""
         return bool(json.loads(self.running)["result"]["status"] != "error")
 
     def ended_by(self, cause: str) -> str:

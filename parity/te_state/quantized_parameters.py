@@ -74,7 +74,7 @@ def check(candidate: nn.Module, precision: Precision) -> None:
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether a parameter is a quantized tensor of TE's."""
+    """Return whether a parameter is a quantized tensor of TE's."""
     return type(parameter).__module__.startswith("transformer_engine.")
 
 

@@ -88,7 +88,7 @@ def control(found: Drifts, settings: Settings) -> list[float]:
 
 
 def separates(ratios: Sequence[float]) -> bool:
-    """Whether seeds tell flash attention from a change of one ulp: the interval of their ratio leaves out 1."""
+    """Return whether seeds tell flash attention from a change of one ulp: the interval of their ratio leaves out 1."""
     _, low, high = ratio_interval(ratios)
     return not low <= 1.0 <= high
 
