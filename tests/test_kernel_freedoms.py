@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from parity.cases import attention, layer, linear, mlp, norm
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import kernel_choices
 from parity.kernel_choices import CHOICES
+from parity.zoo.hosts.catalogue import HOSTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU kernels alone have these options")
 
@@ -108,3 +111,11 @@ def test_what_is_granted_is_noted():
         (result, *_) = parity.compare(linear.linear, precisions=["fp32"])
     assert result.passed
     assert any(names.TF32_TRUNCATED in note for note in result.notes)
+
+
+@pytest.mark.parametrize("name", [names.FP32_EXACT, names.TF32_TRUNCATED])
+def test_one_rounding_of_a_loss_that_scales_all_gradients_may_be_missing(name):
+    """The model's own rounding of few scores is a factor of all gradients, which more accurate kernels lack."""
+    (host,) = [host for host in HOSTS.values() if host.name == "model_with_loss"]
+    with kernel_choices(name):
+        assert rejected("fp32", dataclasses.replace(host, sizes=host.sizes[:1])) == []

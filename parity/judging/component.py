@@ -53,7 +53,8 @@ class Component:
         model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
         modelled = [model.dot(direction) for model in model_errors]
         nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
-        is_between = min(modelled) <= product <= max(modelled)
+        # Kernels may round less than the model does, as where FP32 products use no TF32: no error at all is faithful.
+        is_between = min(0.0, *modelled) <= product <= max(0.0, *modelled)
         self._outside = 0.0 if is_between else product - modelled[nearest]
         self._error, self._nearest, self._direction = error, model_errors[nearest], direction
         # What a direction is granted: the leaning that rounding errors have, and a unit roundoff of golden, since what
