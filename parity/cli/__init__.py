@@ -24,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
+lab = typer.Typer(help="For parity's own developers.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(lab, name="lab")
 Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
@@ -298,6 +300,19 @@ def kernel_freedoms(
 
     check_file(out, "--out")
     print(f"report: {freedoms.run(seeds, workers, out)}")
+
+
+@lab.command()
+def same(
+    old: Annotated[Path, typer.Argument(help="A record (JSON lines), or a folder of records.")],
+    new: Annotated[Path, typer.Argument(help="What another version of parity recorded of the same runs.")],
+) -> None:
+    """Tell whether two versions computed the same numbers and said the same words; exit code 1 if not."""
+    from parity.lab import same as ruler
+
+    comparison = ruler.compare(old, new)
+    print(ruler.draw(comparison))
+    raise typer.Exit(1 if comparison.differences else 0)
 
 
 def _counts(text: str) -> list[int]:

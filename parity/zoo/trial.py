@@ -65,6 +65,7 @@ class Verdict:
         reason: why there was an error.
         seconds: of parity's comparison.
         backend: ``cpu`` or ``gpu``.
+        messages: of the findings, in the same order.
     """
 
     status: str
@@ -78,6 +79,7 @@ class Verdict:
     reason: str = ""
     seconds: float = 0.0
     backend: str = "cpu"
+    messages: tuple[str, ...] = ()
 
     @property
     def detected(self) -> bool:
@@ -136,6 +138,7 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
         signals=_signals(bug, ran, host, precision, trial.seed, kernels) if bug else {},
         seconds=result.seconds,
         backend=kernels.backend,
+        messages=tuple(finding.message for finding in result.findings),
     )
 
 
@@ -189,5 +192,5 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 def from_json(record: dict[str, Any]) -> Verdict:
     """The inverse of ``to_json``."""
     signals = {name: Signal(*map(float, entry)) for name, entry in record["signals"].items()}
-    margin, findings = float(record["margin"]), tuple(record["findings"])
-    return Verdict(**{**record, "margin": margin, "findings": findings, "signals": signals})
+    texts = {name: tuple(record.get(name, ())) for name in ("findings", "messages")}
+    return Verdict(**{**record, **texts, "margin": float(record["margin"]), "signals": signals})

@@ -1,0 +1,1 @@
+"""What measures the product and the field; nothing but the command line imports it, late."""
