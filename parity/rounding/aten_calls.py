@@ -63,6 +63,7 @@ NORMS = (LAYER_NORM, _aten.native_layer_norm_backward.default)
 AFFINE = (_aten.mul.Tensor, _aten.add.Tensor)
 TABLES = (_aten.cos.default, _aten.sin.default)
 SAME_PLACE = POINTWISE | {_aten.where.self, _aten.masked_fill.Scalar, _aten.clone.default}
+SLICE_BACKWARD = _aten.slice_backward.default
 COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default})
 REDUCTIONS = (_aten.sum.dim_IntList, _aten.mean.dim)
 ELEMENTWISE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)

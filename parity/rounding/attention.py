@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parity.golden.blocked_attention import Arithmetic, as_it_is
 from parity.rounding.addresses import address, addresses
-from parity.rounding.aten_calls import SAME_PLACE, SOFTMAX, SOFTMAX_BACKWARD
+from parity.rounding.aten_calls import SAME_PLACE, SLICE_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
 from parity.rounding.phase import Phase
 from parity.rounding.storing import Storing
 
@@ -64,6 +64,10 @@ class Attention:
                 self._probabilities[address(result)] = result, self._probabilities[source][1]
             if addresses(args) & self._scores.keys():
                 self._scores[address(result)] = result
+        elif func is SLICE_BACKWARD and address(args[0]) in self._output_gradients:
+            # Attention to a sink drops its column behind the softmax, so the gradient has a column of zeros there.
+            _, output_gradient = self._output_gradients[address(args[0])]
+            self._output_gradients[address(result)] = result, output_gradient
 
     def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
         """A sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a mask.

@@ -1,6 +1,7 @@
 """The rounding model, operation by operation."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -207,6 +208,22 @@ def test_a_sink_that_is_the_largest_of_its_row_shifts_what_probabilities_are_rou
     stored = bf16(torch.tensor(-1.0).exp()) / torch.tensor(-1.0).exp()
     expected = bf16(4 * stored / (4 + torch.tensor(1.0).exp()))
     torch.testing.assert_close(context, expected.expand_as(context), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_a_flash_kernel_takes_the_mean_gradient_of_a_row_from_its_stored_output(sinks):
+    """With one key the two terms of the score's gradient all but cancel, so what is left shows how O was rounded."""
+    score, value, dy = torch.zeros(1, 1, 1, 1, requires_grad=True), torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64)
+    with rounded(BF16, [], FUSED) as phase:
+        probability = torch.cat((score, torch.full((1, 1, 1, sinks), 0.7)), -1).softmax(-1)[..., :1]
+        context = probability @ value
+        phase.begin_backward()
+        context.backward(dy)
+    p, v, d = 1 / (1 + sinks * math.exp(0.7)), bf16(value), bf16(dy)
+    unnormalized = torch.tensor(math.exp(-0.7 * sinks))  # the sink is the largest of its row
+    stored = bf16(unnormalized) / unnormalized * p
+    expected = p * ((d * v).sum() - (d * bf16(stored * v)).sum())
+    torch.testing.assert_close(score.grad.flatten(), expected.view(1), rtol=1e-4, atol=1e-6)
 
 
 def test_passes_with_one_rounding_share_what_they_read_of_weights():
