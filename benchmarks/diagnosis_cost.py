@@ -16,15 +16,15 @@ from measuring import Measure, machine, median, parser, processor_seconds, repor
 
 from parity import comparison, te
 from parity.declaring.validate import check_case
+from parity.lab.zoo.catalogue import BUGS
+from parity.lab.zoo.hosts.case import SIZES
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.planting import Bug, planted
+from parity.lab.zoo.runner import occurs
+from parity.lab.zoo.trial import Trial
 from parity.limits.table import packaged
 from parity.precision import PRECISIONS
 from parity.prepare import forget
-from parity.zoo.bug import Bug, planted
-from parity.zoo.catalogue import BUGS
-from parity.zoo.hosts.case import SIZES
-from parity.zoo.hosts.catalogue import HOSTS
-from parity.zoo.runner import occurs
-from parity.zoo.trial import Trial
 
 
 def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:

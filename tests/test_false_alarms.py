@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.calibration.sizes import QUANTIZED_MULTIPLE, like
-from parity.false_alarms import measure, report
-from parity.false_alarms.measure import DRAWN, Outcome, Plan, Port
+from parity.lab import false_alarms
+from parity.lab.calibration.right_ports import QUANTIZED_MULTIPLE, like
+from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
+from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.plugin.options import parse_seeds
-from parity.zoo.hosts.catalogue import HOSTS
 
 PAIRS = """
 import parity
@@ -53,7 +53,7 @@ def test_a_drawn_size_is_one_that_attention_and_recipes_take(size, quantized, se
 
 
 def test_none_of_three_hundred_leaves_one_percent_likely():
-    assert report.upper_bound(0, 300) == pytest.approx(0.01, rel=0.01)  # the rule of three
+    assert false_alarms.upper_bound(0, 300) == pytest.approx(0.01, rel=0.01)  # the rule of three
 
 
 def test_a_range_of_seeds_includes_its_ends():
@@ -67,7 +67,7 @@ def compared(tmp_path_factory):
     file = folder / "right_ports.py"
     file.write_text(PAIRS)
     plan = Plan((str(file),), ("fp32", "bf16", "fp8_current"), (100,), own=1, backend="cpu")
-    outcomes = measure.run(plan, folder / "alarms.jsonl", workers=1)
+    outcomes = false_alarms.run(plan, folder / "alarms.jsonl", workers=1)
     return folder, plan, outcomes
 
 
@@ -86,7 +86,7 @@ def test_a_right_port_raises_no_alarm_and_a_scaled_one_does(compared):
 
 def test_the_report_counts_alarms_and_lists_them(compared):
     folder, _, outcomes = compared
-    report.write(outcomes, "cpu", folder / "alarms.md")
+    false_alarms.write_report(outcomes, "cpu", folder / "alarms.md")
     text = (folder / "alarms.md").read_text()
     assert "`scaled[bf16-2x32x32]`, seed 100: output" in text
     assert "emulated" in text
@@ -95,8 +95,8 @@ def test_the_report_counts_alarms_and_lists_them(compared):
 
 def test_what_is_recorded_is_not_compared_again(compared, monkeypatch):
     folder, plan, outcomes = compared
-    monkeypatch.setattr(measure, "processes", _NoPool)
-    assert measure.run(plan, folder / "alarms.jsonl", workers=1) == outcomes
+    monkeypatch.setattr(false_alarms, "processes", _NoPool)
+    assert false_alarms.run(plan, folder / "alarms.jsonl", workers=1) == outcomes
 
 
 class _NoPool:
@@ -115,5 +115,5 @@ class _NoPool:
 
 def test_a_port_without_a_verdict_is_listed_with_its_reason(tmp_path):
     port = Port("pairs.py", "mlp", "bf16", 100, 0)
-    report.write({port: Outcome("error", "2x3", 0, 0, {}, (), "it raised")}, "cpu", tmp_path / "alarms.md")
+    false_alarms.write_report({port: Outcome("error", "2x3", 0, 0, {}, (), "it raised")}, "cpu", tmp_path / "alarms.md")
     assert "- `mlp` in `bf16`: it raised (1 times)" in (tmp_path / "alarms.md").read_text()

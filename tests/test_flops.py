@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from parity import flops, module_flops
-from parity.flops import Flops, LayerSizes
+from parity.lab import flops
+from parity.lab.flops import Flops, LayerSizes
 
 GPT = LayerSizes(batch=2, seq=32, hidden=64, heads=4, groups=4, head_dim=16, ffn=256)
 sizes = st.builds(
@@ -94,7 +94,7 @@ def test_logits_are_counted_as_pytorch_counts_them() -> None:
 
 def test_an_unknown_module_is_told() -> None:
     with pytest.raises(TypeError, match="FLOPs of Bilinear are not known"):
-        module_flops.components(nn.Bilinear(2, 2, 2), torch.zeros(2))
+        flops.components(nn.Bilinear(2, 2, 2), torch.zeros(2))
 
 
 TOKENS, HIDDEN = 8, 16

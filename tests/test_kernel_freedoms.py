@@ -15,7 +15,7 @@ from parity.cases import attention, layer, linear, mlp, norm
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import kernel_choices
 from parity.kernel_choices import CHOICES
-from parity.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.hosts.catalogue import HOSTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU kernels alone have these options")
 

@@ -120,8 +120,8 @@ def execute(
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
-    from parity.cpu.loading import script_traceback
     from parity.cpu.loading.script import run as run_script
+    from parity.cpu.loading.script import show_traceback
 
     with te.on_cpu():
         try:
@@ -129,7 +129,7 @@ def execute(
         except (UserError, BrokenPipeError):  # told by main, as of every command
             raise
         except Exception as error:
-            script_traceback.show(error)
+            show_traceback(error)
             raise typer.Exit(1) from None
 
 
@@ -148,8 +148,8 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
-    from parity.calibration import command
     from parity.cli import suite
+    from parity.lab.calibration import command
     from parity.machine.writable import check_file
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
@@ -175,9 +175,9 @@ def false_alarms(
 ) -> None:
     """Count how often right ports are rejected, on seeds, sizes and models that no limit was fitted to."""
     from parity import te
-    from parity.calibration.right_ports import DRAWN_MODELS
     from parity.cli import suite
-    from parity.false_alarms import measure, report
+    from parity.lab import false_alarms as count
+    from parity.lab.calibration.right_ports import DRAWN_MODELS
     from parity.machine.writable import check_file
     from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
     from parity.precision import PRECISIONS
@@ -185,11 +185,11 @@ def false_alarms(
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
     ports = (*suite.right_ports(paths), *(() if paths else (DRAWN_MODELS,)))
-    plan = measure.Plan(ports, chosen, parse_seeds(seeds), own, parse_backend(backend))
-    outcomes = measure.run(plan, out.with_suffix(".jsonl"), workers)
+    plan = count.Plan(ports, chosen, parse_seeds(seeds), own, parse_backend(backend))
+    outcomes = count.run(plan, out.with_suffix(".jsonl"), workers)
     if not outcomes:
         raise UserError("nothing was compared: no precision of these cases runs on this machine")
-    report.write(outcomes, te.kernels(plan.backend).backend, out)
+    count.write_report(outcomes, te.kernels(plan.backend).backend, out)
     print(f"report: {out}")
 
 
@@ -202,7 +202,7 @@ def kernels(
     minutes: Annotated[float | None, typer.Option(min=0.0, help="After this, draw what was compared.")] = None,
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
-    from parity.kernel_table import command
+    from parity.lab.kernel_table import command
     from parity.machine.writable import check_file
 
     check_file(report, "--report")
@@ -246,7 +246,7 @@ def gpu_report(
     only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",
 ) -> None:
     """Run every check that a GPU machine allows, and leave one folder with an index; exit code 1 if one fails."""
-    from parity.gpu_report import command
+    from parity.lab.gpu_report import command
     from parity.plugin.options import parse_backend
 
     raise typer.Exit(0 if command.run(folder, minutes, quick, parse_backend(backend), _listed(only)) else 1)
@@ -263,7 +263,7 @@ def study(
 ) -> None:
     """Run numerical studies and write their reports; what was interrupted goes on where it stopped."""
     from parity.cli import studies
-    from parity.studies.catalogue import STUDIES
+    from parity.lab.studies.catalogue import STUDIES
 
     studies.run(list(STUDIES) if every else names or [], quick, again, options or [], output)
 
@@ -295,8 +295,8 @@ def kernel_freedoms(
     out: ReportFile = Path("reports/kernel_freedoms.md"),
 ) -> None:
     """Write what other faithful kernels may do, and what it costs to grant it; on the CPU kernels."""
+    from parity.lab.zoo import kernel_freedoms as freedoms
     from parity.machine.writable import check_file
-    from parity.zoo import kernel_freedoms as freedoms
 
     check_file(out, "--out")
     print(f"report: {freedoms.run(seeds, workers, out)}")

@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from parity.lab.zoo import catalogue, runner
+from parity.lab.zoo.hosts.case import SIZES
 from parity.precision import PRECISIONS
 from parity.user_error import UserError
-from parity.zoo import catalogue, runner
-from parity.zoo.hosts.case import SIZES
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
     counts = dict(zip(chosen, [*seeds] * len(chosen) if len(seeds) == 1 else seeds, strict=True))
     plan = runner.Plan(bugs, runner.hosts_of(bugs), available, counts)
     verdicts = runner.run(plan, out.with_suffix(".jsonl"), workers)
-    from parity.zoo import report  # draws with matplotlib
+    from parity.lab.zoo import report  # draws with matplotlib
 
     return report.write(verdicts, plan, left_out, out)
 

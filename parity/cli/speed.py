@@ -7,9 +7,9 @@ from pathlib import Path
 
 from parity import te
 from parity.cli import suite
+from parity.lab.throughput import command, workload
 from parity.plugin.options import parse_backend, parse_precisions
 from parity.precision import PRECISIONS
-from parity.throughput import command, workload
 from parity.user_error import UserError
 
 SIZES = ("auto", "large", "declared")

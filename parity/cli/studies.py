@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.studies import catalogue, provenance, record
+from parity.lab import record
+from parity.lab.studies import catalogue
 from parity.user_error import UserError
 
 FOLDER = Path("reports/studies")
@@ -42,7 +43,7 @@ def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], 
         study = catalogue.load(name)
         settings = catalogue.with_options(study.QUICK if quick else study.FULL, options)
         if hasattr(study, "RECORD"):
-            _look_after(folder / study.RECORD, provenance.of(study.__name__), again)
+            _look_after(folder / study.RECORD, record.code_of(study.__name__), again)
         try:
             print(f"report: {study.run(settings, folder)}")
         except KeyboardInterrupt:

@@ -47,7 +47,7 @@ def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         UserError: as ``files``.
     """
-    from parity.calibration.right_ports import ZOO
+    from parity.lab.calibration.right_ports import ZOO
 
     return (*files(paths), *(() if paths else (ZOO,)))
 

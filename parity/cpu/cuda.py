@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from parity.user_error import UserError
+from parity.cpu.user_error import UserError
 
 CUDA_VERSION = "13.0"
 

@@ -9,41 +9,38 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import cuda, dropout, enums, info, kernel_choices, norm, versions
-from parity.cpu.activations import activation, scaled_activation
-from parity.cpu.attention import backend_choice, fused, kv_cache, rope, softmax
-from parity.cpu.mixture import aux_loss, padding, permutation, router
-from parity.cpu.optimizers import adam, multi_tensor, sgd
-from parity.cpu.products import gemm, grouped_gemm, grouped_tensor_gemm
-from parity.cpu.quantized import grouped, partial_cast, quantize, recipe, swizzle
+from parity.cpu import activations, cuda, dropout, enums, info, kernel_choices, mixture, norm, optimizers, versions
+from parity.cpu.attention import fused, kv_cache, rope, unfused
+from parity.cpu.products import gemm, grouped_gemm
+from parity.cpu.quantized import grouped, partial_cast, quantize, recipe
 
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
-    activation,
-    adam,
-    aux_loss,
-    backend_choice,
+    activations,
+    optimizers,
+    mixture,
+    fused,
     dropout,
     fused,
     gemm,
     grouped,
     grouped_gemm,
-    grouped_tensor_gemm,
+    grouped_gemm,
     info,
     kv_cache,
-    multi_tensor,
+    optimizers,
     norm,
-    padding,
+    mixture,
     partial_cast,
-    permutation,
+    mixture,
     quantize,
     recipe,
     rope,
-    router,
-    scaled_activation,
-    sgd,
-    softmax,
-    swizzle,
+    mixture,
+    activations,
+    optimizers,
+    unfused,
+    recipe,
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from parity.user_error import UserError
+from parity.cpu.user_error import UserError
 
 OLDEST = Version("2.14")
 NEWEST = Version("2.20")

@@ -24,7 +24,7 @@ class Owner(Enum):
     USER = "user"
 
 
-PORTS = ("parity.cases", "parity.reference", "parity.zoo.hosts", "parity.calibration.drawn_models")
+PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.calibration.drawn_models")
 """Parity's own modules and packages that hold pairs as a user writes them: their code counts as a user's."""
 
 _LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)}

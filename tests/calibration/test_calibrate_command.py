@@ -5,9 +5,9 @@ import textwrap
 import pytest
 
 from parity import registry
-from parity.calibration import command
-from parity.calibration.command import Settings, make_table, measure
-from parity.calibration.measure import Measured, Sample
+from parity.lab.calibration import command
+from parity.lab.calibration.command import Settings, make_table, measure
+from parity.lab.calibration.measure import Measured, Sample
 from parity.limits import against_packaged, table
 from parity.limits.law import Law
 from parity.limits.table import Table

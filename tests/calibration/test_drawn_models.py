@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import parity
-from parity.calibration import drawn_models, sizes
-from parity.calibration.drawn_models import MODELS
+from parity.lab.calibration import drawn_models, right_ports
+from parity.lab.calibration.drawn_models import MODELS
+from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.precision import PRECISIONS
-from parity.zoo.hosts.catalogue import HOSTS
 
 
 def drawn(position: int) -> list:
@@ -35,6 +35,6 @@ def test_every_model_has_a_block_that_recipes_quantize():
 
 @pytest.mark.parametrize(("name", "seed"), [("model_006", 101), ("model_012", 101), ("model_055", 100)])
 def test_the_lines_between_a_models_blocks_round_as_a_users_do(name, seed):
-    size = sizes.drawn(MODELS[name], PRECISIONS["bf16"], seed)
+    size = right_ports.drawn(MODELS[name], PRECISIONS["bf16"], seed)
     (result,) = parity.compare(dataclasses.replace(MODELS[name], sizes=(size,)), ["bf16"], seeds=[seed])
     assert result.passed, result.findings

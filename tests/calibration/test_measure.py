@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from parity import registry, te
-from parity.calibration.measure import Sample, draw, laws
 from parity.declaring.validate import check_case
+from parity.lab.calibration.measure import Sample, draw, laws
 from parity.limits.law import FEWEST_TENSORS
 from parity.precision import PRECISIONS
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.products import accumulation
-from parity.cpu.products.accumulation import HOPPER, Factor, TensorCore
+from parity.cpu.products import tensor_cores
+from parity.cpu.products.tensor_cores import HOPPER, Factor, TensorCore
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE_PRODUCT = TensorCore(products=1, promote_every=1)
@@ -32,7 +32,7 @@ def numbers(dtype: torch.dtype, codes: list[int]) -> Tensor:
 
 
 def dot(core: TensorCore, a: Tensor, b: Tensor, split: bool = False, dtype: torch.dtype = E4M3) -> float:
-    return accumulation.product(core, Factor(a[None], dtype), Factor(b[None], dtype), split).item()
+    return tensor_cores.product(core, Factor(a[None], dtype), Factor(b[None], dtype), split).item()
 
 
 def fp8(*shape: int, dtype: torch.dtype = E4M3, seed: int = 0) -> Tensor:
@@ -120,7 +120,7 @@ def test_a_sum_of_ones_stops_growing_at_two_to_the_fourteen_unless_it_is_promote
 @given(st.integers(0, 10_000), st.sampled_from([32, 96, 256]), st.booleans())
 def test_the_error_stays_below_the_sum_of_the_units_cut(seed: int, inner: int, split: bool) -> None:
     a, b = fp8(4, inner, seed=seed), fp8(3, inner, seed=seed + 1)
-    result = accumulation.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), split)
+    result = tensor_cores.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), split)
     exact, sizes = b.double() @ a.double().t(), b.double().abs() @ a.double().abs().t()
     instructions = -(-inner // HOPPER.products)
     unit = 2.0**-13  # of the largest term, which is no larger than the sum of all magnitudes
@@ -129,10 +129,10 @@ def test_the_error_stays_below_the_sum_of_the_units_cut(seed: int, inner: int, s
 
 def test_a_matrix_is_its_dot_products_also_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = fp8(5, 96, seed=1), fp8(7, 96, seed=2)
-    whole = accumulation.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), True)
+    whole = tensor_cores.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), True)
     assert whole.tolist() == [[dot(HOPPER, x, y, True) for x in a] for y in b]
-    monkeypatch.setattr(accumulation, "_TILE_ELEMENTS", 400)
-    assert torch.equal(accumulation.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), True), whole)
+    monkeypatch.setattr(tensor_cores, "_TILE_ELEMENTS", 400)
+    assert torch.equal(tensor_cores.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), True), whole)
 
 
 def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
@@ -140,17 +140,17 @@ def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
     a[0, 3] = float("inf")
     b = torch.ones(3, 32)
     b[1, 5], b[2, 3] = float("nan"), 0.0
-    result = accumulation.product(HOPPER, Factor(a, E5M2), Factor(b, E5M2), False)
+    result = tensor_cores.product(HOPPER, Factor(a, E5M2), Factor(b, E5M2), False)
     torch.testing.assert_close(result, b @ a.t(), equal_nan=True, rtol=0, atol=0)
 
 
 def test_block_scales_multiply_the_sum_of_each_block_which_begins_anew() -> None:
     a, b = fp8(5, 320, seed=1), fp8(7, 320, seed=2)
     scales_a, scales_b = (torch.rand(rows, 3, generator=torch.Generator().manual_seed(rows)) + 0.5 for rows in (5, 7))
-    result = accumulation.product(HOPPER, Factor(a, E4M3, scales_a), Factor(b, E4M3, scales_b), False)
+    result = tensor_cores.product(HOPPER, Factor(a, E4M3, scales_a), Factor(b, E4M3, scales_b), False)
     expected = torch.zeros(7, 5)
     for block, (part_a, part_b) in enumerate(zip(a.split(128, 1), b.split(128, 1), strict=True)):
-        part = accumulation.product(HOPPER, Factor(part_a, E4M3), Factor(part_b, E4M3), False)
+        part = tensor_cores.product(HOPPER, Factor(part_a, E4M3), Factor(part_b, E4M3), False)
         expected += part * (scales_b[:, block, None] * scales_a[:, block])
     assert torch.equal(result, expected)
 
@@ -158,9 +158,9 @@ def test_block_scales_multiply_the_sum_of_each_block_which_begins_anew() -> None
 def test_block_scales_need_their_like_and_instructions_that_fill_a_block() -> None:
     plain, scaled = Factor(torch.ones(2, 256), E4M3), Factor(torch.ones(2, 256), E4M3, torch.ones(2, 2))
     with pytest.raises(ValueError, match="one factor has block scales"):
-        accumulation.product(HOPPER, plain, scaled, True)
+        tensor_cores.product(HOPPER, plain, scaled, True)
     with pytest.raises(ValueError, match="instructions of 48 products do not fill blocks of 128"):
-        accumulation.product(TensorCore(products=48, promote_every=48), scaled, scaled, True)
+        tensor_cores.product(TensorCore(products=48, promote_every=48), scaled, scaled, True)
 
 
 def test_block_scaled_gemms_of_te_lose_what_the_tensor_core_cuts_in_a_block(te_module: ModuleType) -> None:
@@ -173,7 +173,7 @@ def test_block_scaled_gemms_of_te_lose_what_the_tensor_core_cuts_in_a_block(te_m
             if core is None:
                 outputs.append(module(x))
             else:
-                with accumulation.emulated(core):
+                with tensor_cores.emulated(core):
                     outputs.append(module(x))
     exact, *emulated = outputs
     errors = [((output - exact).norm() / exact.norm()).item() for output in emulated]
@@ -187,23 +187,23 @@ def test_a_tensor_core_that_cannot_be_is_refused(fields: dict[str, int]) -> None
 
 
 def test_it_is_off_unless_asked_for_in_this_thread_and_off_again_after_an_exception() -> None:
-    assert accumulation.current() is None
+    assert tensor_cores.current() is None
     seen = []
 
     def look_around_and_fail() -> None:
-        with accumulation.emulated():
-            thread = threading.Thread(target=lambda: seen.append(accumulation.current()))
+        with tensor_cores.emulated():
+            thread = threading.Thread(target=lambda: seen.append(tensor_cores.current()))
             thread.start()
             thread.join()
-            with accumulation.emulated(ONE_PRODUCT):
-                seen.append(accumulation.current())
-            seen.append(accumulation.current())
+            with tensor_cores.emulated(ONE_PRODUCT):
+                seen.append(tensor_cores.current())
+            seen.append(tensor_cores.current())
             raise KeyError
 
     with pytest.raises(KeyError):
         look_around_and_fail()
     assert seen == [None, ONE_PRODUCT, HOPPER]
-    assert accumulation.current() is None
+    assert tensor_cores.current() is None
 
 
 def linear_pass(te_module: ModuleType, split_forward: bool, core: TensorCore | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +223,7 @@ def linear_pass(te_module: ModuleType, split_forward: bool, core: TensorCore | N
 
     if core is None:
         return step()
-    with accumulation.emulated(core):
+    with tensor_cores.emulated(core):
         return step()
 
 
@@ -249,5 +249,5 @@ def test_gemms_that_are_not_fp8_stay_as_they_are(te_module: ModuleType) -> None:
     module = te_module.Linear(64, 32, params_dtype=torch.bfloat16)
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     plain = module(x)
-    with accumulation.emulated(TensorCore(bits=2)):
+    with tensor_cores.emulated(TensorCore(bits=2)):
         assert torch.equal(module(x), plain)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from parity.cpu.loading.code_cache import cached
+from parity.cpu.loading.loader import cached
 
 SOURCE = b"answer = 42"
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from parity.cpu.attention import flash_fp8, scores
 from parity.cpu.attention.flash_fp8 import Cast, Operand
-from parity.cpu.attention.masks import Band
-from parity.cpu.attention.scores import Attention
+from parity.cpu.attention.scores import Attention, Band
 from parity.cpu.quantized import float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -13,7 +13,7 @@ from test_cpu_attention_layouts import BACKWARD, FORWARD, LAYOUTS, OPTIONS, back
 from torch import Tensor
 
 from parity import te
-from parity.cpu.attention import fused, layouts
+from parity.cpu.attention import fused, problem
 from parity.cpu.enums import DType, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from parity.cpu.quantized import float8, quantize
 
@@ -72,7 +72,7 @@ def backward(layout: NVTE_QKV_Layout, qkv: list[Any], o: Any, do: Any, aux: list
 
 def run(layout: NVTE_QKV_Layout, options: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
     """O, dQ, dK and dV with delayed scaling throughout, and the quantizers that took part."""
-    parsed = layouts.parse(layout)
+    parsed = problem.parse_layout(layout)
     q, k, v, do = leaves()
     qkv = fp8("qkv", *packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v)))
     quantizers = {name: quantizer(name) for name in ("s", "o", "dp", "dqkv")}
@@ -89,7 +89,7 @@ def run(layout: NVTE_QKV_Layout, options: dict[str, Any] | None = None) -> tuple
 def test_every_layout_gives_the_same_codes_and_amaxes(layout: NVTE_QKV_Layout) -> None:
     expected, expected_quantizers = run(PLAIN)
     results, quantizers = run(layout)
-    parsed = layouts.parse(layout)
+    parsed = problem.parse_layout(layout)
     for got, wanted, name in zip(results, expected, [parsed.query] * 2 + [parsed.key] * 2, strict=True):
         assert torch.equal(back(name, got._data), wanted._data)
     for name, wanted in expected_quantizers.items():
@@ -100,7 +100,7 @@ def test_every_layout_gives_the_same_codes_and_amaxes(layout: NVTE_QKV_Layout) -
 def test_codes_of_gradients_share_a_tensor_where_the_inputs_do(layout: NVTE_QKV_Layout) -> None:
     gradients = run(layout)[0][1:]
     storages = len({gradient._data.untyped_storage().data_ptr() for gradient in gradients})
-    assert storages == {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}[layouts.parse(layout).shared]
+    assert storages == {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}[problem.parse_layout(layout).shared]
 
 
 def test_results_are_codes_with_the_reciprocals_of_their_scales() -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu
 
 from parity import te
 from parity.cpu.enums import DType
-from parity.cpu.products import gemm, tf32
+from parity.cpu.products import gemm, tensor_cores
 from parity.cpu.quantized import float8, quantize
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -79,7 +79,7 @@ def codes(te_module: ModuleType, values: Tensor, scale: float = 1.0, **usages: b
 
 def test_fp32_products_round_no_operand_where_tf32_is_left_out() -> None:
     values = torch.full((16, 16), 1.0 + 2.0**-20)
-    with tf32.left_out():
+    with tensor_cores.left_out():
         exact = run(values, values)[0]
     assert torch.equal(exact, values @ values.t())
     assert not torch.equal(run(values, values)[0], exact)
@@ -88,20 +88,20 @@ def test_fp32_products_round_no_operand_where_tf32_is_left_out() -> None:
 @given(value=st.floats(2.0**-126, 2.0**126, width=32), negative=st.booleans())
 def test_tf32_keeps_ten_mantissa_bits_and_rounds_to_nearest_even(value: float, negative: bool) -> None:
     values = torch.tensor([-value if negative else value])
-    np.testing.assert_array_equal(tf32.round_to_tf32(values).numpy(), tf32_oracle(values.numpy()))
+    np.testing.assert_array_equal(tensor_cores.round_to_tf32(values).numpy(), tf32_oracle(values.numpy()))
 
 
 @given(value=st.floats(2.0**-100, 2.0**100, width=32))
 def test_tf32_values_stay_and_ties_go_to_even(value: float) -> None:
-    even = tf32.round_to_tf32(torch.tensor([value])).view(torch.int32) & ~0x2000
+    even = tensor_cores.round_to_tf32(torch.tensor([value])).view(torch.int32) & ~0x2000
     numbers = torch.cat([even, even + 0x1000, even + 0x2000, even + 0x3000]).view(FP32)
     expected = torch.cat([even, even, even + 0x2000, even + 0x4000]).view(FP32)
-    assert torch.equal(tf32.round_to_tf32(numbers), expected)
+    assert torch.equal(tensor_cores.round_to_tf32(numbers), expected)
 
 
 def test_tf32_keeps_infinities_and_every_nan() -> None:
     bits = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32)
-    rounded = tf32.round_to_tf32(bits.view(FP32))
+    rounded = tensor_cores.round_to_tf32(bits.view(FP32))
     assert rounded[:2].tolist() == [float("inf"), -float("inf")]
     assert rounded[2:].isnan().all()
 
@@ -184,7 +184,7 @@ def test_a_bias_gradient_sums_b_over_the_inner_dimension_and_leaves_d_unbiased(d
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_gelu_takes_the_unrounded_sum_and_its_input_is_returned_rounded(dtype: torch.dtype) -> None:
     A, B = factors("TN", dtype)
-    A, B = tf32.round_to_tf32(A.float()).to(dtype), tf32.round_to_tf32(B.float()).to(dtype)
+    A, B = tensor_cores.round_to_tf32(A.float()).to(dtype), tensor_cores.round_to_tf32(B.float()).to(dtype)
     bias = torch.randn(40).to(dtype)
     result, _, before, _ = run(A, B, bias=bias, gelu=True)
     exact = in_fp64(A, B, "TN") + bias.double()
@@ -197,7 +197,7 @@ def test_gelu_takes_the_unrounded_sum_and_its_input_is_returned_rounded(dtype: t
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_gradient_of_gelu_multiplies_the_sum(dtype: torch.dtype) -> None:
     A, B = factors("NN", dtype)
-    A, B = tf32.round_to_tf32(A.float()).to(dtype), tf32.round_to_tf32(B.float()).to(dtype)
+    A, B = tensor_cores.round_to_tf32(A.float()).to(dtype), tensor_cores.round_to_tf32(B.float()).to(dtype)
     before = torch.randn(24, 40).to(dtype)
     exact = before.double().requires_grad_()
     gelu(exact, approximate="tanh").backward(in_fp64(A, B, "NN"))

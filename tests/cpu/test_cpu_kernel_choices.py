@@ -25,7 +25,7 @@ from parity.cpu.attention import unfused
 from parity.cpu.enums import DType
 from parity.cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
 from parity.cpu.kernel_choices import kernel_choices as choosing
-from parity.cpu.products import accumulation, block_scaled, gemm, grouped_gemm, split_k, tf32
+from parity.cpu.products import block_scaled, gemm, grouped_gemm, tensor_cores
 from parity.cpu.products.block_scaled import BlockFactor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -171,7 +171,7 @@ def away_to_tf32(value: float) -> float:
 def test_operands_are_read_as_the_choice_says(name: str, oracle: Any, values: list[float]) -> None:
     values = [value if abs(value) > 2.0**-100 else 0.0 for value in values]
     with choosing(name):
-        assert tf32.operand(torch.tensor(values)).tolist() == [oracle(value) for value in values]
+        assert tensor_cores.operand(torch.tensor(values)).tolist() == [oracle(value) for value in values]
 
 
 @pytest.mark.parametrize("name", ["tf32-truncated", "tf32-ties-away", "fp32-exact"])
@@ -179,7 +179,7 @@ def test_infinities_nans_and_the_operands_themselves_stay(name: str) -> None:
     bits = [0x7F800000, -0x00800000, 0x7F800001, 0x7FFFFFFF, -1, 0x3F801000]
     values = torch.tensor(bits, dtype=torch.int32).view(FP32)
     with choosing(name):
-        read = tf32.operand(values)
+        read = tensor_cores.operand(values)
     assert values.view(torch.int32).tolist() == bits
     assert read[:2].tolist() == [torch.inf, -torch.inf]
     assert read[2:5].isnan().all()
@@ -203,7 +203,7 @@ def test_a_gemm_multiplies_what_was_read(name: str, oracle: Any) -> None:
 
 
 def test_the_context_that_leaves_out_tf32_goes_before_other_choices_and_keeps_them() -> None:
-    with choosing("tf32-truncated", "fp8-14-bit"), tf32.left_out():
+    with choosing("tf32-truncated", "fp8-14-bit"), tensor_cores.left_out():
         assert current() == {"fp32-exact", "fp8-14-bit"}
 
 
@@ -215,7 +215,7 @@ def test_the_context_that_leaves_out_tf32_goes_before_other_choices_and_keeps_th
     [(31, [31]), (63, [63]), (64, [32, 32]), (100, [32, 32, 36]), (128, [32] * 4), (1024, [256] * 4)],
 )
 def test_k_is_split_into_at_most_four_parts_of_at_least_32(inner: int, lengths: list[int]) -> None:
-    parts = split_k.parts(inner)
+    parts = tensor_cores.parts(inner)
     assert [part.stop - part.start for part in parts] == lengths
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
 
@@ -315,7 +315,7 @@ def test_te_s_unfused_attention_follows(
 # --- sums of FP8 products ---
 
 
-def short_sum(core: accumulation.TensorCore, a: list[float], b: list[float], interval: int) -> float:
+def short_sum(core: tensor_cores.TensorCore, a: list[float], b: list[float], interval: int) -> float:
     """One dot product in exact arithmetic: 14 bits of a running sum, added in FP32 after each interval."""
     promoted, running = torch.zeros(()), Fraction(0)
     for start in range(0, len(a), core.products):
@@ -331,10 +331,10 @@ def short_sum(core: accumulation.TensorCore, a: list[float], b: list[float], int
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
-    ("gpu", "core"), [(cuda.HOPPER, accumulation.HOPPER), (cuda.ADA, accumulation.ADA)], ids=["hopper", "ada"]
+    ("gpu", "core"), [(cuda.HOPPER, tensor_cores.HOPPER), (cuda.ADA, tensor_cores.ADA)], ids=["hopper", "ada"]
 )
 def test_per_tensor_fp8_adds_14_bits_as_the_gpu_does(
-    gpu: cuda.DeviceProperties, core: accumulation.TensorCore, split: bool
+    gpu: cuda.DeviceProperties, core: tensor_cores.TensorCore, split: bool
 ) -> None:
     with emulated(gpu) as te_module:
         one = torch.ones(1)
@@ -373,7 +373,7 @@ def test_fp8_choices_are_those_of_the_emulated_hopper_for_their_scales_alone(
 ) -> None:
     plain = linear_pass(te_module, RECIPES[scales])
     (other,) = {"fp8-14-bit", "fp8-block-14-bit"} - {name}
-    with accumulation.emulated():
+    with tensor_cores.emulated():
         expected = linear_pass(te_module, RECIPES[scales])
     with choosing(name):
         assert all(equal(linear_pass(te_module, RECIPES[scales]), expected))

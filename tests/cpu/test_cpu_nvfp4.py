@@ -20,7 +20,7 @@ from torch import Tensor
 from parity.cpu import cuda
 from parity.cpu.enums import DType
 from parity.cpu.products import gemm
-from parity.cpu.quantized import float4, hadamard, nvfp4
+from parity.cpu.quantized import float4, nvfp4
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, COLUMNS = 80, 96
@@ -238,7 +238,7 @@ def test_the_hadamard_transform_keeps_inner_products(te_module: ModuleType) -> N
     assert torch.equal(matrix.double() @ matrix.double().t(), torch.eye(16, dtype=torch.float64))
     torch.manual_seed(0)
     x, y = torch.randn(4, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16)
-    rotated = hadamard.transform(x, matrix).double() @ hadamard.transform(y, matrix).double().t()
+    rotated = nvfp4.transform(x, matrix).double() @ nvfp4.transform(y, matrix).double().t()
     torch.testing.assert_close(rotated, x.double() @ y.double().t(), rtol=0, atol=0.15)
 
 

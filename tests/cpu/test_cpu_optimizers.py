@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.optimizers import adam, multi_tensor, sgd
+from parity.cpu.optimizers import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(5, 7), (3,), (2, 2, 2)]
@@ -147,14 +155,14 @@ def test_fused_sgd_steps_as_torch_does(
 def test_sgd_without_a_kernel_for_the_dtypes_is_te_s_error() -> None:
     tensors = [[torch.zeros(2, dtype=BF16)]] * 3
     with pytest.raises(RuntimeError, match=r"no SGD kernel for torch\.bfloat16 gradients"):
-        sgd.multi_tensor_sgd(1, torch.zeros(1, dtype=torch.int32), tensors, 0, 0, 0, 0.1, False, False, False, 1.0)
+        multi_tensor_sgd(1, torch.zeros(1, dtype=torch.int32), tensors, 0, 0, 0, 0.1, False, False, False, 1.0)
 
 
 def test_a_raised_flag_skips_capturable_adam_and_sgd() -> None:
     raised, tensors = torch.ones(1, dtype=torch.int32), [[torch.ones(3)] for _ in range(4)]
     lr, one = torch.tensor(0.1), torch.ones(1)
-    adam.multi_tensor_adam_capturable(1, raised, tensors, lr, 0.9, 0.99, 1e-8, one.int(), 1, 1, 0.0, one)
-    sgd.multi_tensor_sgd(1, raised, tensors[:3], 0.1, 0.9, 0.0, 0.1, False, True, False, 1.0)
+    multi_tensor_adam_capturable(1, raised, tensors, lr, 0.9, 0.99, 1e-8, one.int(), 1, 1, 0.0, one)
+    multi_tensor_sgd(1, raised, tensors[:3], 0.1, 0.9, 0.0, 0.1, False, True, False, 1.0)
     assert all(torch.equal(tensor, torch.ones(3)) for (tensor,) in tensors)
 
 
@@ -163,8 +171,8 @@ def test_capturable_adam_unscales_the_gradients_in_place() -> None:
     expected = [[torch.full((3,), 2.0)], [torch.ones(3)], [torch.zeros(3)], [torch.zeros(3)]]
     flag, step = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     common = (0.9, 0.99, 1e-8)
-    adam.multi_tensor_adam_capturable(1, flag, lists, torch.tensor(0.1), *common, step, 1, 1, 0.0, torch.tensor([0.25]))
-    adam.multi_tensor_adam(1, flag, expected, 0.1, *common, 1, 1, 1, 0.0)
+    multi_tensor_adam_capturable(1, flag, lists, torch.tensor(0.1), *common, step, 1, 1, 0.0, torch.tensor([0.25]))
+    multi_tensor_adam(1, flag, expected, 0.1, *common, 1, 1, 1, 0.0)
     assert all(torch.equal(a, b) for (a,), (b,) in zip(lists, expected, strict=True))
 
 
@@ -198,8 +206,8 @@ lists_of_tensors = st.lists(st.lists(st.integers(0, 6), max_size=2), min_size=1,
 def test_norm_of_a_list_is_that_of_its_tensors_laid_end_to_end(shapes: list[list[int]], dtype: torch.dtype) -> None:
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     flag = torch.zeros(1, dtype=torch.int32)
-    total, each = multi_tensor.multi_tensor_l2norm(1, flag, [tensors], True)
-    scaled, none = multi_tensor.multi_tensor_unscale_l2norm(1, flag, [tensors], torch.tensor([4.0]), False)
+    total, each = multi_tensor_l2norm(1, flag, [tensors], True)
+    scaled, none = multi_tensor_unscale_l2norm(1, flag, [tensors], torch.tensor([4.0]), False)
     exact = torch.cat([t.double().reshape(-1) for t in tensors]).norm()
     torch.testing.assert_close(total.double(), exact.view(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(scaled.double(), 4 * exact.view(1), rtol=1e-6, atol=0)
@@ -212,8 +220,8 @@ def test_norm_of_a_list_is_that_of_its_tensors_laid_end_to_end(shapes: list[list
 def test_infinities_and_nans_raise_the_flag(bad: float) -> None:
     source, target = torch.tensor([1.0, bad]), torch.zeros(2, dtype=BF16)
     kernels: list[Callable[[Tensor], Any]] = [
-        lambda flag: multi_tensor.multi_tensor_scale(1, flag, [[source], [target]], 0.5),
-        lambda flag: multi_tensor.multi_tensor_l2norm(1, flag, [[source]]),
+        lambda flag: multi_tensor_scale(1, flag, [[source], [target]], 0.5),
+        lambda flag: multi_tensor_l2norm(1, flag, [[source]]),
     ]
     for kernel in kernels:
         flag = torch.zeros(1, dtype=torch.int32)
@@ -225,7 +233,7 @@ def test_infinities_and_nans_raise_the_flag(bad: float) -> None:
 def test_fp8_scales_take_each_amax_to_the_limit() -> None:
     amax, scale, scale_inv = [torch.tensor([7.0]), torch.tensor([0.0])], torch.empty(2, 1), torch.empty(2, 1)
     for power_of_two, expected in ((False, 64.0), (True, 64.0)):
-        multi_tensor.multi_tensor_compute_scale_and_scale_inv(
+        multi_tensor_compute_scale_and_scale_inv(
             1, torch.zeros(1), [amax, list(scale), list(scale_inv)], 448.0, power_of_two, 0.0
         )
         assert scale.view(-1).tolist() == [expected, 1.0]

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from parity.cpu.loading.rewrite import cuda_means_cpu, normalize_devices
+from parity.cpu.loading.loader import cuda_means_cpu, normalize_devices
 
 
 def rewritten(source):

@@ -8,9 +8,9 @@ from torch import nn
 
 import parity
 from parity.diagnosis.scale import readable
-from parity.zoo.bug import planted
-from parity.zoo.catalogue import BUGS
-from parity.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.planting import planted
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed"])

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.cli import app
-from parity.gpu_report import command, index, process, verdicts
-from parity.gpu_report.step import Outcome, Step
-from parity.gpu_report.steps import steps
+from parity.lab.gpu_report import command, index
+from parity.lab.gpu_report.step import Outcome, Step, run_limited
+from parity.lab.gpu_report.steps import steps
 from parity.report import environment
 from parity.user_error import UserError
 
@@ -80,7 +80,7 @@ def test_what_a_hanging_process_started_is_ended_with_it(tmp_path: Path) -> None
         "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
         f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
     )
-    ended = process.run(("-c", parent), 3.0, tmp_path / "log.txt", grace=0.2)
+    ended = run_limited(("-c", parent), 3.0, tmp_path / "log.txt", grace=0.2)
     assert ended.exit_code is None
     pid = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 10
@@ -102,7 +102,7 @@ def test_an_interrupted_process_may_write_what_it_has(tmp_path: Path) -> None:
         "import time\ntry:\n    print('begun', flush=True); time.sleep(600)\n"
         f"except KeyboardInterrupt:\n    open('{tmp_path}/saved', 'w').write('half')"
     )
-    process.run(("-c", program), 4.0, tmp_path / "log.txt")
+    run_limited(("-c", program), 4.0, tmp_path / "log.txt")
     assert (tmp_path / "saved").read_text() == "half"
 
 
@@ -187,7 +187,7 @@ def test_the_doctor_s_verdict_names_the_precisions_on_real_kernels(
 ) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "doctor.txt").write_text("\n".join(lines))
-    assert verdicts.doctor(tmp_path) == verdict
+    assert index.doctor(tmp_path) == verdict
 
 
 def test_the_summary_tells_how_each_step_ended() -> None:

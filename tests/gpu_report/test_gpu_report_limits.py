@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fakes
 
-from parity.gpu_report import limits
+from parity.lab.gpu_report import limits
 from parity.limits import table
 from parity.report import record
 from parity.result import Check, Result

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import parity
-from parity.calibration.drawn_models import MODELS
 from parity.declaring.validate import check_case
 from parity.formats import e4m3
 from parity.judging.second_look import LOOKS, TELLING_LOOKS, second_look
+from parity.lab.calibration.drawn_models import MODELS
 from parity.passes import golden_tensors, model_tensors, run_model
 from parity.precision import PRECISIONS
 from parity.prepare import prepare

@@ -10,12 +10,11 @@ import torch
 
 from parity import te
 from parity.cpu import cuda
-from parity.kernel_table import command, record
-from parity.kernel_table.call import KernelCall
-from parity.kernel_table.catalogue import select
-from parity.kernel_table.distance import Distance
-from parity.kernel_table.measure import Outcome
-from parity.kernel_table.table import Comparison, compare, draw, fraction, ulps
+from parity.lab.kernel_table import command, table
+from parity.lab.kernel_table.bench import KernelCall
+from parity.lab.kernel_table.catalogue import select
+from parity.lab.kernel_table.measure import Outcome
+from parity.lab.kernel_table.table import Comparison, Distance, compare, draw, fraction, ulps
 from parity.report import environment
 from parity.user_error import UserError
 
@@ -95,20 +94,20 @@ def test_the_record_has_a_line_for_each_result_and_its_verdict_counts_them(tmp_p
     equal, apart = Distance(8, 0, 0, 0.0), Distance(8, 3, math.inf, 0.02)
     rows = [Comparison(CALL, {"z": equal, "mu": apart, "amax": "on the CPU only"}, seconds=1e-5)]
     rows.append(Comparison(select("to mxfp8")[0], {}, "GPU: too old"))
-    record.write(rows, environment.measure("cpu", [0], items=2), "emulated Hopper", tmp_path / "table.jsonl")
-    entries = record.read(tmp_path / "table.jsonl")
+    table.write(rows, environment.measure("cpu", [0], items=2), "emulated Hopper", tmp_path / "table.jsonl")
+    entries = table.read(tmp_path / "table.jsonl")
     assert [entry["result"] for entry in entries] == ["z", "mu", "amax", None]
     assert [entry["different"] for entry in entries] == [0, 3, None, None]
     assert entries[1]["max_ulps"] is None
     assert entries[0]["gpu_seconds"] == 1e-5
-    verdict = record.verdict(entries)
+    verdict = table.verdict(entries)
     assert verdict.startswith("1 of 2 results equal to the bit; the farthest is 0.02 away: rmsnorm_fwd (BF16, mu)")
     assert verdict.endswith("2 could not be compared")
 
 
 def test_the_command_can_be_tried_without_a_gpu(tmp_path: Path) -> None:
     command.make_table("compute_amax: BF16", 0, tmp_path / "table.md", reference="cpu")
-    assert record.verdict(record.read(tmp_path / "table.jsonl")) == "1 of 1 results equal to the bit"
+    assert table.verdict(table.read(tmp_path / "table.jsonl")) == "1 of 1 results equal to the bit"
     assert "A trial without a GPU" in (tmp_path / "table.md").read_text()
 
 

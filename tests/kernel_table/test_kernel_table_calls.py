@@ -14,15 +14,11 @@ import torch
 
 from parity import te
 from parity.cpu import cuda, extension
-from parity.kernel_table import measure
-from parity.kernel_table.bench import Bench, bench
-from parity.kernel_table.buffers import unpack
-from parity.kernel_table.call import KernelCall
-from parity.kernel_table.catalogue import CALLS, select
-from parity.kernel_table.distance import Distance
-from parity.kernel_table.left_out import NOT_CALLED
-from parity.kernel_table.measure import Outcome
-from parity.kernel_table.table import compare
+from parity.lab.kernel_table import measure
+from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
+from parity.lab.kernel_table.catalogue import CALLS, NOT_CALLED, select
+from parity.lab.kernel_table.measure import Outcome
+from parity.lab.kernel_table.table import Distance, compare
 from parity.user_error import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))

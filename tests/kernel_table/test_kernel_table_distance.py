@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.kernel_table.distance import measure, ordinal
+from parity.lab.kernel_table.table import measure, ordinal
 
 FORMATS = (
     torch.float32,

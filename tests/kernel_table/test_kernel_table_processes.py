@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity.kernel_table import measure
-from parity.kernel_table.measure import GPU_LOST, Outcome
-from parity.kernel_table.processes import ENDED, TIME_OVER, outcomes, run
+from parity.lab.kernel_table import measure
+from parity.lab.kernel_table.command import ENDED, TIME_OVER, outcomes_of, run
+from parity.lab.kernel_table.measure import GPU_LOST, Outcome
 
 COUNT = 12
 
@@ -50,20 +50,20 @@ def test_a_kernel_that_ends_its_process_loses_no_outcome_but_its_own(
     """Unless several in succession do."""
     fatal = {index for index in fatal if not {index - 1, index - 2} <= fatal}
     folder = tmp_path_factory.mktemp("outcomes")
-    found = outcomes(processes(folder, fatal, poisonous - fatal, []), COUNT, folder)
+    found = outcomes_of(processes(folder, fatal, poisonous - fatal, []), COUNT, folder)
     assert [index for index, outcome in enumerate(found) if outcome == ENDED] == sorted(fatal)
     assert all(outcome.buffers for index, outcome in enumerate(found) if index not in fatal)
 
 
 def test_no_process_is_started_without_need(tmp_path: Path) -> None:
     begun: list[int] = []
-    outcomes(processes(tmp_path, {4}, {7}, begun), COUNT, tmp_path)
+    outcomes_of(processes(tmp_path, {4}, {7}, begun), COUNT, tmp_path)
     assert begun == [0, 5, 8]
 
 
 def test_processes_that_do_not_come_to_life_are_not_started_for_ever(tmp_path: Path) -> None:
     begun: list[int] = []
-    found = outcomes(processes(tmp_path, set(range(COUNT)), set(), begun), COUNT, tmp_path)
+    found = outcomes_of(processes(tmp_path, set(range(COUNT)), set(), begun), COUNT, tmp_path)
     assert begun == [0, 1, 2]
     assert [outcome.error for outcome in found[3:]] == ["no process came to this call"] * (COUNT - 3)
 
@@ -72,7 +72,7 @@ def test_when_the_time_is_over_what_was_made_stays_and_the_rest_says_so(tmp_path
     def start(first: int) -> None:
         measure.write(Outcome({"x": torch.tensor([first])}), first, tmp_path)
 
-    first, *others = outcomes(start, 3, tmp_path)
+    first, *others = outcomes_of(start, 3, tmp_path)
     assert first.buffers
     assert others == [TIME_OVER, TIME_OVER]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity.cpu import kernel_choices as names
-from parity.cpu.products import accumulation
+from parity.cpu.products import tensor_cores
 from parity.formats import e4m3, tf32, tf32_truncated
 from parity.kernel_choices import CHOICES
 from parity.precision import PRECISIONS
@@ -24,8 +24,8 @@ def matrices(inner: int, mean: float) -> tuple[torch.Tensor, torch.Tensor]:
 def test_lost_in_sums_is_what_tensor_cores_lose(inner, mean, backward):
     left, right = matrices(inner, mean)
     codes = [(x * (448.0 / x.abs().max())).to(torch.float8_e4m3fn).float() for x in (left, right)]
-    factors = [accumulation.Factor(x, torch.float8_e4m3fn) for x in codes]
-    summed = accumulation.product(accumulation.HOPPER, factors[1], factors[0], split=backward)
+    factors = [tensor_cores.Factor(x, torch.float8_e4m3fn) for x in codes]
+    summed = tensor_cores.product(tensor_cores.HOPPER, factors[1], factors[0], split=backward)
     scale = (left.abs().max() / 448.0) * (right.abs().max() / 448.0)
     expected = (codes[0].double() @ codes[1].double().t() - summed.double()) * scale
     lost = lost_in_sums(left, right.t(), (names.FP8_14_BIT,), backward)

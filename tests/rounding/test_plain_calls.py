@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.cpu.products import tf32
+from parity.cpu.products import tensor_cores
+from parity.lab.zoo.hosts.mlp import ComposedMLP
 from parity.rounding.casts import CAST
 from parity.rounding.freedom import UNFUSED
 from parity.rounding.model import rounded
 from parity.rounding.parts import Rounding
 from parity.rounding.plain_calls import plain_calls
-from parity.zoo.hosts.mlp import ComposedMLP
 
 WIDTH = 64
 
@@ -52,7 +52,7 @@ def test_what_te_calls_is_none_of_the_ports():
     te = parity.te.kernels("cpu").te
     layer = te.LayerNormMLP(WIDTH, WIDTH).to(torch.bfloat16)
     x = torch.randn(16, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with tf32.left_out():
+    with tensor_cores.left_out():
         assert names_of(Between(layer, torch.sigmoid), x) == {"sigmoid"}
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from parity.lab.studies.training_curves.study import dithered, unit_roundoff
 from parity.precision import PRECISIONS
 from parity.rounding.parts import Rounding
-from parity.studies.training_curves.dither import dithered, unit_roundoff
 
 RECIPES = [name for name, precision in PRECISIONS.items() if precision.rounding.inputs and precision.recipe]
 

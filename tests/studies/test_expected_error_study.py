@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies.expected_error import claims, issue_407, study
-from parity.studies.expected_error.issue_407 import Drawn
-from parity.studies.expected_error.plots import PARTS_OF_OUTPUTS, explained, shares_of
-from parity.studies.expected_error.study import (
+from parity.lab.studies.expected_error import issue_407, study
+from parity.lab.studies.expected_error import report as claims
+from parity.lab.studies.expected_error.issue_407 import Drawn
+from parity.lab.studies.expected_error.plots import PARTS_OF_OUTPUTS, explained, shares_of
+from parity.lab.studies.expected_error.study import (
     ISSUE_407,
     MODEL,
     SHORT_SUMS,

@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import record
-from parity.studies.flash_stability import claims, study
-from parity.studies.flash_stability.claims import flash_over_baseline, growth, of_length
-from parity.studies.flash_stability.deviation import Deviation, Result, Results, over_seeds, result_of
-from parity.studies.flash_stability.sweeps import (
+from parity.lab import record
+from parity.lab.studies.flash_stability import claims, study
+from parity.lab.studies.flash_stability.claims import flash_over_baseline, growth, of_length
+from parity.lab.studies.flash_stability.deviation import Deviation, Result, Results, over_seeds, result_of
+from parity.lab.studies.flash_stability.sweeps import (
     ALONE,
     AS_KERNELS,
     EVERYWHERE,

@@ -10,11 +10,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
-from parity import flops, te
+from parity import te
 from parity.case import Case, Size
-from parity.studies.flops import claims
-from parity.studies.flops import study as study
-from parity.studies.flops.study import Settings
+from parity.lab import flops
+from parity.lab.studies.flops import report as claims
+from parity.lab.studies.flops import study
+from parity.lab.studies.flops.study import Settings
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
-from parity.studies.fp8_accumulation import study
-from parity.studies.fp8_accumulation.claims import FAST, SPLIT, claims, growth
-from parity.studies.fp8_accumulation.study import Cost, Costs, Run, Settings, costs_of, mean, runs
+from parity.lab.studies.fp8_accumulation import study
+from parity.lab.studies.fp8_accumulation.report import FAST, SPLIT, claims, growth
+from parity.lab.studies.fp8_accumulation.study import Cost, Costs, Run, Settings, costs_of, mean, runs
 from parity.user_error import UserError
 
 SMALL = Settings(lengths=(256, 1024, 4096), interval_length=4096, intervals=(32, 128, 1024), rows=16, seeds=2)

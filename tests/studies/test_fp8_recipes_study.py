@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
+from parity.lab.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
+from parity.lab.studies.fp8_recipes import report as claims
+from parity.lab.studies.fp8_recipes.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
+from parity.lab.studies.fp8_recipes.module_sqnr import ModuleRun
+from parity.lab.studies.fp8_recipes.stale_scales import Change, Side, Steps, StepsRun
+from parity.lab.studies.fp8_recipes.study import RECIPES, Result, Run, Settings, runs
+from parity.lab.studies.fp8_recipes.tensor_sqnr import TensorLoss, TensorRun
 from parity.rounding.parts import OperandPart
-from parity.studies.fp8_recipes import claims, fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
-from parity.studies.fp8_recipes.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
-from parity.studies.fp8_recipes.module_sqnr import ModuleRun
-from parity.studies.fp8_recipes.stale_scales import Change, Side, Steps, StepsRun
-from parity.studies.fp8_recipes.study import RECIPES, Result, Run, Settings, runs
-from parity.studies.fp8_recipes.tensor_sqnr import TensorLoss, TensorRun
 from parity.te import Kernels
 from parity.user_error import UserError
 

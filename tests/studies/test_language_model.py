@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from parity import te
-from parity.studies.training.language_model import ARCHITECTURES, Size, initial_weights, load, load_candidate
-from parity.studies.training.text import TEXT, VOCABULARY, batches
+from parity.lab.studies.training import (
+    ARCHITECTURES,
+    TEXT,
+    VOCABULARY,
+    Size,
+    batches,
+    initial_weights,
+    load,
+    load_candidate,
+)
 from parity.te import Kernels
 
 SIZE = Size(VOCABULARY, seq=32, hidden=64, layers=2, heads=4, groups=2, ffn=192)

@@ -16,20 +16,25 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.inputs import Rng
-from parity.studies import te_attention
-from parity.studies.query_key_scale import claims, study
-from parity.studies.query_key_scale.score_arithmetic import KEPT, PLACEMENTS, attend, overflows, scores
-from parity.studies.query_key_scale.study import (
+from parity.lab.studies import te_modules
+from parity.lab.studies.query_key_scale import report as claims
+from parity.lab.studies.query_key_scale import study
+from parity.lab.studies.query_key_scale.study import (
+    KEPT,
+    PLACEMENTS,
     TE_WAYS,
     WAYS,
     Outcome,
     Run,
     Settings,
+    attend,
     error,
     from_json,
     frontier,
     outcome_of,
+    overflows,
     runs,
+    scores,
     to_json,
     ways,
 )
@@ -122,7 +127,7 @@ def test_te_s_unfused_attention_computes_what_alpha_in_fp32_does(kernels: Kernel
     rng = Rng(0)
     query, key, value = (rng.normal(4, 32, 64).half() for _ in range(3))
     expected = attend(scores(query, key, "after", "fp32", 1), value)
-    actual = te_attention.attend(kernels, "unfused", query, key, value)
+    actual = te_modules.attend(kernels, "unfused", query, key, value)
     # Sums in another order may round a score to its other neighbour here and there, so less than FP16's rounding.
     assert (actual.double() - expected.double()).norm() < 2.0**-12 * expected.double().norm()
 
@@ -130,7 +135,7 @@ def test_te_s_unfused_attention_computes_what_alpha_in_fp32_does(kernels: Kernel
 def test_a_backend_that_te_lacks_is_told(kernels: Kernels) -> None:
     single = torch.zeros(4, 32, 64)
     with pytest.raises(UserError, match=r"TE's fused attention, .*head_dim 64: No dot product"):
-        te_attention.attend(kernels, "fused", single, single, single)
+        te_modules.attend(kernels, "fused", single, single, single)
 
 
 @given(st.sampled_from(sorted(PLACEMENTS)), st.sampled_from(sorted(KEPT)), st.integers(0, 2**16))

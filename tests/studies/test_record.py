@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parity.studies import catalogue, provenance, record
+from parity.lab import record
+from parity.lab.studies import catalogue
 
 NOW = {"torch": "2", "parity.errors": "a", "parity.te": "b"}
 BEFORE = NOW | {"parity.errors": "c"}
@@ -20,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_run_is_found_by_everything_that_it_depends_on(path: Path) -> None:
     record.append(path, {"seed": 0, "size": 4}, 1.5, NOW)
-    assert record.read(path) == {record.key({"size": 4, "seed": 0}): 1.5}
+    assert record.read(path) == {record.key_of({"size": 4, "seed": 0}): 1.5}
 
 
 def test_a_line_that_was_cut_short_is_left_out_and_spoils_none_after_it(path: Path) -> None:
@@ -79,19 +80,19 @@ def test_outdated_results_can_be_forgotten(path: Path) -> None:
 
 @pytest.mark.parametrize("study", [name for name in catalogue.STUDIES if name != "flops"])
 def test_a_study_depends_on_what_computes_and_not_on_what_draws(study: str) -> None:
-    code = provenance.of(f"parity.studies.{study}")
-    assert f"parity.studies.{study}" in code
+    code = record.code_of(f"parity.lab.studies.{study}")
+    assert f"parity.lab.studies.{study}" in code
     assert "torch" in code
     assert not [name for name in code if name.endswith(("_report", "_plots", "_claims"))]
 
 
 def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
-    assert "parity.cpu.products.gemm" in provenance.of("parity.studies.expected_error.study")
+    assert "parity.cpu.products.gemm" in record.code_of("parity.lab.studies.expected_error.study")
 
 
 def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout_does_not() -> None:
     text = 'def f(x):\n    """Twice."""\n    return 2 * x\n'
     same = 'def f(x):\n    """The double."""\n    # in FP32\n    return (2*x)\n'
     other = 'def f(x):\n    """Twice."""\n    return 3 * x\n'
-    first, second, third = (provenance.checksum(ast.parse(each)) for each in (text, same, other))
+    first, second, third = (record.checksum(ast.parse(each)) for each in (text, same, other))
     assert first == second != third

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.inputs import Rng
-from parity.studies.softmax_precision import claims, kernel_traffic, report, study
-from parity.studies.softmax_precision.study import (
+from parity.lab.studies.softmax_precision import report, study
+from parity.lab.studies.softmax_precision.study import (
     DTYPES,
     Errors,
     Outcome,
@@ -30,7 +30,7 @@ from parity.studies.softmax_precision.study import (
     te_agrees,
     traffic,
 )
-from parity.studies.softmax_precision.ways import WAYS, Precision, ways
+from parity.lab.studies.softmax_precision.ways import WAYS, Precision, measure_traffic, ways
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -149,7 +149,7 @@ def test_a_fused_softmax_moves_what_one_in_the_dtype_does_and_pb_relax_more(kern
 
 def test_traffic_counts_each_tensor_once_a_kernel() -> None:
     x = torch.randn(8, 16)
-    measured = kernel_traffic.measure(lambda x: x.view(-1).exp() * 2, x)
+    measured = measure_traffic(lambda x: x.view(-1).exp() * 2, x)
     assert measured.operations == ("exp", "mul.Tensor")
     assert measured.forward == 2 * (x.nbytes + x.nbytes)
     assert measured.saved == x.nbytes  # the exponential
@@ -167,7 +167,7 @@ def test_every_way_is_softmax_up_to_its_roundings(way: str, seed: int) -> None:
 def test_claims_are_answered_from_the_figures(found: Outcomes, kernels: Kernels) -> None:
     costs = {"fp16": traffic("fp16", SMALL, kernels)}
     measured = report.measured(costs, SMALL, kernels)
-    answers = [claim.agrees for claim in claims.claims(found, SMALL, measured)]
+    answers = [claim.agrees for claim in report.claims(found, SMALL, measured)]
     assert answers == [
         "only if no maximum is subtracted",
         "with each row's own maximum",
@@ -218,7 +218,7 @@ def test_other_figures_give_other_answers(
     answer: str,
 ) -> None:
     figures = report.measured({"fp16": traffic("fp16", SMALL, kernels)}, SMALL, kernels)
-    tested = list(claims.claims(measured_as(found, layout, moved, spoiled), SMALL, figures))
+    tested = list(report.claims(measured_as(found, layout, moved, spoiled), SMALL, figures))
     assert tested[claim].agrees == answer
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.studies.flash_stability.inputs import draw, staircase
-from parity.studies.stepwise import attention
-from parity.studies.stepwise.attention import (
+from parity.lab.studies import stepwise
+from parity.lab.studies.flash_stability.inputs import draw, staircase
+from parity.lab.studies.stepwise import (
     ALGORITHMS,
+    FORMATS,
     STEPS,
     Attended,
     Steps,
@@ -28,7 +29,6 @@ from parity.studies.stepwise.attention import (
     flash,
     golden,
 )
-from parity.studies.stepwise.number_formats import FORMATS
 
 TILES = Tiles(16, 16)
 
@@ -168,7 +168,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "golden"])
 def test_no_tensor_grows_with_the_square_of_the_length(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     length, limit = 512, 4096
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", limit)
+    monkeypatch.setattr(stepwise, "SCORES_AT_ONCE", limit)
     query, key, value = (x[0].float() for x in random(length, length))
     with _Largest() as largest:
         if algorithm == "golden":

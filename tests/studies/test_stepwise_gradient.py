@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parity.lab.studies.stepwise import ALGORITHMS, Algorithm, Arithmetic, StepwiseCore
 from parity.precision import PRECISIONS
 from parity.reference.attention import Attention, CoreAttention
 from parity.rounding.model import rounded
-from parity.studies.stepwise.attention import ALGORITHMS, Algorithm
-from parity.studies.stepwise.core import Arithmetic, StepwiseCore
 
 CASES = list(itertools.product(ALGORITHMS, (False, True)))
 

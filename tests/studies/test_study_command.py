@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity.cli import app
-from parity.studies import catalogue
-from parity.studies.fp8_accumulation.study import Settings
+from parity.lab.studies import catalogue
+from parity.lab.studies.fp8_accumulation.study import Settings
 from parity.user_error import UserError
 
 

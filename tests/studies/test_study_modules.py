@@ -9,10 +9,10 @@ import pytest
 from parity import te
 from parity.comparison import compare_at
 from parity.cpu import cuda
+from parity.lab.studies.settings import gpu_with, why_nowhere
+from parity.lab.studies.te_modules import MODULES, Shape, placed
 from parity.limits.table import packaged
 from parity.precision import PRECISIONS, why_unavailable
-from parity.studies.gpu import gpu_with, why_nowhere
-from parity.studies.te_modules import MODULES, Shape, placed
 from parity.te import Kernels
 from parity.weights.check import check_map
 

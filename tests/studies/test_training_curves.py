@@ -14,12 +14,10 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import record
-from parity.studies.training.language_model import ARCHITECTURES, Size
-from parity.studies.training.text import batches
-from parity.studies.training.train import Schedule, plain_pass, train
-from parity.studies.training_curves import study
-from parity.studies.training_curves.study import Outcome, Run, Settings, outcomes
+from parity.lab import record
+from parity.lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
+from parity.lab.studies.training_curves import study
+from parity.lab.studies.training_curves.study import Outcome, Run, Settings, outcomes
 from parity.te import Kernels
 from parity.user_error import UserError
 from parity.weights import WeightMap, stack

@@ -12,12 +12,23 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.studies import record
-from parity.studies.training_drift import report, study
-from parity.studies.training_drift.claims import claims, of_algorithm, of_format, of_other_start, of_rounding, of_te
-from parity.studies.training_drift.study import Drift, Drifts, Pair, drift_of, pairs
-from parity.studies.training_drift.trajectory import Kind, Run, Settings, Trajectory, trajectory
-from parity.studies.training_drift.weight_distance import Distance, WeightDistance
+from parity.lab import record
+from parity.lab.studies.training_drift import report, study
+from parity.lab.studies.training_drift.report import claims, of_algorithm, of_format, of_other_start, of_rounding, of_te
+from parity.lab.studies.training_drift.study import (
+    Distance,
+    Drift,
+    Drifts,
+    Kind,
+    Pair,
+    Run,
+    Settings,
+    Trajectory,
+    WeightDistance,
+    drift_of,
+    pairs,
+    trajectory,
+)
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from parity.lab.throughput.gpu_state import GpuState
+from parity.lab.throughput.record import Peak, Record, Row, Spread, Times
 from parity.report.environment import Environment
-from parity.throughput.gpu_state import GpuState
-from parity.throughput.record import Record
-from parity.throughput.row import Peak, Row, Spread, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fakes

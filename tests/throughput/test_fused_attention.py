@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parity.lab.throughput.workload import with_fused_attention
 from parity.reference import CoreAttention, LlamaLayer
-from parity.throughput.fused_attention import with_fused_attention
 
 PADDING = torch.arange(24)[None] >= torch.tensor([[24], [17]])
 

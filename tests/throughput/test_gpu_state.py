@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from parity.throughput import gpu_state
-from parity.throughput.gpu_state import GpuState
+from parity.lab.throughput import gpu_state
+from parity.lab.throughput.gpu_state import GpuState
 
 
 def test_an_answer_is_read_with_its_units_left_out() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.throughput.clock import Clock, Passes, time_passes
-from parity.throughput.row import Spread, Times
+from parity.lab.throughput.clock import Clock, Passes, time_passes
+from parity.lab.throughput.record import Spread, Times
 
 
 @dataclass

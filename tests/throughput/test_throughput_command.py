@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from parity.cli import speed
-from parity.throughput import command, record
-from parity.throughput.implementation import COMPILED, EAGER, TE, Implementation
-from parity.throughput.measure import row_without
-from parity.throughput.workload import Workload
+from parity.lab.throughput import command, record
+from parity.lab.throughput.measure import row_without
+from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload
 from parity.user_error import UserError
 
 TINY = Path(__file__).with_name("tiny_pairs.py")

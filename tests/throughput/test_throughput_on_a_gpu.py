@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from parity.kernel_table import measure as kernel_measure
-from parity.kernel_table.call import KernelCall
-from parity.kernel_table.tape import Tape
-from parity.throughput import clock, measure, subject
-from parity.throughput.clock import Passes
-from parity.throughput.row import Spread, Times
+from parity.lab.kernel_table import measure as kernel_measure
+from parity.lab.kernel_table.bench import KernelCall, Tape
+from parity.lab.throughput import clock, measure, workload
+from parity.lab.throughput.clock import Passes
+from parity.lab.throughput.record import Spread, Times
 
 CUDA = torch.device("cuda")
 NOTHING = Passes(lambda: None, lambda i: i, lambda outputs, i: None, rotating_bytes=lambda: 300)
@@ -77,8 +76,8 @@ def test_clocks_are_asked_for_while_the_gpu_still_works(gpu: list[str], monkeypa
 
 
 def test_inputs_that_rotate_fill_the_last_cache_twice(gpu: list[str]) -> None:
-    assert subject._sets(torch.zeros(1 << 18, dtype=torch.float16), CUDA) == 1 + 4
-    assert subject._sets(torch.zeros(1 << 24, dtype=torch.uint8), CUDA) == 2
+    assert workload._sets(torch.zeros(1 << 18, dtype=torch.float16), CUDA) == 1 + 4
+    assert workload._sets(torch.zeros(1 << 24, dtype=torch.uint8), CUDA) == 2
 
 
 def test_a_kernel_call_is_timed_behind_a_sleeping_gpu(gpu: list[str]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import samples
 
-from parity.throughput import record
-from parity.throughput.gpu_state import GpuState
-from parity.throughput.row import Peak
+from parity.lab.throughput import record
+from parity.lab.throughput.gpu_state import GpuState
+from parity.lab.throughput.record import Peak
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

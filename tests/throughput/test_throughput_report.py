@@ -6,9 +6,9 @@ from pathlib import Path
 
 import samples
 
-from parity.throughput import plot, report
-from parity.throughput.gpu_state import GpuState
-from parity.throughput.record import EMULATED
+from parity.lab.throughput import report
+from parity.lab.throughput.gpu_state import GpuState
+from parity.lab.throughput.record import EMULATED
 
 
 def cells(text: str, name: str) -> list[str]:
@@ -54,13 +54,13 @@ def test_emulated_kernels_are_named_in_heading_text_and_plot() -> None:
     text = report.draw(emulated, None)
     assert text.startswith("# Throughput, on emulated kernels")
     assert EMULATED in text
-    assert "emulated" in plot.draw(emulated).get_suptitle()
+    assert "emulated" in report.draw_plot(emulated).get_suptitle()
 
 
 def test_real_kernels_are_not_called_emulated() -> None:
     real = samples.record(samples.row())
     assert "emulated" not in report.draw(real, None)
-    assert "emulated" not in plot.draw(real).get_suptitle()
+    assert "emulated" not in report.draw_plot(real).get_suptitle()
 
 
 def test_a_peak_that_could_not_be_measured_says_why() -> None:
@@ -81,7 +81,7 @@ def test_without_any_error_the_report_says_that_there_is_no_plot(tmp_path: Path)
 
 def test_the_plot_has_a_panel_a_workload_and_a_point_a_precision() -> None:
     rows = [samples.row(), samples.row("TE", error=0.0), samples.row("TE", "fp32"), samples.row(workload="norm")]
-    drawn = plot.draw(samples.record(*rows))
+    drawn = report.draw_plot(samples.record(*rows))
     titles = [axis.get_title() for axis in drawn.axes if axis.get_title()]
     assert titles == ["mlp\nbatch 1, seq 64", "norm\nbatch 1, seq 64"]
     assert {text.get_text() for text in drawn.axes[0].texts} == {"bf16", "fp32"}

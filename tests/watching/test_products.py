@@ -16,9 +16,9 @@ from parity import te
 from parity.declaring.validate import check_case
 from parity.diagnosis import calls_of, subtle_hypotheses
 from parity.diagnosis.trial import outputs_under
+from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.prepare import prepare
 from parity.watching.products import Products
-from parity.zoo.hosts.catalogue import HOSTS
 
 Gemm = Callable[..., Tensor]
 GEMMS = {"mm": torch.mm, "addmm": torch.addmm, "bmm": torch.bmm, "baddbmm": torch.baddbmm}

@@ -7,16 +7,16 @@ import torch
 
 from parity import te
 from parity.case import Case
-from parity.cpu.products import tf32
+from parity.cpu.products import tensor_cores
 from parity.declaring.validate import check_case
+from parity.lab.zoo import rivals
+from parity.lab.zoo.catalogue import BUGS, chosen, subject
+from parity.lab.zoo.hosts.case import SIZES
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.planting import Bug, planted
 from parity.precision import PRECISIONS, Precision
 from parity.prepare import Prepared, prepare
 from parity.user_error import UserError
-from parity.zoo import passes
-from parity.zoo.bug import Bug, planted
-from parity.zoo.catalogue import BUGS, chosen, subject
-from parity.zoo.hosts.case import SIZES
-from parity.zoo.hosts.catalogue import HOSTS
 
 # Far above what another order of FP32 sums changes, far below the weakest bug: another eps on inputs of variance 1.
 LEAST_EFFECT = 1e-6
@@ -25,16 +25,16 @@ LARGEST_ERROR = 2e-5
 LEAST_BUGS = 60
 
 
-def prepared_and_candidate(case: Case, precision: Precision) -> tuple[Prepared, passes.Tensors]:
+def prepared_and_candidate(case: Case, precision: Precision) -> tuple[Prepared, rivals.Tensors]:
     """At the small size, without TF32."""
     kernels = te.kernels("cpu")
     checked = check_case(case, kernels.te)[SIZES.index("small")]
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
-    with tf32.left_out():
-        return prepared, passes.candidate(case, checked, prepared, precision, 0, kernels)
+    with tensor_cores.left_out():
+        return prepared, rivals.candidate(case, checked, prepared, precision, 0, kernels)
 
 
-def candidate(case: Case, precision: Precision) -> passes.Tensors:
+def candidate(case: Case, precision: Precision) -> rivals.Tensors:
     return prepared_and_candidate(case, precision)[1]
 
 
@@ -73,7 +73,7 @@ def test_a_host_computes_what_its_reference_does_where_nothing_rounds_below_fp32
     prepared, tensors = prepared_and_candidate(host, PRECISIONS["fp32"])
     # A phase of 4,096 radians in FP32 is off by up to 2.4e-4.
     bound = 5e-4 if host.name == "long_context_attention" else LARGEST_ERROR
-    golden = passes.golden(prepared)
+    golden = rivals.golden(prepared)
     golden.pop("d attention.k_proj.bias", None)  # 0 but for rounding: a softmax does not see a shift of its scores
     errors = {name: relative_change(truth, tensors[name]) for name, truth in golden.items()}
     assert max(errors.values()) < bound, errors

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parity.kernel_choices import CHOICES
-from parity.zoo.kernel_freedoms import Asked, _sections, is_rejected, plan, shown
-from parity.zoo.trial import CLEAN, Trial
+from parity.lab.zoo.kernel_freedoms import Asked, _sections, is_rejected, plan, shown
+from parity.lab.zoo.trial import CLEAN, Trial
 
 LINEAR = Trial(CLEAN, "linear", "small", "fp32", 0)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parity import te
+from parity.lab.zoo.rivals import RULES, Compared, module_of, rejected, rejects
 from parity.precision import PRECISIONS
-from parity.zoo.rivals import RULES, Compared, module_of, rejected, rejects
 
 SHAPE = (64, 64)
 

@@ -7,13 +7,13 @@ import pytest
 from parity import te
 from parity.comparison import explain_at, judge_at
 from parity.declaring.validate import check_case
+from parity.lab.zoo import runner
+from parity.lab.zoo.catalogue import BUGS
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.planting import planted
+from parity.lab.zoo.trial import CLEAN, Trial, from_json, judge, to_json
 from parity.limits.table import packaged
 from parity.precision import PRECISIONS
-from parity.zoo import runner
-from parity.zoo.bug import planted
-from parity.zoo.catalogue import BUGS
-from parity.zoo.hosts.catalogue import HOSTS
-from parity.zoo.trial import CLEAN, Trial, from_json, judge, to_json
 
 
 def plan(*bugs, precisions=("fp32",)):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.zoo.signal import LEAST_SEEDS, filter_ratio, measure, measure_added
+from parity.lab.zoo.trial import LEAST_SEEDS, filter_ratio, measure, measure_added
 
 EFFECT = torch.tensor([3.0, 4.0])
 

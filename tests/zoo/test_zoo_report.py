@@ -10,13 +10,12 @@ from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
 from parity.cli import app
-from parity.zoo import report, summary
-from parity.zoo.catalogue import BUGS
-from parity.zoo.rivals import RULES
-from parity.zoo.runner import Plan
-from parity.zoo.signal import Signal
-from parity.zoo.summary import PARITY, Count, Place
-from parity.zoo.trial import CLEAN, Trial, Verdict
+from parity.lab.zoo import report
+from parity.lab.zoo.catalogue import BUGS
+from parity.lab.zoo.report import PARITY, Count, Place
+from parity.lab.zoo.rivals import RULES
+from parity.lab.zoo.runner import Plan
+from parity.lab.zoo.trial import CLEAN, Signal, Trial, Verdict
 
 BUG = "gate-up-swapped"
 HOST = "swiglu_mlp"
@@ -48,37 +47,37 @@ PLAN = Plan((BUGS[BUG],), (HOST,), ("fp32", "bf16"), {"small": 3})
 
 
 def test_detections_and_false_alarms_are_counted_apart():
-    planted, clean = (summary.judged(VERDICTS, is_clean, "fp32") for is_clean in (False, True))
-    assert summary.rejections(planted, PARITY) == Count(2, 3)
-    assert summary.rejections(planted, "RMSE") == Count(1, 3)
-    assert summary.rejections(clean, PARITY) == Count(0, 3)
-    assert summary.rejections(clean, "RMSE") == Count(1, 3)
+    planted, clean = (report.judged(VERDICTS, is_clean, "fp32") for is_clean in (False, True))
+    assert report.rejections(planted, PARITY) == Count(2, 3)
+    assert report.rejections(planted, "RMSE") == Count(1, 3)
+    assert report.rejections(clean, PARITY) == Count(0, 3)
+    assert report.rejections(clean, "RMSE") == Count(1, 3)
 
 
 def test_a_bug_is_told_apart_where_the_right_port_is_accepted():
     trials = [trial for trial in VERDICTS if trial.bug == BUG and trial.precision == "fp32"]
-    assert summary.told_apart(VERDICTS, trials, PARITY) == Count(2, 3)
-    assert summary.told_apart(VERDICTS, trials, "RMSE") == Count(0, 3)
+    assert report.told_apart(VERDICTS, trials, PARITY) == Count(2, 3)
+    assert report.told_apart(VERDICTS, trials, "RMSE") == Count(0, 3)
 
 
 def test_each_tensor_of_a_right_port_is_a_check():
-    clean = summary.judged(VERDICTS, True, "fp32")
-    assert summary.rejected_tensors(clean, PARITY) == Count(0, 15)
-    assert summary.rejected_tensors(clean, "RMSE") == Count(2, 15)
+    clean = report.judged(VERDICTS, True, "fp32")
+    assert report.rejected_tensors(clean, PARITY) == Count(0, 15)
+    assert report.rejected_tensors(clean, "RMSE") == Count(2, 15)
 
 
 def test_a_detected_bug_counts_as_named_by_its_first_finding():
-    assert summary.named_first(summary.judged(VERDICTS, False, "fp32")) == Count(1, 2)
+    assert report.named_first(report.judged(VERDICTS, False, "fp32")) == Count(1, 2)
 
 
 def test_a_port_that_raised_is_judged_by_no_rule():
-    assert summary.judged(VERDICTS, False, "bf16") == []
-    assert [trial.precision for trial, _ in summary.errors(VERDICTS)] == ["bf16"]
+    assert report.judged(VERDICTS, False, "bf16") == []
+    assert [trial.precision for trial, _ in report.errors(VERDICTS)] == ["bf16"]
 
 
 def test_a_filter_is_judged_by_its_scatter_over_seeds():
-    found = summary.by_place(VERDICTS)[Place(BUG, HOST, "small", "fp32")]
-    assert summary.strength(found) == summary.Strength(100.0, pytest.approx(10.0))
+    found = report.by_place(VERDICTS)[Place(BUG, HOST, "small", "fp32")]
+    assert report.strength_of(found) == report.Strength(100.0, pytest.approx(10.0))
 
 
 def test_the_report_has_totals_misses_errors_and_a_plot(tmp_path: Path):

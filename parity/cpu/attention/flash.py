@@ -1,30 +1,42 @@
-"""Attention as flash kernels compute it in FP16 and BF16, on sequences of one length, a block of queries at a time.
-
-Forward and backward follow Dao 2023 (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithms 1 and 2) with the
-precisions of cuDNN's graph in TransformerEngine 2.20.2 (``common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu``: data
-of the I/O dtype, intermediates and sums FP32):
-
-=====================================  ================================================================================
-scores                                 FP32 sums of products of the operands, scaled and biased in FP32
-``exp(score - largest score)``         FP32; rounded to the I/O dtype for the product with V, not for the sum of a row
-output                                 the product divided by the sum of the row, rounded once
-backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
-backward: dS, scaled                   FP32 ``P (dP - sum(dO O)) scale``; rounded for the products with Q and K
-gradients                              summed in FP32, rounded once
-=====================================  ================================================================================
-
-A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row are seen at once.
-"""
+"""Attention as flash kernels compute it in FP16 and BF16, forward and backward, a block of queries at a time."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parity.cpu.attention import scores
+from parity.cpu.attention.problem import (
+    GradientFormats,
+    Problem,
+    in_gradients,
+    new_gradients,
+    new_output,
+    new_statistics,
+    part_of_bias,
+    parts,
+)
 from parity.cpu.attention.scores import Attention, Gradients, grouped, in_fp32
+
+# Attention as flash kernels compute it in FP16 and BF16, on sequences of one length, a block of queries at a time.
+#
+# Forward and backward follow Dao 2023 (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithms 1 and 2) with the
+# precisions of cuDNN's graph in TransformerEngine 2.20.2 (``common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu``:
+# data of the I/O dtype, intermediates and sums FP32):
+#
+# =====================================  ===============================================================================
+# scores                                 FP32 sums of products of the operands, scaled and biased in FP32
+# ``exp(score - largest score)``         FP32; rounded to the I/O dtype for the product with V, not for a row's sum
+# output                                 the product divided by the sum of the row, rounded once
+# backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
+# backward: dS, scaled                   FP32 ``P (dP - sum(dO O)) scale``; rounded for the products with Q and K
+# gradients                              summed in FP32, rounded once
+# =====================================  ===============================================================================
+#
+# A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row are seen at once.
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +58,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> 
     lse = torch.empty(batch, heads, queries, 1, dtype=torch.float32)
     largest = torch.empty_like(lse)
     key, value = in_fp32(key), in_fp32(value)
-    generator, sink = scores.generator(attention), scores.sink(attention)
+    generator, sink = scores.generator_of(attention), scores.sink_of(attention)
     for block in scores.blocks(attention, query, key):
         rows = block.row_slice
         if not block.columns:
@@ -87,14 +99,14 @@ def backward(
     dtype, groups = query.dtype, key.shape[1]
     key, value = in_fp32(key), in_fp32(value)
     gradients = scores.zero_gradients(query, key, value, attention)
-    generator = scores.generator(attention)
+    generator = scores.generator_of(attention)
     for block in scores.blocks(attention, query, key):
         rows, columns = block.row_slice, block.column_slice
         incoming = in_fp32(output_grad[:, :, rows])
         inner = (incoming * output[:, :, rows]).sum(-1, keepdim=True)
         row_lse = lse[:, :, rows].masked_fill(lse[:, :, rows] == -math.inf, math.inf)
         if gradients.sink is not None:
-            gradients.sink.sub_(((scores.sink(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
+            gradients.sink.sub_(((scores.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
         if not block.columns:
             continue
         probabilities = scores.of_block(query, key, attention, block).sub_(row_lse).exp_()
@@ -110,3 +122,60 @@ def backward(
         gradients.query[:, :, rows] = (score_grad @ key[:, :, columns]).view(batch, heads, len(block.rows), -1)
         gradients.key[:, :, columns] += score_grad.mT @ grouped(in_fp32(query[:, :, rows]), groups)
     return gradients
+
+
+# Fused attention in FP16 and BF16, forward and backward, on all sequences of a batch.
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What the backward reads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    output_grad: Tensor
+    lse: Tensor
+
+
+def forward_of_batch(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, max_seqlen_q: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """O, the log-sum-exp and the largest scores."""
+    output = new_output(problem, query, value, query.dtype)
+    lse = new_statistics(problem, query, max_seqlen_q)
+    largest = lse.clone()
+    for sequences, attention in parts(problem, query, key):
+        part = forward(sequences.query.of(query), sequences.key.of(key), sequences.key.of(value), attention)
+        places = (sequences.query.in_format(problem.output_format), sequences.per_query, sequences.per_query)
+        for whole, place, result in zip((output, lse, largest), places, part, strict=True):
+            place.of(whole).copy_(result)
+    return output, lse, largest
+
+
+def backward_of_batch(problem: Problem, tensors: Tensors, formats: GradientFormats) -> list[Tensor | None]:
+    """The gradients of Q, K, V, the bias and the softmax offset."""
+    qkv = (tensors.query, tensors.key, tensors.value)
+    gradients = new_gradients(problem, formats.inputs, qkv, tensors.query.dtype)
+    sink = problem.attention.sink
+    bias_grad = None if problem.bias is None else torch.zeros(problem.bias.shape)
+    sink_grad = None if sink is None else torch.zeros(1, sink.numel(), 1, 1)
+    for sequences, attention in parts(problem, tensors.query, tensors.key):
+        part = backward(
+            sequences.query.of(tensors.query),
+            sequences.key.of(tensors.key),
+            sequences.key.of(tensors.value),
+            sequences.query.in_format(problem.output_format).of(tensors.output),
+            sequences.query.in_format(formats.output).of(tensors.output_grad),
+            sequences.per_query.of(tensors.lse),
+            attention,
+        )
+        views = in_gradients(gradients, formats.inputs, sequences)
+        for view, gradient in zip(views, (part.query, part.key, part.value), strict=True):
+            view.copy_(gradient)
+        if bias_grad is not None and part.bias is not None:
+            part_of_bias(bias_grad, sequences).add_(part.bias)
+        if sink_grad is not None and part.sink is not None:
+            sink_grad += part.sink.view(1, -1, 1, 1)
+    return [*gradients, None if bias_grad is None else bias_grad.to(tensors.query.dtype), sink_grad]

@@ -1,37 +1,50 @@
-"""Attention in FP8 with one scale a tensor, on sequences of one length, a block of queries at a time.
-
-What is multiplied and rounded, and where, is the graph that TransformerEngine builds of cuDNN
-(``common/fused_attn/fused_attn_fp8.cu`` in TE's repository at 01144a02, which has the calls of 2.20 to ``sdpa_fp8`` and
-``sdpa_fp8_backward``), as NVIDIA/cudnn-frontend spells it out node by node in ``include/cudnn_frontend/node``:
-``sdpa_fp8.h`` at 1b0b5eac, ``sdpa_fp8_bwd.h`` at 0b73d066 and ``matmul_fp8.h`` at 0b1577c8 (1.15). Whatever is not said
-to be rounded is FP32, sums too:
-
-==========================  ===========================================================================================
-scores                      products of codes, times the attention's scale and what the codes of Q and K stand for
-P, the softmax of scores    normalised; amax taken; then times ``scale_s`` cast to the type of Q, for the product with V
-O                           product of codes, times ``descale_s`` and what the codes of V stand for
-backward: P                 ``exp(score - lse)``; as above cast for the product with dO, and not for dS
-backward: ``sum(dO O)``     of codes of dO, and of O as it is given: codes, or FP16 and BF16 with current scaling
-backward: dS, scaled        ``P (dP - sum(dO O)) scale``; amax taken; then times ``scale_dp`` cast to the type of dO,
-                            for the products with Q and K
-==========================  ===========================================================================================
-
-Two liberties. A flash kernel may cast P before it is normalised, which the graph does not tell: its errors would be
-others, of the same size. And the frontend's backward graph does not apply the dropout mask to dP, without which dS is
-no gradient; here it does.
-"""
+"""Attention in FP8 with one scale a tensor, forward and backward, a block of queries at a time."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from parity.cpu import versions
 from parity.cpu.attention import scores
+from parity.cpu.attention.problem import (
+    GradientFormats,
+    Problem,
+    Span,
+    in_gradients,
+    new_gradients,
+    new_output,
+    new_statistics,
+    parts,
+)
 from parity.cpu.attention.scores import Attention, Gradients, grouped, in_fp32
-from parity.cpu.quantized import float8
+from parity.cpu.quantized import float8, quantize
+
+# Attention in FP8 with one scale a tensor, on sequences of one length, a block of queries at a time.
+#
+# What is multiplied and rounded, and where, is the graph that TransformerEngine builds of cuDNN
+# (``common/fused_attn/fused_attn_fp8.cu`` in TE's repository at 01144a02, which has the calls of 2.20 to ``sdpa_fp8``
+# and ``sdpa_fp8_backward``), as NVIDIA/cudnn-frontend spells it out node by node in ``include/cudnn_frontend/node``:
+# ``sdpa_fp8.h`` at 1b0b5eac, ``sdpa_fp8_bwd.h`` at 0b73d066 and ``matmul_fp8.h`` at 0b1577c8 (1.15). Whatever is not
+# said to be rounded is FP32, sums too:
+#
+# ==========================  =====================================================================================
+# scores                      products of codes, times the attention's scale and what the codes of Q and K stand for
+# P, the softmax of scores    normalised; amax taken; then times ``scale_s`` cast to the type of Q, for the V product
+# O                           product of codes, times ``descale_s`` and what the codes of V stand for
+# backward: P                 ``exp(score - lse)``; as above cast for the product with dO, and not for dS
+# backward: ``sum(dO O)``     of codes of dO, and of O as it is given: codes, or FP16 and BF16 with current scaling
+# backward: dS, scaled        ``P (dP - sum(dO O)) scale``; amax taken; then times ``scale_dp`` cast to the type of dO,
+#                             for the products with Q and K
+# ==========================  =====================================================================================
+#
+# Two liberties. A flash kernel may cast P before it is normalised, which the graph does not tell: its errors would be
+# others, of the same size. And the frontend's backward graph does not apply the dropout mask to dP, without which dS is
+# no gradient; here it does.
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ def forward(query: Operand, key: Operand, value: Operand, attention: Attention, 
     output = torch.zeros(batch, heads, queries, values.shape[-1])
     lse = torch.empty(batch, heads, queries, 1)
     amax = torch.zeros(())
-    generator, sink = scores.generator(attention), scores.sink(attention)
+    generator, sink = scores.generator_of(attention), scores.sink_of(attention)
     for block in scores.blocks(attention, query.values, keys):
         rows = block.row_slice
         if not block.columns:
@@ -133,7 +146,7 @@ def backward(
     keys, values = in_fp32(key.values), in_fp32(value.values)
     gradients = scores.zero_gradients(query.values, keys, values, attention)
     amax = torch.zeros(())
-    generator = scores.generator(attention)
+    generator = scores.generator_of(attention)
     for block in scores.blocks(attention, query.values, keys):
         rows, columns = block.row_slice, block.column_slice
         incoming = in_fp32(output_grad.values[:, :, rows])
@@ -141,7 +154,7 @@ def backward(
         inner *= output_grad.descale * output.descale
         row_lse = lse[:, :, rows].masked_fill(lse[:, :, rows] == -math.inf, math.inf)
         if gradients.sink is not None:
-            gradients.sink.sub_(((scores.sink(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
+            gradients.sink.sub_(((scores.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
         if not block.columns:
             continue
         weights = scores.of_block(query.values, keys, of_codes, block).sub_(row_lse).exp_()
@@ -159,3 +172,165 @@ def backward(
     gradients.query.mul_(score_grads.descale * key.descale)
     gradients.key.mul_(score_grads.descale * query.descale)
     return gradients, amax
+
+
+# Fused attention in FP8 with one scale a tensor, forward and backward, on all sequences of a batch.
+#
+# Which quantizer makes which tensor follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and
+# ``common/fused_attn/fused_attn_fp8.cu`` (see ``flash_fp8``):
+#
+# =================  ==================================  ======================================================
+# tensor             delayed scaling                     current scaling
+# =================  ==================================  ======================================================
+# Q, K, V, dO        come in as codes                    come in as codes
+# P (S in TE), dS    the quantizer's scale, amax kept    the same: TE gives these two delayed scaling
+# O                  codes, amax kept                    rounded to FP16 or BF16
+# dQ, dK, dV         codes, one amax of the three kept   rounded to FP16 or BF16
+# =================  ==================================  ======================================================
+#
+# An amax is kept if it exceeds the one that the quantizer has, which TE's recipe sets to 0 between steps.
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What the backward reads: TE's FP8 tensors; ``output`` may be FP16 or BF16; ``lse`` is FP32."""
+
+    query: Any
+    key: Any
+    value: Any
+    output: Any
+    output_grad: Any
+    lse: Tensor
+
+
+def forward_of_batch(
+    problem: Problem,
+    query: Any,
+    key: Any,
+    value: Any,
+    max_seqlen_q: int,
+    s_quantizer: Any,
+    o_quantizer: Any,
+    dtype: torch.dtype,
+) -> tuple[Any, Tensor]:
+    """O and the log-sum-exp.
+
+    Args:
+        query: TE's FP8 tensor; as key and value.
+        s_quantizer: of P.
+        dtype: FP16 or BF16: what O is, or seems to be if it is quantized.
+    """
+    q, k, v = (_operand(tensor) for tensor in (query, key, value))
+    probabilities = _cast(s_quantizer, "S")
+    output = _Written(o_quantizer, dtype)
+    buffer = new_output(problem, q.values, v.values, output.buffer_dtype)
+    lse = new_statistics(problem, q.values, max_seqlen_q)
+    for sequences, attention in parts(problem, q.values, k.values):
+        result = forward(
+            _part(q, sequences.query),
+            _part(k, sequences.key),
+            _part(v, sequences.key),
+            attention,
+            probabilities,
+        )
+        output.write(sequences.query.in_format(problem.output_format).of(buffer), result.output)
+        sequences.per_query.of(lse).copy_(result.lse)
+        _keep(s_quantizer, result.amax)
+    return output.finished(buffer), lse
+
+
+def backward_of_batch(
+    problem: Problem,
+    tensors: Tensors,
+    formats: GradientFormats,
+    s_quantizer: Any,
+    dp_quantizer: Any,
+    dqkv_quantizer: Any,
+    dtype: torch.dtype,
+) -> list[Any]:
+    """The gradients of Q, K, V, the bias (None: FP8 has no bias) and the softmax offset."""
+    q, k, v = (_operand(tensor) for tensor in (tensors.query, tensors.key, tensors.value))
+    o, do = _operand(tensors.output), _operand(tensors.output_grad)
+    probabilities, score_grads = _cast(s_quantizer, "S"), _cast(dp_quantizer, "dP")
+    written = _Written(dqkv_quantizer, dtype)
+    buffers = new_gradients(problem, formats.inputs, (q.values, k.values, v.values), written.buffer_dtype)
+    sink = problem.attention.sink
+    sink_grad = None if sink is None else torch.zeros(1, sink.numel(), 1, 1)
+    for sequences, attention in parts(problem, q.values, k.values):
+        gradients, amax = backward(
+            _part(q, sequences.query),
+            _part(k, sequences.key),
+            _part(v, sequences.key),
+            _part(o, sequences.query.in_format(problem.output_format)),
+            _part(do, sequences.query.in_format(formats.output)),
+            sequences.per_query.of(tensors.lse),
+            attention,
+            probabilities,
+            score_grads,
+        )
+        _keep(dp_quantizer, amax)
+        views = in_gradients(buffers, formats.inputs, sequences)
+        for view, gradient in zip(views, (gradients.query, gradients.key, gradients.value), strict=True):
+            written.write(view, gradient)
+        if sink_grad is not None and gradients.sink is not None:
+            sink_grad += gradients.sink.view(1, -1, 1, 1)
+    return [*(written.finished(buffer) for buffer in buffers), None, sink_grad]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """How FP32 results go out: as codes of a delayed quantizer, else rounded to ``dtype``.
+
+    With current scaling TE's kernel writes high precision too, and TE's Python quantizes it where it needs to.
+    """
+
+    quantizer: Any
+    dtype: torch.dtype
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        return torch.uint8 if self._makes_codes else self.dtype
+
+    @property
+    def _makes_codes(self) -> bool:
+        return quantize.is_delayed(self.quantizer)
+
+    def write(self, view: Tensor, values: Tensor) -> None:
+        """Put a part into its place; keeps its amax."""
+        if not self._makes_codes:
+            view.copy_(values)
+            return
+        _keep(self.quantizer, float8.amax_of(values))
+        view.copy_(float8.encode(values, self.quantizer.scale, float8.fp8_dtype(self.quantizer)).data)
+
+    def finished(self, buffer: Tensor) -> Any:
+        """The whole tensor, as TE's."""
+        if not self._makes_codes:
+            return buffer
+        codes = float8.Codes(buffer, self.quantizer.scale.detach().reshape(1).reciprocal())
+        return float8.new(self.quantizer, self.dtype, codes)
+
+
+def _operand(tensor: Any) -> Operand:
+    """FP8 codes decoded to BF16, which holds them exactly."""
+    if not float8.is_float8_tensor(tensor):
+        return Operand(tensor.detach(), 1.0)
+    values = float8.decode(tensor._data, float8.fp8_dtype(tensor), torch.bfloat16)
+    return Operand(values, tensor._scale_inv.item())
+
+
+def _part(operand: Operand, span: Span) -> Operand:
+    return Operand(span.of(operand.values), operand.descale)
+
+
+def _cast(quantizer: Any, name: str) -> Cast:
+    if not quantize.is_delayed(quantizer):
+        raise NotImplementedError(
+            f"the CPU kernels' FP8 attention casts {name} with delayed scaling, and not with a "
+            f"{type(quantizer).__name__}, which TransformerEngine {versions.installed_version()} asked for"
+        )
+    return Cast(float8.fp8_dtype(quantizer), quantizer.scale.item())
+
+
+def _keep(quantizer: Any, amax: Tensor) -> None:
+    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))

@@ -1,19 +1,187 @@
-"""A call of fused attention, apart from its precision: sequences, layouts, and what the forward hands to the backward.
+"""A call of attention, apart from its precision.
 
-Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2.
+Where the sequences of a batch lie in memory, and what is attended to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from parity.cpu.attention import layouts
-from parity.cpu.attention.layouts import Layout, Sequences
 from parity.cpu.attention.scores import Attention
+from parity.cpu.enums import NVTE_QKV_Format, NVTE_QKV_Layout
+
+# Where the sequences of a batch lie in memory, for each of TransformerEngine's layouts of queries, keys and values.
+#
+# Layouts are named as in ``common/include/transformer_engine/fused_attn.h`` (TE 2.20.2): b batch, s sequence, t tokens
+# of all sequences one after the other, h heads, d features; a 3 or 2 where QKV or KV share a tensor.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a sequence, or all sequences of a batch, are found in a tensor.
+
+    Attributes:
+        format: ``bshd``, ``sbhd``, ``thd``, or ``bhs`` and ``th`` for what has a number for each query and head.
+        batch: the entries of the batch; None in ``thd``.
+        start: the first token, in ``thd``; else 0.
+        length: in tokens; of each sequence if there are several.
+        pages: the pages of the sequence, ``[pages]``, if ``format`` describes pages; else None.
+    """
+
+    format: str
+    batch: slice | None
+    start: int
+    length: int
+    pages: Tensor | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """``[batch, heads, length, features]``: a view, or a copy if the sequence lies on pages."""
+        tokens = slice(self.start, self.start + self.length)
+        if self.pages is not None:
+            by_page = tensor if self.format == "bshd" else tensor.transpose(0, 1)
+            return by_page[self.pages].flatten(0, 1)[tokens].transpose(0, 1).unsqueeze(0)
+        match self.format:
+            case "bshd":
+                return tensor[self.batch, tokens].transpose(1, 2)
+            case "sbhd":
+                return tensor[tokens, self.batch].permute(1, 2, 0, 3)
+            case "bhs":
+                return tensor[self.batch, :, tokens]
+            case _:
+                return tensor[tokens].transpose(0, 1).unsqueeze(0)
+
+    def in_format(self, name: str) -> Span:
+        """The same sequence in a tensor of another format."""
+        return self if name == self.format else replace(self, format=name)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How queries, keys and values lie in memory.
+
+    Attributes:
+        query: ``bshd``, ``sbhd``, ``thd`` or ``bhsd``.
+        key: of keys and values: as the query's; of a page if ``paged``.
+        shared: ``3hd`` or ``h3d`` if Q, K and V share a tensor, ``2hd`` or ``h2d`` if K and V do, else empty.
+        paged: whether keys and values lie on pages.
+    """
+
+    query: str
+    key: str
+    shared: str
+    paged: bool
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of one length, worked on together: one of a batch, or a whole batch without padding."""
+
+    query: Span
+    key: Span
+    per_query: Span
+
+
+def parse_layout(layout: int) -> Layout:
+    """The layout of ``NVTE_QKV_Layout``.
+
+    Raises:
+        ValueError: for a layout that is not set.
+    """
+    name = NVTE_QKV_Layout(layout).name.removeprefix("NVTE_")
+    if name == "QKV_Layout_NOT_SET":
+        raise ValueError("attention needs a layout of queries, keys and values, but none is set")
+    parts = name.removeprefix("Paged_KV_").lower().split("_")
+    shared = re.search(r"[23]hd|h[23]d", parts[-1])
+    formats = [re.sub(r"\d", "", part) for part in parts]
+    return Layout(formats[0], formats[-1], shared.group() if shared else "", name.startswith("Paged_KV_"))
+
+
+def format_name(qkv_format: int, default: str) -> str:
+    """``bshd`` and so on of ``NVTE_QKV_Format``; ``default`` if it is not set."""
+    if qkv_format == NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET:
+        return default
+    return NVTE_QKV_Format(qkv_format).name.removeprefix("NVTE_").lower()
+
+
+def reshaped(shape: Sequence[int], old: str, new: str) -> list[int]:
+    """A shape in format ``old`` as it is in format ``new``.
+
+    Raises:
+        ValueError: if one of two different formats is ``thd``, whose shape does not tell the batch.
+    """
+    if old == new:
+        return list(shape)
+    if set(old) != set(new):
+        raise ValueError(f"attention cannot put a tensor of format {old} into format {new}")
+    sizes = dict(zip(old, shape, strict=True))
+    return [sizes[axis] for axis in new]
+
+
+def gradient_buffers(layout: Layout, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros of the shapes of Q, K and V for their gradients, in one tensor where the layout shares one."""
+    apart = 0 if "3" in layout.shared else 1 if "2" in layout.shared else 3
+    buffers = [torch.zeros(shape, dtype=dtype) for shape in shapes[:apart]]
+    if apart < 3:
+        axis = -3 if layout.shared.endswith("hd") else -2
+        whole = [*shapes[apart]]
+        whole.insert(len(whole) + axis + 1, 3 - apart)
+        buffers.extend(torch.zeros(whole, dtype=dtype).unbind(axis))
+    return buffers
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the sequences of a batch are and where they start, in tokens; one entry for each sequence.
+
+    Attributes:
+        length: number of tokens.
+        start: in ``thd``, the first token.
+    """
+
+    length: list[int]
+    start: list[int]
+
+
+def lengths(cumulative: Tensor, padded: Tensor | None) -> Lengths:
+    """From cumulative lengths ``[batch + 1]``, and those with the padding between sequences if there is any."""
+    start = (cumulative if padded is None else padded)[:-1].tolist()
+    return Lengths(cumulative.diff().tolist(), start)
+
+
+def whole_batch(layout: Layout, query: Tensor, key: Tensor) -> Iterator[Sequences]:
+    """All sequences at once: none is padded."""
+    everything = slice(None)
+    queries, keys = query.shape[layout.query.index("s")], key.shape[layout.key.index("s")]
+    yield Sequences(
+        Span(layout.query, everything, 0, queries),
+        Span(layout.key, everything, 0, keys),
+        Span("bhs", everything, 0, queries),
+    )
+
+
+def each_sequence(layout: Layout, query: Lengths, key: Lengths, page_table: Tensor | None) -> Iterator[Sequences]:
+    """One sequence after the other, at its own length; those without queries are left out."""
+    for entry, (queries, keys) in enumerate(zip(query.length, key.length, strict=True)):
+        if queries == 0:
+            continue
+        batch = slice(entry, entry + 1)
+        query_start = query.start[entry] if layout.query == "thd" else 0
+        key_start = key.start[entry] if layout.key == "thd" else 0
+        yield Sequences(
+            Span(layout.query, batch, query_start, queries),
+            Span(layout.key, batch, key_start, keys, None if page_table is None else page_table[entry].long()),
+            Span("th" if layout.query == "thd" else "bhs", batch, query_start, queries),
+        )
+
+
+# A call of fused attention, apart from its precision: sequences, layouts, and what the forward hands to the backward.
+#
+# Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2.
 
 
 @dataclass(frozen=True)
@@ -51,11 +219,11 @@ class GradientFormats:
 def parts(problem: Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Sequences, Attention]]:
     """The sequences to work on, each with its part of the bias and a seed of its own."""
     if problem.is_padded:
-        query_lengths = layouts.lengths(problem.cumulative[0], problem.padded[0])
-        key_lengths = layouts.lengths(problem.cumulative[1], problem.padded[1])
-        found = layouts.each_sequence(problem.layout, query_lengths, key_lengths, problem.page_table)
+        query_lengths = lengths(problem.cumulative[0], problem.padded[0])
+        key_lengths = lengths(problem.cumulative[1], problem.padded[1])
+        found = each_sequence(problem.layout, query_lengths, key_lengths, problem.page_table)
     else:
-        found = layouts.whole_batch(problem.layout, query, key)
+        found = whole_batch(problem.layout, query, key)
     for number, sequences in enumerate(found):
         bias = None if problem.bias is None else part_of_bias(problem.bias, sequences)
         yield sequences, replace(problem.attention, bias=bias, seed=problem.seed + number)
@@ -70,7 +238,7 @@ def part_of_bias(bias: Tensor, sequences: Sequences) -> Tensor:
 
 def new_output(problem: Problem, query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """An uninitialised O, or zeros where padding will stay."""
-    shape = layouts.reshaped((*query.shape[:-1], value.shape[-1]), problem.layout.query, problem.output_format)
+    shape = reshaped((*query.shape[:-1], value.shape[-1]), problem.layout.query, problem.output_format)
     return torch.zeros(shape, dtype=dtype) if problem.is_padded else torch.empty(shape, dtype=dtype)
 
 
@@ -91,8 +259,8 @@ def new_gradients(
     """Zeros for the gradients of Q, K and V in ``layout``, in one tensor where it says so."""
     old = (problem.layout.query, problem.layout.key, problem.layout.key)
     new = (layout.query, layout.key, layout.key)
-    shapes = [layouts.reshaped(tensor.shape, *formats) for tensor, *formats in zip(qkv, old, new, strict=True)]
-    return layouts.gradient_buffers(layout, shapes, dtype)
+    shapes = [reshaped(tensor.shape, *formats) for tensor, *formats in zip(qkv, old, new, strict=True)]
+    return gradient_buffers(layout, shapes, dtype)
 
 
 def in_gradients(gradients: list[Tensor], layout: Layout, sequences: Sequences) -> list[Tensor]:

@@ -1,9 +1,4 @@
-"""The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
-
-They are PyTorch's. Under the kernel choice ``attention-16-bit-sums`` those of FP16 and BF16, and the products of their
-gradients, split K and add the parts in that dtype, as cuBLAS may on a GPU, where PyTorch's
-``allow_fp16_reduced_precision_reduction`` and its like for BF16 are True unless set.
-"""
+"""TE's unfused attention: its batched products, and the softmax of scaled scores with four kinds of mask."""
 
 from __future__ import annotations
 
@@ -13,7 +8,163 @@ import torch
 from torch import Tensor
 
 from parity.cpu import kernel_choices
-from parity.cpu.products import split_k
+from parity.cpu.products import tensor_cores
+
+__all__ = [
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+]
+
+# Softmax of scaled attention scores over keys, with four kinds of mask.
+#
+# Follows TransformerEngine 2.20.2: ``csrc/extensions/softmax.cpp`` and ``common/fused_softmax/*.cu``. FP16 and BF16
+# only: for FP32 scores TE's Python takes PyTorch's softmax. Everything inside is FP32, and each result is rounded once.
+#
+# The forwards round the scale to the dtype of the scores, since the CUDA launchers take it in that type; the backwards
+# use it as it is.
+
+
+_MASKED_SCORE = -10000.0
+_LONGEST_SEQUENCE = 16384
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """Softmax of ``scale_factor * input`` over the last dimension.
+
+    Args:
+        input: scores, FP16 or BF16, ``[batch, heads, queries, keys]``.
+
+    Returns:
+        Probabilities in shape and dtype of ``input``.
+
+    Raises:
+        ValueError: for other dtypes, and for shapes that TE's kernel refuses.
+    """
+    _check_attention_scores(input, least_queries=2)
+    return torch.softmax(_scaled(input, scale_factor), -1).to(input.dtype)
+
+
+def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
+    """As ``scaled_softmax_forward``, where masked scores are -10000; a row with nothing above that gets zeros.
+
+    Args:
+        mask: bool or uint8, ``[batch or 1, 1, queries, keys]``; true or 1 means masked out.
+    """
+    _check_attention_scores(input, least_queries=2)
+    batch, _, queries, keys = input.shape
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, queries, keys):
+        raise ValueError(
+            f"the mask of scores {list(input.shape)} must be [{batch} or 1, 1, {queries}, {keys}], "
+            f"but is {list(mask.shape)}"
+        )
+    scores = _scaled(input, scale_factor).masked_fill_(mask == 1, _MASKED_SCORE)
+    nothing_to_attend = scores.amax(-1, keepdim=True) == _MASKED_SCORE
+    return torch.softmax(scores, -1).masked_fill_(nothing_to_attend, 0).to(input.dtype)
+
+
+def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """Causal softmax of square scores ``[batch * heads, sequence, sequence]``: query i attends to keys up to i."""
+    _check(input, dimensions=3)
+    scores = _scaled(input, scale_factor).masked_fill_(_future(input), float("-inf"))
+    return torch.softmax(scores, -1).to(input.dtype)
+
+
+def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """Causal softmax aligned bottom right: the last query attends to all keys.
+
+    As ``scaled_softmax_forward`` for shapes. Where there are more queries than keys, the first rows attend to nothing
+    and are zeros.
+    """
+    _check_attention_scores(input, least_queries=1)
+    future = _future(input)
+    scores = _scaled(input, scale_factor).masked_fill_(future, _MASKED_SCORE)
+    return torch.softmax(scores, -1).masked_fill_(future, 0).to(input.dtype)
+
+
+def scaled_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+    """``scale_factor * (g y - y sum(g y))`` for gradients g of probabilities y, summed over the last dimension.
+
+    Returns:
+        A new tensor in shape and dtype of ``output_grads``.
+
+    Raises:
+        ValueError: if either is not a 4D tensor of FP16 or BF16.
+    """
+    return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
+
+
+def scaled_masked_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+    """As ``scaled_softmax_backward``: masked probabilities are 0, and so are their gradients."""
+    return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grads: Tensor, softmax_results: Tensor, scale_factor: float
+) -> Tensor:
+    """As ``scaled_softmax_backward``, for 3D tensors."""
+    return _backward(output_grads, softmax_results, scale_factor, dimensions=3)
+
+
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grads: Tensor, softmax_results: Tensor, scale_factor: float
+) -> Tensor:
+    """As ``scaled_softmax_backward``."""
+    return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
+
+
+def _backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float, dimensions: int) -> Tensor:
+    _check(output_grads, dimensions)
+    _check(softmax_results, dimensions)
+    y = softmax_results.float()
+    gradient = output_grads.float().mul_(y)
+    row_sum = gradient.sum(-1, keepdim=True)
+    return gradient.sub_(y.mul_(row_sum)).mul_(float(scale_factor)).to(output_grads.dtype)
+
+
+def _scaled(scores: Tensor, scale_factor: float) -> Tensor:
+    """A new FP32 tensor of scaled scores."""
+    scale = torch.tensor(float(scale_factor), dtype=scores.dtype).item()
+    return scores.float().mul_(scale)
+
+
+def _future(scores: Tensor) -> Tensor:
+    """Which keys lie after each query, ``[queries, keys]``, if the last query is as old as the last key."""
+    queries, keys = scores.shape[-2:]
+    return torch.ones(queries, keys, dtype=torch.bool).triu_(keys - queries + 1)
+
+
+def _check(scores: Tensor, dimensions: int) -> None:
+    if scores.dim() != dimensions or scores.dtype not in _DTYPES:
+        raise ValueError(
+            f"TransformerEngine's fused softmax takes {dimensions}D tensors of float16 or bfloat16, "
+            f"got {scores.dtype} {list(scores.shape)}"
+        )
+    if scores.shape[-1] > _LONGEST_SEQUENCE:
+        raise ValueError(f"at most {_LONGEST_SEQUENCE} keys, got {scores.shape[-1]}")
+
+
+def _check_attention_scores(scores: Tensor, least_queries: int) -> None:
+    _check(scores, dimensions=4)
+    queries, keys = scores.shape[-2:]
+    if keys % 8 or queries < least_queries:
+        raise ValueError(
+            f"TransformerEngine's fused softmax needs a multiple of 8 keys and at least {least_queries} queries, "
+            f"got {keys} keys and {queries} queries"
+        )
+
+
+# The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
+#
+# They are PyTorch's. Under the kernel choice ``attention-16-bit-sums`` those of FP16 and BF16, and the products of
+# their gradients, split K and add the parts in that dtype, as cuBLAS may on a GPU, where PyTorch's
+# ``allow_fp16_reduced_precision_reduction`` and its like for BF16 are True unless set.
 
 
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
@@ -29,7 +180,9 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
 
 
 def _splits(operand: Tensor) -> bool:
-    return operand.dtype in split_k.SIXTEEN_BIT and kernel_choices.ATTENTION_16_BIT_SUMS in kernel_choices.current()
+    return (
+        operand.dtype in tensor_cores.SIXTEEN_BIT and kernel_choices.ATTENTION_16_BIT_SUMS in kernel_choices.current()
+    )
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -53,4 +206,4 @@ def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     def partial(part: slice) -> Tensor:
         return torch.bmm(a[:, :, part].float(), b[:, part].float()).mul_(alpha)
 
-    return split_k.added(partial, a.shape[2], a.dtype)
+    return tensor_cores.added(partial, a.shape[2], a.dtype)

@@ -1,39 +1,202 @@
-"""Loads TransformerEngine's own Python so that it computes on the CPU.
+"""Load TransformerEngine's own Python so that it computes on the CPU.
 
-TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
-happens on the syntax tree (``rewrite.py``) while a ``transformer_engine.*`` module is imported, so nothing
-outside TE is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after
-any exception. More names have stand-ins in TE's sources:
-
-=====================================  =====================================  =======================================
-TE writes                              is read as                             because
-=====================================  =====================================  =======================================
-``torch.compile``                      ``parity.cpu.loading.fusion.fuse``     it rounds as the compiled GPU code does
-``triton``                             ``parity.cpu.triton.stand_in``         it has no CPU target
-``from importlib.metadata import``     ``parity.cpu.loading.packages``        flash-attention may be installed here
-``torch.baddbmm``, ``torch.bmm``       ``parity.cpu.attention.unfused``       cuBLAS may add in 16 bits there
-=====================================  =====================================  =======================================
-
-Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity.cpu.triton``.
+Where its source says ``cuda``, the CPU is meant.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import marshal
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from parity.cpu import cuda, extension, versions
 from parity.cpu.attention import unfused
-from parity.cpu.loading import code_cache, fusion, rewrite
+from parity.cpu.loading import fusion
 from parity.cpu.triton import replacements
+
+# Reads Python source so that where it says ``cuda`` the CPU is meant, as rewrites of its syntax tree.
+#
+# =====================================  =====================================  =======================================
+# written                                is read as                             because
+# =====================================  =====================================  =======================================
+# ``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
+# ``torch.version.cuda``                 the emulated GPU's CUDA version        what is available depends on it
+# ``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
+# ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
+# ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
+# ``tensor.cuda()``                      ``tensor.cpu()``                       ditto
+# ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
+# =====================================  =====================================  =======================================
+#
+# Source that is not TransformerEngine's spells devices in more ways, which ``normalize_devices`` reduces to these.
+
+
+CUDA_MODULE = "parity.cpu.cuda"
+# What rewritten source finds ``parity.cpu.cuda`` under; whoever executes it sets this name before.
+CUDA_NAME = "__parity_cuda__"
+
+_DEVICE_WITH_INDEX = re.compile(r"cuda:\d*")
+
+
+def cuda_means_cpu(tree: ast.AST) -> ast.Module:
+    """The tree, changed in place as this module's docstring says."""
+    return _CudaMeansCpu().visit(tree)
+
+
+def normalize_devices(tree: ast.AST) -> ast.Module:
+    """The tree, changed in place: ``"cuda:0"``, ``f"cuda:{rank}"`` and ``x.cuda(device)`` lose their index."""
+    return _WithoutIndices().visit(tree)
+
+
+class _CudaMeansCpu(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        match node:
+            case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
+                return ast.copy_location(ast.Name(CUDA_NAME, node.ctx), node)
+            case ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="version"), attr="cuda"):
+                node.value, node.attr = ast.copy_location(ast.Name(CUDA_NAME, ast.Load()), node), "CUDA_VERSION"
+                return node
+        self.generic_visit(node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="device"), args=[ast.Constant("cpu"), _]):
+                node.args = node.args[:1]
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="is_autocast_enabled"), args=[]):
+                node.args = [ast.copy_location(ast.Constant("cpu"), node)]
+            case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
+                method.attr = "cpu"
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == "torch.cuda":
+            node.module = CUDA_MODULE
+        return node
+
+
+class _WithoutIndices(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and _DEVICE_WITH_INDEX.fullmatch(node.value):
+            return ast.copy_location(ast.Constant("cuda"), node)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        match node.values:
+            case [ast.Constant("cuda:"), ast.FormattedValue()]:
+                return ast.copy_location(ast.Constant("cuda"), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Attribute(attr="cuda", value=owner)) if not _is_torch(owner):
+                node.args, node.keywords = [], []
+        return node
+
+
+def _is_torch(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+# Keeps the code of TE's rewritten modules between processes, as Python keeps that of other modules in ``__pycache__``.
+#
+# Parsing, rewriting and compiling TE's modules takes more than half of the time that importing them takes.
+
+
+_KEY_LENGTH = hashlib.sha256().digest_size
+
+
+def cached(source: bytes, path: str, compile_source: Callable[[], CodeType]) -> CodeType:
+    """The code of a module, from the cache, or compiled and entered there.
+
+    A cache that cannot be read or written is none; ``PYTHONDONTWRITEBYTECODE`` leaves it as it is.
+
+    Args:
+        source: of the module.
+        path: of its file.
+        compile_source: called where the cache has no code for this source, path, Python and rewriting.
+    """
+    key = hashlib.sha256(b"\0".join((_rewriting(), path.encode(), source))).digest()
+    file = _folder() / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.{sys.implementation.cache_tag}.pyc"
+    code = _read(file, key)
+    if code is None:
+        code = compile_source()
+        if not sys.dont_write_bytecode:
+            with contextlib.suppress(OSError):
+                _write(file, key + marshal.dumps(code))
+    return code
+
+
+def _folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "parity" / "transformer_engine"
+
+
+@cache
+def _rewriting() -> bytes:
+    """What tells this Python, its optimization, and the modules here, which say how sources are rewritten."""
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    flags = f"{sys.flags.optimize}".encode()
+    return b"\0".join((importlib.util.MAGIC_NUMBER, flags, *(module.read_bytes() for module in modules)))
+
+
+def _read(file: Path, key: bytes) -> CodeType | None:
+    try:
+        content = file.read_bytes()
+        code = marshal.loads(content[_KEY_LENGTH:]) if content[:_KEY_LENGTH] == key else None
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
+    return code if isinstance(code, CodeType) else None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """All at once, since other processes may read the file or write it, too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
+        written.write(content)
+    os.replace(written.name, file)
+
+
+# Loads TransformerEngine's own Python so that it computes on the CPU.
+#
+# TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
+# happens on the syntax tree (``rewrite.py``) while a ``transformer_engine.*`` module is imported, so nothing outside TE
+# is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after any
+# exception. More names have stand-ins in TE's sources:
+#
+# =====================================  =====================================  =======================================
+# TE writes                              is read as                             because
+# =====================================  =====================================  =======================================
+# ``torch.compile``                      ``parity.cpu.loading.fusion.fuse``     it rounds as the compiled GPU code does
+# ``triton``                             ``parity.cpu.triton.stand_in``         it has no CPU target
+# ``from importlib.metadata import``     ``parity.cpu.loading.packages``        flash-attention may be installed here
+# ``torch.baddbmm``, ``torch.bmm``       ``parity.cpu.attention.unfused``       cuBLAS may add in 16 bits there
+# =====================================  =====================================  =======================================
+#
+# Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity.cpu.triton``.
+
 
 _ROOT = "transformer_engine"
 _TRITON_MODULE = "parity.cpu.triton.stand_in"
@@ -81,17 +244,17 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        return code_cache.cached(source, path, lambda: self.source_to_code(source, path))
+        return cached(source, path, lambda: self.source_to_code(source, path))
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        tree = _StandIns().visit(rewrite.cuda_means_cpu(ast.parse(data, path)))
+        tree = _StandIns().visit(cuda_means_cpu(ast.parse(data, path)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == _ROOT:
             _import_dynamo_without_triton()
         stand_ins = {f"__parity_{name}__": function for name, function in _FUNCTIONS.items()}
-        vars(module).update({rewrite.CUDA_NAME: cuda, **stand_ins})
+        vars(module).update({CUDA_NAME: cuda, **stand_ins})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
         vars(module).update(replacements.replacements(module.__name__))

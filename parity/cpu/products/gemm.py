@@ -20,7 +20,7 @@ from torch.nn.functional import gelu as gelu_forward
 
 from parity.cpu import kernel_choices, versions
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.products import accumulation, block_scaled, split_k, tf32
+from parity.cpu.products import block_scaled, tensor_cores
 from parity.cpu.quantized import block_scaling, float8, formats, mxfp8, nvfp4, quantize
 
 __all__ = ["generic_gemm"]
@@ -51,7 +51,7 @@ class _Operand:
     matrix: Tensor
     scale_inv: float
     is_quantized: bool
-    factor: accumulation.Factor | block_scaled.BlockFactor | None = None
+    factor: tensor_cores.Factor | block_scaled.BlockFactor | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
     if float8.is_float8_tensor(value):
         codes = float8.operand(value, columnwise, name)
         values = float8.decode(codes, float8.fp8_dtype(value), torch.bfloat16)
-        factor = accumulation.Factor(values, float8.fp8_dtype(value))
+        factor = tensor_cores.Factor(values, float8.fp8_dtype(value))
         return _Operand(values, value._scale_inv.item(), True, factor)
     if not isinstance(value, Tensor) or hasattr(value, "_quantizer"):
         raise NotImplementedError(
@@ -183,13 +183,13 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
 
 def _block_factor(
     entry: formats.Format, value: Any, columnwise: bool
-) -> accumulation.Factor | block_scaled.BlockFactor | None:
+) -> tensor_cores.Factor | block_scaled.BlockFactor | None:
     """What tensor cores multiply of values with a scale a block, if their sums are emulated."""
     if entry.kernels is block_scaling:
-        if accumulation.core(block_scaled=True) is None:
+        if tensor_cores.core(block_scaled=True) is None:
             return None
         unscaled, scales = block_scaling.unscaled_operand(value, columnwise)
-        return accumulation.Factor(unscaled, float8.fp8_dtype(value), scales)
+        return tensor_cores.Factor(unscaled, float8.fp8_dtype(value), scales)
     if kernel_choices.MX_25_BIT not in kernel_choices.current():
         return None
     if entry.kernels is mxfp8:
@@ -252,12 +252,12 @@ def _emulated_product(left: _Operand, right: _Operand, split: bool) -> Callable[
     a, b = left.factor, right.factor
     if isinstance(a, block_scaled.BlockFactor) and isinstance(b, block_scaled.BlockFactor):
         return lambda part: block_scaled.product(a.part(part), b.part(part))
-    if not (isinstance(a, accumulation.Factor) and isinstance(b, accumulation.Factor)):
+    if not (isinstance(a, tensor_cores.Factor) and isinstance(b, tensor_cores.Factor)):
         return None
-    core = accumulation.core(block_scaled=a.scales is not None)
+    core = tensor_cores.core(block_scaled=a.scales is not None)
     if core is None:
         return None
-    return lambda part: accumulation.product(core, a.part(part), b.part(part), split)
+    return lambda part: tensor_cores.product(core, a.part(part), b.part(part), split)
 
 
 def _compute(
@@ -271,7 +271,9 @@ def _compute(
     """The result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
     if left.matrix.numel() == 0 or right.matrix.numel() == 0:
         return _without_product(left, right, epilogue, result_dtype)
-    splits = result_dtype in split_k.SIXTEEN_BIT and kernel_choices.SPLIT_K_IN_OUTPUT_TYPE in kernel_choices.current()
+    splits = (
+        result_dtype in tensor_cores.SIXTEEN_BIT and kernel_choices.SPLIT_K_IN_OUTPUT_TYPE in kernel_choices.current()
+    )
     if emulated is None and not splits and _fits_native_bf16(left, right, epilogue, result_dtype):
         return _in_native_bf16(left, right, epilogue), None
     multiply = emulated or functools.partial(_product, left, right, dtype)
@@ -283,8 +285,8 @@ def _compute(
 
     inner = left.matrix.shape[1]
     if splits:
-        step = split_k.SHORTEST if emulated is None else _WHOLE_BLOCKS
-        value = split_k.added(scaled, inner, result_dtype, step).float()
+        step = tensor_cores.SHORTEST if emulated is None else _WHOLE_BLOCKS
+        value = tensor_cores.added(scaled, inner, result_dtype, step).float()
     else:
         value = scaled(slice(0, inner))
     if epilogue.addend is not None:
@@ -311,7 +313,7 @@ def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -
     """``B A^T`` over a range of the inner dimension, in FP32."""
     a, b = left.matrix[:, part], right.matrix[:, part]
     if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized:
-        a, b = tf32.operand(a), tf32.operand(b)
+        a, b = tensor_cores.operand(a), tensor_cores.operand(b)
     return b.float() @ a.float().t()
 
 

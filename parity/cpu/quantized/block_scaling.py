@@ -1,30 +1,107 @@
-"""FP8 with one FP32 scale a block of 128: the formats of ``Float8BlockScaling``.
+"""FP8 with one FP32 scale a block of 128.
 
-Follows TransformerEngine 2.20.2: ``Float8BlockQuantizer`` in ``csrc/quantizer.cpp`` for layouts,
-``common/recipe/recipe_common.cuh`` and ``common/cast/fp8_blockwise/group_quantize_fp8_blockwise.cuh`` for arithmetic.
-For values ``[*leading, k]``, m of them in a column:
-
-=====================  ==========  =========  ==================  ======================================
-``block_scaling_dim``  direction   a block    codes               scale_inv, FP32, padded with zeros
-=====================  ==========  =========  ==================  ======================================
-1                      rowwise     1 x 128    ``[*leading, k]``   ``[ceil(k/128), m up to 4]``
-1                      columnwise  128 x 1    ``[k, *leading]``   ``[ceil(m/128), k up to 4]``
-2                      rowwise     128 x 128  ``[*leading, k]``   ``[ceil(m/128), ceil(k/128) up to 4]``
-2                      columnwise  128 x 128  ``[k, *leading]``   ``[ceil(k/128), ceil(m/128) up to 4]``
-=====================  ==========  =========  ==================  ======================================
-
-"m up to 4" is m rounded up to a multiple of 4.
+The formats of ``Float8BlockScaling``, and how matrices are cut into blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from parity.cpu.quantized import blocks, float8
+from parity.cpu.quantized import float8
+
+# Matrices cut into blocks that share a scale: the largest magnitude of each, and one factor for each.
+#
+# A block is ``(rows, columns)``, and a matrix ``[m, n]`` has ``ceil(m / rows) * ceil(n / columns)`` of them; those at
+# the end may be smaller. What holds one number a block is a matrix too, ``[blocks down, blocks across]``.
+
+
+Block = tuple[int, int]
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def directions(quantizer: Any) -> list[str]:
+    """The directions that a TE quantizer is to make data for: ``rowwise``, ``columnwise``."""
+    return [name for name in ("rowwise", "columnwise") if getattr(quantizer, f"{name}_usage")]
+
+
+def as_matrix(values: Tensor) -> Tensor:
+    """``[*leading, last]`` as ``[rows, last]``; a scalar as ``[1, 1]``."""
+    return values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
+
+
+def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
+    """The size of ``matrix`` of a tensor of this shape."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1] if len(shape) else 1
+
+
+def amax(values: Tensor, block: Block) -> Tensor:
+    """The largest magnitude in each block of ``[m, n]``, FP32; NaNs do not count, as in CUDA's ``fmaxf``."""
+    magnitudes = _tiles(values, block).abs()
+    # Without signs, the bits of numbers are ordered as the numbers, NaNs last; PyTorch's maximum of integers is several
+    # times faster over short rows, and over one dimension at a time.
+    bits = magnitudes.view(_BITS[magnitudes.itemsize])
+    largest = bits.amax(1).amax(2).view(magnitudes.dtype).float()
+    if largest.isnan().any():
+        infinity = float("inf")
+        largest = amax(values.nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity), block)
+    return largest
+
+
+def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
+    """``[m, n]`` times the factor of each block: a new tensor, FP32 if the factors are."""
+    rows, columns = values.shape
+    product = _tiles(values, block) * factors[:, None, :, None]
+    return product.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+def expand(numbers: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
+    """The number of its block for each element of a matrix of this shape."""
+    spread = numbers.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return spread[: shape[0], : shape[1]]
+
+
+def fill_up(numbers: Tensor, shape: Sequence[int]) -> Tensor:
+    """A contiguous matrix of this shape, with zeros after the rows and columns of ``numbers``."""
+    missing = (0, shape[1] - numbers.shape[1], 0, shape[0] - numbers.shape[0])
+    return pad(numbers, missing).contiguous() if any(missing) else numbers.contiguous()
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _tiles(values: Tensor, block: Block) -> Tensor:
+    """``[m, n]`` as ``[blocks down, block rows, blocks across, block columns]``, with zeros in the last ones."""
+    rows, columns = (round_up(size, length) for size, length in zip(values.shape, block, strict=True))
+    values = fill_up(values, (rows, columns))
+    return values.view(rows // block[0], block[0], columns // block[1], block[1])
+
+
+# FP8 with one FP32 scale a block of 128: the formats of ``Float8BlockScaling``.
+#
+# Follows TransformerEngine 2.20.2: ``Float8BlockQuantizer`` in ``csrc/quantizer.cpp`` for layouts,
+# ``common/recipe/recipe_common.cuh`` and ``common/cast/fp8_blockwise/group_quantize_fp8_blockwise.cuh`` for arithmetic.
+# For values ``[*leading, k]``, m of them in a column:
+#
+# =====================  ==========  =========  ==================  ======================================
+# ``block_scaling_dim``  direction   a block    codes               scale_inv, FP32, padded with zeros
+# =====================  ==========  =========  ==================  ======================================
+# 1                      rowwise     1 x 128    ``[*leading, k]``   ``[ceil(k/128), m up to 4]``
+# 1                      columnwise  128 x 1    ``[k, *leading]``   ``[ceil(m/128), k up to 4]``
+# 2                      rowwise     128 x 128  ``[*leading, k]``   ``[ceil(m/128), ceil(k/128) up to 4]``
+# 2                      columnwise  128 x 128  ``[k, *leading]``   ``[ceil(k/128), ceil(m/128) up to 4]``
+# =====================  ==========  =========  ==================  ======================================
+#
+# "m up to 4" is m rounded up to a multiple of 4.
+
 
 _LENGTH = 128
 _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
@@ -43,10 +120,10 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
         quantizer: TE's ``Float8BlockQuantizer``.
         amaxes: of no use to blocks, which have their own.
     """
-    flat = blocks.matrix(values)
+    flat = as_matrix(values)
     both = _cast(flat, (_LENGTH, _LENGTH), quantizer) if quantizer.block_scaling_dim == 2 else None
     buffers = {}
-    for name in blocks.directions(quantizer):
+    for name in directions(quantizer):
         codes, scale_inv = both or _cast(flat, _VECTOR[name], quantizer)
         codes = codes.view(values.shape)
         buffers[f"{name}_data"] = codes if name == "rowwise" else float8.transpose(codes)
@@ -56,9 +133,9 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
 
 def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each buffer of a tensor of this shape."""
-    rows, columns = blocks.rows_and_columns(shape)
+    rows, columns = rows_and_columns(shape)
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name in blocks.directions(quantizer):
+    for name in directions(quantizer):
         columnwise = name == "columnwise"
         scale_shape = _scale_shape(rows, columns, quantizer.block_scaling_dim, columnwise)
         buffers[f"{name}_data"] = (*shape[-1:], *shape[:-1]) if columnwise else tuple(shape), torch.uint8
@@ -82,7 +159,7 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
     exact = not (scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any()
     dtype = torch.bfloat16 if exact else torch.float32
     values = float8.decode(codes, float8.fp8_dtype(tensor), dtype)
-    return blocks.multiply(values, scale_inv.to(dtype), block), 1.0
+    return multiply(values, scale_inv.to(dtype), block), 1.0
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
@@ -102,37 +179,37 @@ def logical_shape(tensor: Any) -> torch.Size:
     return torch.Size((*columnwise[1:], *columnwise[:1]))
 
 
-def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, blocks.Block]:
+def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Block]:
     """Codes ``[outer, inner]``, one scale_inv a block, and the block's size."""
     codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
-    codes = codes.flatten(1) if columnwise and codes.dim() else blocks.matrix(codes)
+    codes = codes.flatten(1) if columnwise and codes.dim() else as_matrix(codes)
     if tensor._is_2D_scaled:
         return codes, stored[:, : -(-codes.shape[1] // _LENGTH)], (_LENGTH, _LENGTH)
     return codes, stored[:, : codes.shape[0]].t(), (1, _LENGTH)
 
 
-def _cast(flat: Tensor, block: blocks.Block, quantizer: Any) -> tuple[Tensor, Tensor]:
+def _cast(flat: Tensor, block: Block, quantizer: Any) -> tuple[Tensor, Tensor]:
     """Codes in the order of the values, and scale_inv, one number a block."""
     dtype, largest = float8.fp8_dtype(quantizer), torch.finfo(flat.dtype).max
     scale = float8.scale_from_amax(
-        blocks.amax(flat, block),
+        amax(flat, block),
         torch.finfo(dtype).max,
         quantizer.amax_epsilon,
         quantizer.force_pow_2_scales,
         largest,
     )
-    return float8.cast(blocks.multiply(flat, scale, block), dtype), scale.reciprocal()
+    return float8.cast(multiply(flat, scale, block), dtype), scale.reciprocal()
 
 
 def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> tuple[int, int]:
     down, across = (-(-size // _LENGTH) for size in (rows, columns))
     if dimensions == 2:
-        return (across, blocks.round_up(down, 4)) if columnwise else (down, blocks.round_up(across, 4))
-    return (down, blocks.round_up(columns, 4)) if columnwise else (across, blocks.round_up(rows, 4))
+        return (across, round_up(down, 4)) if columnwise else (down, round_up(across, 4))
+    return (down, round_up(columns, 4)) if columnwise else (across, round_up(rows, 4))
 
 
 def _stored(scale_inv: Tensor, dimensions: int, columnwise: bool) -> Tensor:
     """One number a block, as it lies in TE's buffer: transposed for rowwise vectors and for columnwise squares."""
     ordered = scale_inv.t() if columnwise == (dimensions == 2) else scale_inv
-    return blocks.fill_up(ordered, (ordered.shape[0], blocks.round_up(ordered.shape[1], 4)))
+    return fill_up(ordered, (ordered.shape[0], round_up(ordered.shape[1], 4)))

@@ -1,7 +1,7 @@
-"""E2M1, the four-bit float of NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte.
+"""E2M1, the four-bit float of NVFP4.
 
-Bits as in the OCP Microscaling Formats specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and
-``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
+0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two a byte; and the two levels of its scales, one for the tensor, from
+its amax, and one for each block.
 """
 
 from __future__ import annotations
@@ -9,9 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from parity.cpu.quantized import float8
+
+# E2M1, the four-bit float of NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte.
+#
+# Bits as in the OCP Microscaling Formats specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and
+# ``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
+
 
 LIMIT = 6.0
 
@@ -109,3 +118,37 @@ def _pairs(dtype: torch.dtype) -> Tensor:
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256)
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
+
+
+# The two levels of NVFP4's scales: one for the tensor, from its amax, and one for each block.
+#
+# Follows ``common/cast/nvfp4/core_nvfp4.cuh`` of TransformerEngine 2.20.2. Encoding scales multiply values before they
+# are cast to E2M1; decoding scales undo them, and a block's is what is stored, in E4M3.
+
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def e4m3_limit(of: Any) -> float:
+    """The largest block scale of a TE quantizer or tensor: 448, or 256 to leave room for 4over6."""
+    return float(getattr(of, "nvfp4_e4m3_max", getattr(of, "_nvfp4_e4m3_max", 448)))
+
+
+def global_scale(amax: Tensor, limit: float) -> Tensor:
+    """What maps an amax to the largest code times the largest block scale (``limit``), FP32.
+
+    1 where the amax is 0 or infinite, and at most the largest FP32.
+    """
+    scale = torch.full_like(amax, limit * LIMIT).div(amax).clamp(max=LARGEST_FP32)
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
+    """What multiplies the values of each block before they are cast, at most the largest FP32.
+
+    Args:
+        decoding: E4M3 bytes, one a block.
+        scale: as of ``global_scale``, broadcast to the blocks.
+    """
+    return (float8.decode(decoding, E4M3) * scale.reciprocal()).reciprocal_().clamp_(max=LARGEST_FP32)

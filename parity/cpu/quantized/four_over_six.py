@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import blocks, float4, float8
-from parity.cpu.quantized.nvfp4_scales import E4M3, encoding_scale
+from parity.cpu.quantized import block_scaling, float4, float8
+from parity.cpu.quantized.float4 import E4M3, encoding_scale
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Choice:
     error: str
 
 
-def encode(matrix: Tensor, block_amax: Tensor, block: blocks.Block, choice: Choice) -> tuple[Tensor, Tensor]:
+def encode(matrix: Tensor, block_amax: Tensor, block: block_scaling.Block, choice: Choice) -> tuple[Tensor, Tensor]:
     """Codes ``[rows, columns]``, and the E4M3 bytes of each block; a tie goes to 6.
 
     Args:
@@ -45,19 +45,19 @@ def encode(matrix: Tensor, block_amax: Tensor, block: blocks.Block, choice: Choi
     base = block_amax / float4.LIMIT * choice.scale
     six, four = (float8.cast(base * factor, E4M3) for factor in (1.0, 1.5))
     codes_six, codes_four = (
-        float4.encode(blocks.multiply(matrix, encoding_scale(decoding, choice.scale), block))
+        float4.encode(block_scaling.multiply(matrix, encoding_scale(decoding, choice.scale), block))
         for decoding in (six, four)
     )
     error_six = _error(matrix, codes_six, six, block, choice)
     error_four = _error(matrix, codes_four, four, block, choice)
     takes_four = error_four < error_six
-    per_element = blocks.expand(takes_four, block, matrix.shape)
+    per_element = block_scaling.expand(takes_four, block, matrix.shape)
     return torch.where(per_element, codes_four, codes_six), torch.where(takes_four, four, six)
 
 
-def _error(matrix: Tensor, codes: Tensor, decoding: Tensor, block: blocks.Block, choice: Choice) -> Tensor:
+def _error(matrix: Tensor, codes: Tensor, decoding: Tensor, block: block_scaling.Block, choice: Choice) -> Tensor:
     """The summed error of each block, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
-    decoded = blocks.multiply(float4.decode(float4.pack(codes)), float8.decode(decoding, E4M3), block)
+    decoded = block_scaling.multiply(float4.decode(float4.pack(codes)), float8.decode(decoding, E4M3), block)
     difference = decoded.mul_(choice.amax).div_(float4.LIMIT * choice.limit).sub_(matrix)
     summand = difference.square_() if choice.error == "MSE" else difference.abs_()
     total = functools.reduce(torch.add, summand.unflatten(1, (-1, block[1])).unbind(-1))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import blocks, float8
+from parity.cpu.quantized import block_scaling, float8
 
 _LENGTH = 32
 _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
@@ -51,18 +51,18 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
         RuntimeError: for sizes that are no multiples of 32.
     """
     shapes = buffer_shapes(quantizer, values.shape)
-    flat = blocks.matrix(values)
+    flat = block_scaling.as_matrix(values)
     # Up to 2.18 there are no square blocks.
     square = getattr(quantizer, "with_2d_quantization", False)
     dtype, buffers = float8.fp8_dtype(quantizer), {}
-    for name in blocks.directions(quantizer):
+    for name in block_scaling.directions(quantizer):
         block = (_LENGTH, _LENGTH) if square else _VECTOR[name]
-        exponents = to_e8m0(blocks.amax(flat, block) * reciprocal_limit(dtype))
-        codes = float8.cast(blocks.multiply(flat, encoding_scale(exponents), block), dtype)
+        exponents = to_e8m0(block_scaling.amax(flat, block) * reciprocal_limit(dtype))
+        codes = float8.cast(block_scaling.multiply(flat, encoding_scale(exponents), block), dtype)
         if square:
             exponents = exponents.repeat_interleave(_LENGTH, 0 if name == "rowwise" else 1)
         buffers[f"{name}_data"] = codes.view(values.shape)
-        buffers[f"{name}_scale_inv"] = blocks.fill_up(exponents, shapes[f"{name}_scale_inv"][0])
+        buffers[f"{name}_scale_inv"] = block_scaling.fill_up(exponents, shapes[f"{name}_scale_inv"][0])
     return buffers
 
 
@@ -72,18 +72,18 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
     Raises:
         RuntimeError: for sizes that are no multiples of 32.
     """
-    rows, columns = blocks.rows_and_columns(shape)
+    rows, columns = block_scaling.rows_and_columns(shape)
     if rows % _LENGTH or columns % _LENGTH:
         raise RuntimeError(
             f"MXFP8 needs tensors whose last dimension, and whose product of the others, are divisible by {_LENGTH}, "
             f"but got {tuple(shape)}"
         )
     scales = {
-        "rowwise": (blocks.round_up(rows, 128), blocks.round_up(columns // _LENGTH, 4)),
-        "columnwise": (blocks.round_up(rows // _LENGTH, 4), blocks.round_up(columns, 128)),
+        "rowwise": (block_scaling.round_up(rows, 128), block_scaling.round_up(columns // _LENGTH, 4)),
+        "columnwise": (block_scaling.round_up(rows // _LENGTH, 4), block_scaling.round_up(columns, 128)),
     }
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name in blocks.directions(quantizer):
+    for name in block_scaling.directions(quantizer):
         buffers[f"{name}_data"] = tuple(shape), torch.uint8
         buffers[f"{name}_scale_inv"] = scales[name], torch.uint8
     return buffers
@@ -144,12 +144,12 @@ def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:
     """Decoded values in the order of the tensor, ``[m, k]``."""
     codes, scales = _codes_and_scales(tensor, columnwise)
     block = _VECTOR["columnwise" if columnwise else "rowwise"]
-    return blocks.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)
+    return block_scaling.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)
 
 
 def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     """Codes ``[m, k]``, and the FP32 scale of each block."""
-    codes = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
+    codes = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     block = _VECTOR["columnwise" if columnwise else "rowwise"]
     return codes, from_e8m0(stored[: codes.shape[0] // block[0], : codes.shape[1] // block[1]])

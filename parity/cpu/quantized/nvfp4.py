@@ -1,23 +1,4 @@
-"""NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
-
-Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
-``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
-https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them in a column:
-
-==========  =======  ======================  ========================================
-direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
-==========  =======  ======================  ========================================
-rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
-columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
-==========  =======  ======================  ========================================
-
-``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their kernels
-approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
-
-"m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
-quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
-data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
-"""
+"""NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``."""
 
 from __future__ import annotations
 
@@ -31,8 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import blocks, float4, float8, four_over_six, hadamard
-from parity.cpu.quantized.nvfp4_scales import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+from parity.cpu.quantized import block_scaling, float4, float8, four_over_six
+from parity.cpu.quantized.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+
+# The random Hadamard transform that NVFP4 applies before it quantizes columnwise.
+#
+# Follows ``NVFP4Quantizer`` of TransformerEngine 2.20.2 (``tensor/nvfp4_tensor.py`` for the matrix,
+# ``csrc/quantizer.cpp`` for where it is applied). The transform is orthogonal: applied to both operands of a GEMM along
+# the inner dimension, it leaves the product as it is and spreads outliers.
+
+
+def transform(values: Tensor, matrix: Tensor) -> Tensor:
+    """Each group of 16 neighbours in a row of ``[rows, n]`` times the 16 x 16 ``matrix``: BF16, rounded once.
+
+    Raises:
+        RuntimeError: for values that are not BF16, which TE's kernels refuse, and rows that are not full groups.
+    """
+    size = len(matrix)
+    if values.dtype != torch.bfloat16 or values.shape[-1] % size:
+        raise RuntimeError(
+            f"the random Hadamard transform takes bfloat16 in groups of {size}, but got {values.dtype} "
+            f"{list(values.shape)}"
+        )
+    return (values.reshape(-1, size).float() @ matrix.float()).to(torch.bfloat16).view(values.shape)
+
+
+# NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
+#
+# Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
+# ``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
+# https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them in a column:
+#
+# ==========  =======  ======================  ========================================
+# direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
+# ==========  =======  ======================  ========================================
+# rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
+# columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
+# ==========  =======  ======================  ========================================
+#
+# ``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their
+# kernels approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
+#
+# "m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
+# quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
+# data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
+
 
 _LENGTH = 16
 _FAST_MATH = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
@@ -61,17 +85,17 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     shapes = buffer_shapes(quantizer, values.shape)
     _check_options(quantizer)
     _warn_of_fast_math()
-    flat = blocks.matrix(values)
+    flat = block_scaling.as_matrix(values)
     one_amax = amaxes.get("rowwise") is amaxes.get("columnwise")
     both = _cast(flat, quantizer, amaxes.get("rowwise")) if _is_symmetric(quantizer) and one_amax else None
     buffers = {}
-    for name in blocks.directions(quantizer):
+    for name in block_scaling.directions(quantizer):
         cast = both or _cast(_read(flat, name, quantizer), quantizer, amaxes.get(name))
         if both is not None and name == "columnwise":
             cast = _Cast(both.codes.t().contiguous(), both.scales.t(), both.amax)
         scales = cast.scales.repeat_interleave(_block(quantizer)[0], 0)
         buffers[f"{name}_data"] = float4.pack(cast.codes).view(shapes[f"{name}_data"][0])
-        buffers[f"{name}_scale_inv"] = blocks.fill_up(scales, shapes[f"{name}_scale_inv"][0])
+        buffers[f"{name}_scale_inv"] = block_scaling.fill_up(scales, shapes[f"{name}_scale_inv"][0])
         buffers[f"amax_{name}"] = cast.amax
     return buffers
 
@@ -82,7 +106,7 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
     Raises:
         RuntimeError: for sizes that are no multiples of 16.
     """
-    rows, columns = blocks.rows_and_columns(shape)
+    rows, columns = block_scaling.rows_and_columns(shape)
     if rows % _LENGTH or columns % _LENGTH:
         raise RuntimeError(
             f"NVFP4 needs tensors whose last dimension, and whose product of the others, are divisible by {_LENGTH}, "
@@ -90,9 +114,9 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
         )
     packed = {"rowwise": (*shape[:-1], columns // 2), "columnwise": (columns, rows // 2)}
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name in blocks.directions(quantizer):
+    for name in block_scaling.directions(quantizer):
         outer, inner = (rows, columns) if name == "rowwise" else (columns, rows)
-        scale_shape = blocks.round_up(outer, 128), blocks.round_up(inner // _LENGTH, 4)
+        scale_shape = block_scaling.round_up(outer, 128), block_scaling.round_up(inner // _LENGTH, 4)
         buffers[f"{name}_data"] = packed[name], torch.uint8
         buffers[f"{name}_scale_inv"] = scale_shape, torch.uint8
         amaxes = outer if getattr(quantizer, "row_scaled_nvfp4", False) else 1
@@ -108,11 +132,11 @@ def decode(tensor: Any) -> Tensor:
     """
     if tensor._rowwise_data is None:
         raise RuntimeError("an NVFP4 tensor without rowwise data cannot be dequantized: TE's kernel reads these alone")
-    packed = blocks.matrix(tensor._rowwise_data)
+    packed = block_scaling.as_matrix(tensor._rowwise_data)
     scales = _block_scales(tensor._rowwise_scale_inv, packed)
     factor = torch.tensor(1.0 / (float4.LIMIT * e4m3_limit(tensor)))
     per_block = scales * tensor._amax_rowwise.view(-1, 1) * factor
-    return blocks.multiply(float4.decode(packed), per_block, (1, _LENGTH)).view(logical_shape(tensor))
+    return block_scaling.multiply(float4.decode(packed), per_block, (1, _LENGTH)).view(logical_shape(tensor))
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
@@ -121,13 +145,13 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
     Raises:
         RuntimeError: for a row-scaled tensor: TE's Python applies the amax of each row, and hands over an amax of 1.
     """
-    packed = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
+    packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
     if amax.numel() != 1:
         raise RuntimeError(f"an NVFP4 GEMM takes one amax a tensor, but this one has {amax.numel()}")
     scales = _block_scales(stored, packed).bfloat16()
-    values = blocks.multiply(float4.decode(packed, torch.bfloat16), scales, (1, _LENGTH))
+    values = block_scaling.multiply(float4.decode(packed, torch.bfloat16), scales, (1, _LENGTH))
     return values, amax.item() / (float4.LIMIT * e4m3_limit(tensor))
 
 
@@ -135,7 +159,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
     ``[outer, inner / 16]``, without the factor of the whole tensor.
     """
-    packed = blocks.matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
+    packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     return float4.decode(packed, torch.bfloat16), _block_scales(stored, packed)
 
@@ -178,23 +202,23 @@ def _read(flat: Tensor, direction: str, quantizer: Any) -> Tensor:
     if direction == "rowwise":
         return flat
     columns = flat.t().contiguous()
-    return hadamard.transform(columns, quantizer.rht_matrix) if quantizer.with_rht else columns
+    return transform(columns, quantizer.rht_matrix) if quantizer.with_rht else columns
 
 
-def _block(quantizer: Any) -> blocks.Block:
+def _block(quantizer: Any) -> block_scaling.Block:
     return (_LENGTH, _LENGTH) if quantizer.with_2d_quantization else (1, _LENGTH)
 
 
 def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
     block, amax = _block(quantizer), _tensor_amax(matrix, quantizer, amax)
     scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
-    block_amax = blocks.amax(matrix, block)
+    block_amax = block_scaling.amax(matrix, block)
     if getattr(quantizer, "nvfp4_use_4over6", False):
         choice = four_over_six.Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), quantizer.nvfp4_4over6_err_mode)
         codes, decoding = four_over_six.encode(matrix, block_amax, block, choice)
     else:
         decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
-        scaled = blocks.multiply(matrix, encoding_scale(decoding, scale), block)
+        scaled = block_scaling.multiply(matrix, encoding_scale(decoding, scale), block)
         codes = float4.encode_stochastically(scaled) if quantizer.stochastic_rounding else float4.encode(scaled)
     return _Cast(codes, decoding, amax)
 
@@ -202,7 +226,7 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
 def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
     """FP32: one amax, or, if the tensor is row-scaled, one for each row of ``matrix``."""
     if getattr(quantizer, "row_scaled_nvfp4", False):
-        return blocks.amax(matrix, (1, matrix.shape[1])).flatten()
+        return block_scaling.amax(matrix, (1, matrix.shape[1])).flatten()
     amax = float8.amax_of(matrix) if amax is None else amax.clone()
     if quantizer.with_amax_reduction:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.quantized import blocks, float4, float8, mxfp8, quantize
-from parity.cpu.quantized.nvfp4_scales import E4M3, LARGEST_FP32, encoding_scale, global_scale
+from parity.cpu.quantized import block_scaling, float4, float8, mxfp8, quantize
+from parity.cpu.quantized.float4 import E4M3, LARGEST_FP32, encoding_scale, global_scale
 
 __all__ = [
     "fp8_block_scaling_compute_partial_amax",
@@ -43,7 +43,7 @@ def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
     """Write the amaxes of blocks of 128 x 128 into ``amax``, FP32 ``[ceil(h/128), ceil(w/128) up to 4]``."""
-    _write(amax, blocks.amax(_embedded(tensor, h, w, start_offset), _FP8_BLOCK))
+    _write(amax, block_scaling.amax(_embedded(tensor, h, w, start_offset), _FP8_BLOCK))
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def fp8_block_scaling_partial_cast(
 ) -> None:
     """Write the codes of ``inp``, one scale a block of 128 x 128, into ``out``, uint8 of its size."""
     matrix = _embedded(inp, h, w, start_offset)
-    scaled = blocks.multiply(matrix, scale[: -(-h // 128), : -(-w // 128)], _FP8_BLOCK)
+    scaled = block_scaling.multiply(matrix, scale[: -(-h // 128), : -(-w // 128)], _FP8_BLOCK)
     _store(out, float8.cast(scaled, TORCH_DTYPE[int(out_dtype)]), start_offset)
 
 
@@ -62,8 +62,8 @@ def mxfp8_scaling_compute_partial_amax(
 ) -> None:
     """Write the amaxes of 1 x 32 and 32 x 1 blocks, in the input's dtype, into buffers of the shapes of scale_inv."""
     matrix = _embedded(input, rows, cols, start_offset)
-    _write(amax_rowwise, blocks.amax(matrix, _MXFP8_ROW))
-    _write(amax_colwise, blocks.amax(matrix, _MXFP8_COLUMN))
+    _write(amax_rowwise, block_scaling.amax(matrix, _MXFP8_ROW))
+    _write(amax_colwise, block_scaling.amax(matrix, _MXFP8_COLUMN))
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def mxfp8_scaling_partial_cast(
         (output_colwise, scale_inv_colwise, _MXFP8_COLUMN),
     ):
         scales = mxfp8.encoding_scale(scale_inv[: rows // block[0], : cols // block[1]])
-        _store(output, float8.cast(blocks.multiply(matrix, scales, block), E4M3), start_offset)
+        _store(output, float8.cast(block_scaling.multiply(matrix, scales, block), E4M3), start_offset)
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def nvfp4_multi_tensor_compute_partial_amax(
     """Write the amaxes of blocks of 16 x 16, FP32 ``[ceil(h/16), ceil(w/16)]``, and of each part, FP32 ``[1]``."""
     lists = (master_weight_list, partial_amax_list, global_amax_list, h_list, w_list, start_offset_list)
     for values, partial_amax, global_amax, h, w, start_offset in zip(*lists, strict=True):
-        _write(partial_amax, blocks.amax(_embedded(values, h, w, start_offset), _NVFP4_BLOCK))
+        _write(partial_amax, block_scaling.amax(_embedded(values, h, w, start_offset), _NVFP4_BLOCK))
         global_amax.fill_(float8.amax_of(values))
 
 
@@ -164,7 +164,7 @@ def nvfp4_multi_tensor_2d_partial_cast(
     lists = (inp_list, out_list, scale_list, global_scale_list, h_list, w_list, start_offset_list)
     for values, out, scale, global_encoding, h, w, start_offset in zip(*lists, strict=True):
         encoding = encoding_scale(float8.cast(scale.clone(), E4M3), global_encoding)
-        scaled = blocks.multiply(_embedded(values, h, w, start_offset), encoding, _NVFP4_BLOCK)
+        scaled = block_scaling.multiply(_embedded(values, h, w, start_offset), encoding, _NVFP4_BLOCK)
         codes = float4.unpack(out.view(1, -1)).flatten()
         first = start_offset % 2
         codes[first : first + values.numel()] = float4.encode(scaled).view(-1)[start_offset:][: values.numel()]

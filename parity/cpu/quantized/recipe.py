@@ -1,19 +1,27 @@
-"""The step of delayed scaling between two iterations: amax histories roll on, scales follow.
-
-Follows ``common/recipe/delayed_scaling.cu`` of NVIDIA's TransformerEngine repository (``kernel_bulk``), which
-``csrc/extensions/recipe.cpp`` of TE 2.20.2 calls.
-"""
+"""The step of delayed scaling between two iterations, and the order of scales that cuBLAS reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.cpu.enums import TORCH_DTYPE
 
-__all__ = ["fused_amax_and_scale_update_after_reduction"]
+__all__ = [
+    "fused_amax_and_scale_update_after_reduction",
+    "grouped_swizzle_for_gemm",
+    "multi_tensor_swizzle_scales_for_gemm_",
+    "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+    "swizzle_scales_for_gemm_",
+]
+
+# The step of delayed scaling between two iterations: amax histories roll on, scales follow.
+#
+# Follows ``common/recipe/delayed_scaling.cu`` of NVIDIA's TransformerEngine repository (``kernel_bulk``), which
+# ``csrc/extensions/recipe.cpp`` of TE 2.20.2 calls.
 
 
 @torch.no_grad()
@@ -66,3 +74,27 @@ def _update(scale: Tensor, amax: Tensor, target: float) -> None:
     """Set ``scale`` to ``target / amax``, at most the largest FP32, where amax is positive and finite."""
     derived = torch.full_like(amax, target).div(amax).clamp(max=torch.finfo(torch.float32).max)
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), derived, scale))
+
+
+# Scales in the order that cuBLAS reads on a Blackwell: nothing to do here, as the CPU's GEMM reads TE's plain order.
+#
+# TransformerEngine 2.20.2 swizzles in ``csrc/extensions/swizzle.cpp``, and marks the tensor. Here a tensor stays
+# unmarked, so that whatever else reads its scales finds them as they are.
+
+
+def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
+    """Leave a TE grouped tensor as it is."""
+
+
+def swizzle_scales_for_gemm_(tensor: Any) -> None:
+    """Leave a TE quantized tensor as it is."""
+
+
+def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
+    """Leave TE quantized tensors as they are."""
+
+
+def multi_tensor_swizzle_scales_for_gemm_unchecked_(
+    tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool
+) -> None:
+    """Leave TE quantized tensors as they are."""

@@ -1,23 +1,30 @@
-"""Tokens to the rows of their experts and back, by a mask; and chunks of rows in another order.
-
-Stands in for the wrappers of ``transformer_engine/pytorch/triton/permutation.py`` (2.14.1 to 2.20.2), whose kernels are
-Triton's (``common/triton/permutation.py``). ``row_id_map`` is int32 ``[tokens, 2 * experts + 1]``: for each token the
-rows of its n experts, highest first, from column 0; those experts, from column ``experts``; n in the last column.
+"""Tokens to the rows of their experts and back by a mask, chunks in another order, zeros around scales, and the bias
+gradients of several groups.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 __all__ = [
+    "compute_grouped_dbias",
+    "compute_grouped_dbias_dscales",
     "make_chunk_sort_map",
     "make_row_id_map",
+    "pad_columnwise_scale_inv",
     "permute_with_mask_map",
     "sort_chunks_by_map",
     "unpermute_with_mask_map",
     "unpermute_with_mask_map_bwd_with_merging_probs",
 ]
+
+# Tokens to the rows of their experts and back, by a mask; and chunks of rows in another order.
+#
+# Stands in for the wrappers of ``transformer_engine/pytorch/triton/permutation.py`` (2.14.1 to 2.20.2), whose kernels
+# are Triton's (``common/triton/permutation.py``). ``row_id_map`` is int32 ``[tokens, 2 * experts + 1]``: for each token
+# the rows of its n experts, highest first, from column 0; those experts, from column ``experts``; n in the last column.
 
 
 @torch.no_grad()
@@ -165,3 +172,72 @@ def _routes(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) ->
     tokens, column = torch.nonzero(torch.arange(num_experts) < row_id_map[:, 2 * num_experts, None], as_tuple=True)
     rows, experts = row_id_map[tokens, column].long(), row_id_map[tokens, num_experts + column].long()
     return tokens, experts, rows if pad_offsets is None else rows + pad_offsets.long()[experts]
+
+
+# Zeros around the scales of columnwise data.
+#
+# Stands in for the wrapper of ``transformer_engine/pytorch/triton/pad.py`` (2.14.1 to 2.20.2), whose kernel is
+# Triton's.
+
+
+@torch.no_grad()
+def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
+    """A matrix with zeros below and to the right, up to multiples of 128 rows and 4 columns; any dtype."""
+    rows, columns = inp.shape
+    return pad(inp, (0, -columns % 4, 0, -rows % 128))
+
+
+# Bias gradients of several groups of rows in one call.
+#
+# Stands in for the wrappers of ``transformer_engine/pytorch/triton/grouped_dbias_dscales.py`` (2.16.1 to 2.20.2), whose
+# kernel is Triton's. All sums are FP32.
+
+
+@torch.no_grad()
+def compute_grouped_dbias(dy: Tensor, offsets: Tensor, num_groups: int, dbias: Tensor | None = None) -> Tensor:
+    """Add the sum of each group's rows to ``dbias``.
+
+    Args:
+        dy: ``[rows, hidden]``; rows beyond the last group do not count.
+        offsets: int64 ``[num_groups + 1]``, from 0: where the groups begin and end.
+        dbias: FP32 ``[num_groups, hidden]``. Default: zeros.
+    """
+    if dbias is None:
+        dbias = torch.zeros(num_groups, dy.shape[1])
+    group = _groups(offsets)
+    return dbias.index_add_(0, group, dy[: len(group)].float())
+
+
+@torch.no_grad()
+def compute_grouped_dbias_dscales(
+    dy: Tensor,
+    scales: Tensor,
+    bias: Tensor,
+    offsets: Tensor,
+    dbias: Tensor | None = None,
+    dscales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add the gradients of a bias and of a scale, where each group's output is ``(product + bias) * scale``.
+
+    Args:
+        dy: ``[rows, hidden]``; rows beyond the last group do not count.
+        scales: FP32 ``[rows]``.
+        bias: ``[groups, hidden]``.
+        offsets: int64 ``[groups + 1]``, from 0: where the groups begin and end.
+        dbias: FP32 ``[groups, hidden]``. Default: zeros.
+        dscales: FP32 ``[rows]``, what the product adds to it. Default: zeros.
+    """
+    if dbias is None:
+        dbias = torch.zeros(bias.shape)
+    if dscales is None:
+        dscales = torch.zeros(len(dy))
+    group = _groups(offsets)
+    rows = dy[: len(group)].float()
+    dbias.index_add_(0, group, rows * scales[: len(group), None])
+    dscales[: len(group)] += (rows * bias[group].float()).sum(1)
+    return dbias, dscales
+
+
+def _groups(offsets: Tensor) -> Tensor:
+    """The group of each row, int64."""
+    return torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())

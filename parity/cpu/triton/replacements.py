@@ -7,13 +7,13 @@ from types import ModuleType
 from typing import Any
 
 from parity.cpu import versions
-from parity.cpu.triton import cross_entropy, cross_entropy_before_2_19, grouped_dbias, pad, permutation
+from parity.cpu.triton import cross_entropy, cross_entropy_before_2_19, permutation
 
 _WRAPPERS = "transformer_engine.pytorch.triton"
 _FAMILIES: dict[str, ModuleType] = {
     f"{_WRAPPERS}.cross_entropy": cross_entropy,
-    f"{_WRAPPERS}.grouped_dbias_dscales": grouped_dbias,
-    f"{_WRAPPERS}.pad": pad,
+    f"{_WRAPPERS}.grouped_dbias_dscales": permutation,
+    f"{_WRAPPERS}.pad": permutation,
     f"{_WRAPPERS}.permutation": permutation,
 }
 

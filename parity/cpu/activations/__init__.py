@@ -1,1 +1,0 @@
-"""Activations: functions and their gradients, plain, gated, and scaled by row."""

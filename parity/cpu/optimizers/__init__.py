@@ -1,1 +1,0 @@
-"""Optimizer steps and the kernels on lists of tensors that they use."""

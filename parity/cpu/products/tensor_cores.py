@@ -1,0 +1,331 @@
+"""How tensor cores read and add products.
+
+TF32 operands, the short sums of FP8 on a Hopper, and sums over K in parts, most of them options of the CPU kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.cpu import cuda, kernel_choices
+
+# A sum over K in parts whose results have 16 bits: each is rounded, and added to the others in that dtype.
+#
+# So cuBLASLt adds under ``CUBLASLT_REDUCTION_SCHEME_INPLACE`` and ``_OUTPUT_TYPE``. It does not say into how many parts
+# it splits K; here there are four, of at least 32 elements each, and fewer, or one, where K is short.
+
+
+PARTS = 4
+SHORTEST = 32
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def parts(inner: int, step: int = SHORTEST) -> list[slice]:
+    """Ranges of ``inner`` elements, as equal as multiples of ``step`` allow; the last has what is left over."""
+    steps = inner // step
+    count = max(1, min(PARTS, steps))
+    borders = [step * (steps * index // count) for index in range(count)]
+    return [slice(begin, end) for begin, end in zip(borders, [*borders[1:], inner], strict=True)]
+
+
+def added(partial: Callable[[slice], Tensor], inner: int, dtype: torch.dtype, step: int = SHORTEST) -> Tensor:
+    """The sum of the parts in ``dtype``.
+
+    Args:
+        partial: makes one part's result, FP32.
+        inner: K.
+        dtype: to which each is rounded, and in which they are added one after the other.
+        step: what a part's length is a multiple of.
+    """
+    first, *others = parts(inner, step)
+    total = partial(first).to(dtype)
+    for part in others:
+        total = total + partial(part).to(dtype)
+    return total
+
+
+# How emulated GEMMs of FP32 operands read them: rounded to TF32, to nearest even, unless another kernel choice is on.
+#
+# TE asks for TF32 (``CUBLAS_COMPUTE_32F_FAST_TF32``) without saying how an operand becomes it. A small effect shows
+# only if there is none of it.
+
+
+_DROPPED_BITS = 13
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Within the context, FP32 GEMMs of this thread compute in FP32; backward passes that are started in it too."""
+    others = kernel_choices.current() - kernel_choices.FP32_OPERANDS
+    with kernel_choices.kernel_choices(*others, kernel_choices.FP32_EXACT):
+        yield
+
+
+def operand(values: Tensor) -> Tensor:
+    """FP32 values as a GEMM of this thread multiplies them; infinities and NaNs stay."""
+    choices = kernel_choices.current()
+    if kernel_choices.FP32_EXACT in choices:
+        return values
+    if kernel_choices.TF32_TRUNCATED in choices:
+        return _kept(values, values.view(torch.int32).clone())
+    if kernel_choices.TF32_TIES_AWAY in choices:
+        return _kept(values, values.view(torch.int32) + (1 << (_DROPPED_BITS - 1)))
+    return round_to_tf32(values)
+
+
+def round_to_tf32(values: Tensor) -> Tensor:
+    """FP32 rounded to TF32's 10 mantissa bits, nearest even; infinities and NaNs stay.
+
+    TE computes every GEMM of FP32 operands and FP32 result in ``CUBLAS_COMPUTE_32F_FAST_TF32``, whatever PyTorch's
+    ``allow_tf32`` says.
+    """
+    bits = values.view(torch.int32)
+    rounded = bits >> _DROPPED_BITS
+    rounded &= 1
+    rounded += bits
+    rounded += (1 << (_DROPPED_BITS - 1)) - 1
+    return _kept(values, rounded)
+
+
+def _kept(values: Tensor, bits: Tensor) -> Tensor:
+    """The numbers of the upper bits, and the NaNs of ``values``; ``bits`` is written to."""
+    bits &= -1 << _DROPPED_BITS
+    result = bits.view(torch.float32)
+    # A NaN's payload may be lost by a carry, or with the lower bits. A sum tells whether there is any at the cost of
+    # one reading.
+    return torch.where(values.isnan(), values, result) if values.sum().isnan() else result
+
+
+# How the tensor cores of a Hopper add FP8 products: an option of the CPU kernel ``generic_gemm``, off by default.
+#
+# The kernel choices ``fp8-14-bit`` and ``fp8-block-14-bit`` ask for it, and ``emulated``, which knows other cores, too.
+#
+# One instruction adds 32 products to a running sum. It shifts all 33 terms to the largest exponent among them (a
+# product's is the sum of its factors' exponents), cuts off what lies below 13 fraction bits there, adds exactly, and
+# cuts the result to 13 fraction bits again. Measured on H800 and H100: DeepSeek-V3 technical report (arXiv 2412.19437,
+# section 3.5.2: "14 bits", with the leading one), SageAttention2 (arXiv 2411.10958: a sum keeps 13 mantissa bits), and
+# bit by bit MMA-Sim (arXiv 2511.10909), whose model of ``wgmma`` this is.
+#
+# ``use_split_accumulator`` decides how long such a sum gets. Without it (cuBLAS's ``CUBLASLT_MATMUL_DESC_FAST_ACCUM``,
+# which TE asks for in the forward pass) it runs over all of K. With it, it is added to a sum in FP32 and starts anew
+# after so many products: cuBLAS does not say how many; CUTLASS (four instructions) and DeepSeek-V3 (section 3.3.2) take
+# 128.
+#
+# FP8 with a scale a block of 128 (``Float8BlockScaling``) leaves no choice: the sum over a block is multiplied by its
+# two scales and added in FP32, and the next begins anew. So do DeepSeek-V3's GEMM (section 3.3.2) and CUTLASS's for
+# Hopper (its example 67); what cuBLAS does is not documented. An Ada adds 16 products at a time (MMA-Sim). A Blackwell
+# keeps more (``block_scaled.py`` has its MXFP8 and NVFP4).
+
+
+_FP32_BITS = 24
+_EXPONENT_FIELD = 0x7F800000
+_SCALED_BLOCK = 128
+# Elements of a tile of the result: it and what it is made of stay in a core's cache.
+_TILE_ELEMENTS = 1 << 16
+# What 0 has for an exponent: a product with it stays below the lowest of two FP8 numbers (E5M2's, 2^-14, twice).
+_NO_EXPONENT, _LOWEST_EXPONENT = -60, -28
+_EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
+
+
+@dataclass(frozen=True)
+class TensorCore:
+    """How FP8 products are added.
+
+    Attributes:
+        bits: of a term's and of a sum's significand that are kept, with the leading one; 2 to 24.
+        products: how many one instruction adds.
+        promote_every: products after which a sum with ``use_split_accumulator`` is added to the one in FP32; a multiple
+            of ``products``.
+
+    Raises:
+        ValueError: for numbers out of these ranges.
+    """
+
+    bits: int = 14
+    products: int = 32
+    promote_every: int = 128
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= _FP32_BITS:
+            raise ValueError(f"a tensor core's sum keeps 2 to {_FP32_BITS} bits, not {self.bits}")
+        if self.products < 1 or self.promote_every < 1 or self.promote_every % self.products:
+            raise ValueError(
+                f"promote_every={self.promote_every} must be a positive multiple of products={self.products}, "
+                "which one instruction adds"
+            )
+
+
+HOPPER = TensorCore()
+ADA = TensorCore(products=16)
+
+_current: ContextVar[TensorCore | None] = ContextVar("accumulation", default=None)
+
+
+@contextmanager
+def emulated(core: TensorCore = HOPPER) -> Iterator[None]:
+    """Within the context, FP8 GEMMs of this thread add as ``core`` does; backward passes that are started in it too.
+
+    It has scales a tensor and a block, and goes before the kernel choices.
+    """
+    token = _current.set(core)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> TensorCore | None:
+    """The core of ``emulated`` in this thread; None outside of it."""
+    return _current.get()
+
+
+def core(block_scaled: bool) -> TensorCore | None:
+    """How FP8 GEMMs of this thread add; None for FP32 sums.
+
+    Args:
+        block_scaled: whether each block of 128 has a scale, or each tensor.
+    """
+    name = kernel_choices.FP8_BLOCK_14_BIT if block_scaled else kernel_choices.FP8_14_BIT
+    if _current.get() is not None or name not in kernel_choices.current():
+        return _current.get()
+    return ADA if cuda.emulated_gpu() == cuda.ADA else HOPPER
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a product of FP8 matrices.
+
+    Attributes:
+        values: ``[outer, inner]``, unscaled, FP32 or BF16.
+        dtype: the FP8 dtype that they come from; its subnormals all have the exponent of its smallest normal number.
+        scales: FP32 ``[outer, ceil(inner / 128)]``, of blocks of 128; None for values with one scale a tensor, which is
+            left to the caller.
+    """
+
+    values: Tensor
+    dtype: torch.dtype
+    scales: Tensor | None = None
+
+    def part(self, inner: slice) -> Factor:
+        """A range of the inner dimension, which begins at a block."""
+        blocks = slice(inner.start // _SCALED_BLOCK, -(-inner.stop // _SCALED_BLOCK))
+        scales = None if self.scales is None else self.scales[:, blocks]
+        return dataclasses.replace(self, values=self.values[:, inner], scales=scales)
+
+
+def product(core: TensorCore, left: Factor, right: Factor, split: bool) -> Tensor:
+    """``right left^T``, ``[n, m]`` in FP32, added as ``core`` does.
+
+    Args:
+        left: ``[m, k]``.
+        right: ``[n, k]``.
+        split: whether ``use_split_accumulator`` is on. Without it no sum is promoted, unless there are block scales.
+
+    Raises:
+        ValueError: if one factor has block scales and the other has none, or if instructions do not fill a block.
+    """
+    if (left.scales is None) != (right.scales is None):
+        raise ValueError("one factor has block scales and the other has none")
+    if left.scales is not None and _SCALED_BLOCK % core.products:
+        raise ValueError(f"instructions of {core.products} products do not fill blocks of {_SCALED_BLOCK}")
+    rows = max(1, _TILE_ELEMENTS // max(1, left.values.shape[0]))
+    a, b = _terms(left), _terms(right)
+    inner, outer = b.values.shape
+    interval = _SCALED_BLOCK if left.scales is not None else core.promote_every if split else max(1, inner)
+    result = torch.cat([_tile(core, a, b.columns(start, rows), interval) for start in range(0, outer, rows)])
+    if not (a.values.isfinite().all() and b.values.isfinite().all()):
+        plain = b.values.t() @ a.values
+        result = torch.where(plain.isfinite(), result, plain)
+    return result
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """A factor as instructions read it, one product after the other.
+
+    Attributes:
+        values: ``[inner, outer]``, FP32.
+        exponents: of the values, as powers of two, int8; ``_NO_EXPONENT`` for 0.
+        scales: as in ``Factor``, ``[outer, blocks]``.
+    """
+
+    values: Tensor
+    exponents: Tensor
+    scales: Tensor | None
+
+    def columns(self, start: int, count: int) -> _Terms:
+        part = slice(start, start + count)
+        return _Terms(self.values[:, part], self.exponents[:, part], None if self.scales is None else self.scales[part])
+
+
+def _terms(factor: Factor) -> _Terms:
+    values = factor.values.t().float().contiguous()
+    powers = power_of_two(values).clamp_(min=torch.finfo(factor.dtype).smallest_normal)
+    exponents = (powers.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_BIAS
+    return _Terms(values, exponents.masked_fill_(values == 0, _NO_EXPONENT).to(torch.int8), factor.scales)
+
+
+def power_of_two(values: Tensor) -> Tensor:
+    """The largest power of two up to ``|values|``, FP32 normal numbers; 0 for 0."""
+    return (values.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
+
+
+def truncated(values: Tensor, bits: int) -> Tensor:
+    """FP32 values cut to a significand of so many bits, toward zero."""
+    return (values.view(torch.int32) & -(1 << (_FP32_BITS - bits))).view(torch.float32)
+
+
+def _tile(core: TensorCore, a: _Terms, b: _Terms, interval: int) -> Tensor:
+    """``b a^T``; a running sum is added in FP32 after each ``interval`` products, times the scales of its block."""
+    inner = a.values.shape[0]
+    promoted = torch.zeros(b.values.shape[1], a.values.shape[1])
+    for block, begin in enumerate(range(0, inner, interval)):
+        running = torch.zeros_like(promoted)
+        end = min(begin + interval, inner)
+        for start in range(begin, end, core.products):
+            running = _instruction(core, running, a, b, range(start, min(start + core.products, end)))
+        if a.scales is not None and b.scales is not None:
+            running *= b.scales[:, block, None] * a.scales[:, block]
+        promoted += running
+    return promoted
+
+
+def _instruction(core: TensorCore, running: Tensor, a: _Terms, b: _Terms, products: range) -> Tensor:
+    """The running sum ``[n, m]`` after one instruction."""
+    largest = torch.maximum(_largest_power(a, b, products), power_of_two(running))
+    unit = torch.where(largest > 0, largest, 1.0).mul_(2.0 ** (1 - core.bits))
+    per_unit = unit.reciprocal()
+    # A product is below 4 in units of the largest power: the sum of the integers below is exact up to 2^24 in FP32.
+    fits_fp32 = (core.products + 1) << (core.bits + 1) <= 1 << _FP32_BITS
+    total = (running * per_unit).trunc_().to(torch.float32 if fits_fp32 else torch.float64)
+    term = torch.empty_like(running)
+    for k in products:
+        torch.mul(b.values[k, :, None], a.values[k], out=term)
+        total += term.mul_(per_unit).trunc_()
+    return truncated(_toward_zero(total.mul_(unit)), core.bits)
+
+
+def _largest_power(a: _Terms, b: _Terms, products: range) -> Tensor:
+    """The largest power of two that the exponents of these products stand for, ``[n, m]``; 0 where all are 0."""
+    sums = torch.empty(b.values.shape[1], a.values.shape[1], dtype=torch.int8)
+    largest = torch.full_like(sums, 2 * _NO_EXPONENT)
+    for k in products:
+        torch.add(b.exponents[k, :, None], a.exponents[k], out=sums)
+        torch.maximum(largest, sums, out=largest)
+    powers = ((largest.int() + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)
+    return powers.masked_fill_(largest < _LOWEST_EXPONENT, 0.0)
+
+
+def _toward_zero(values: Tensor) -> Tensor:
+    """FP32 values as they are, FP64 values cut to FP32, lest a rounding up survive the next cut."""
+    if values.dtype == torch.float32:
+        return values
+    nearest = values.float()
+    return torch.where(nearest.double().abs() > values.abs(), torch.nextafter(nearest, torch.zeros(())), nearest)

@@ -1,1 +1,0 @@
-"""How often right ports are rejected: counted on seeds, and at sizes, that no limit was fitted to."""

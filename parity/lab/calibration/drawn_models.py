@@ -1,0 +1,157 @@
+"""Models that nobody chose: right ports of blocks drawn at random, with plain lines between them and a loss behind.
+
+A user's model is none of the cases. These are chains of the zoo's right ports, each side with the same lines of plain
+PyTorch between them, as a port has them between TE's modules. No limit is fitted to them, so that they tell how often a
+right port of a model that parity has never seen is rejected.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.case import Case, Pair
+from parity.inputs import Rng
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.weights import Side, under
+
+COUNT = 60
+SIZE = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4, groups=2)
+_MOST_BLOCKS = 4
+
+# Hosts that read and return ``[batch, seq, hidden]``. A recipe quantizes the first ones.
+_QUANTIZED = (
+    "square_linear",
+    "gelu_mlp",
+    "erf_gelu_mlp",
+    "swiglu_mlp",
+    "clamped_swiglu_mlp",
+    "attention",
+    "interleaved_qkv_attention",
+    "stacked_qkv_attention",
+    "meta_rope_attention",
+    "partial_rope_attention",
+    "gpt_layer",
+    "parallel_layer",
+    "llama_layer",
+)
+_NORMS = ("layernorm", "rmsnorm", "zero_centered_rmsnorm")
+
+
+def _rms_in_fp32(x: Tensor, y: Tensor) -> Tensor:
+    wide = y.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(y)
+
+
+# What stands behind a block, from what it read and what it returned.
+_LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nothing": lambda x, y: y,
+    "residual": lambda x, y: x + y,
+    "scaled residual": lambda x, y: x + 0.5 * y,
+    "gate": lambda x, y: x * torch.sigmoid(y),
+    "larger": torch.maximum,
+    "gelu": lambda x, y: F.gelu(y),
+    "silu": lambda x, y: F.silu(y),
+    "relu": lambda x, y: F.relu(y),
+    "leaky relu": lambda x, y: F.leaky_relu(y, 0.1),
+    "elu": lambda x, y: F.elu(y),
+    "hardswish": lambda x, y: F.hardswish(y),
+    "softplus": lambda x, y: F.softplus(y),
+    "tanh": lambda x, y: torch.tanh(y),
+    "clamp": lambda x, y: y.clamp(-1.0, 1.0),
+    "softmax": lambda x, y: y.softmax(-1) * y.shape[-1],
+    "unit vectors": lambda x, y: F.normalize(y, dim=-1) * y.shape[-1] ** 0.5,
+    "rms in FP32": _rms_in_fp32,
+    "next token": lambda x, y: y.roll(1, 1),
+    "halves exchanged": lambda x, y: torch.cat(y.chunk(2, -1)[::-1], -1),
+    "mean of tokens": lambda x, y: x + y.mean(1, keepdim=True),
+}
+# What the model returns, from the last tokens and, for a loss, a target of their shape.
+_ENDS: dict[str, Callable[[Tensor], Any]] = {
+    "tokens": lambda x: x,
+    "mean": lambda x: x.mean(1),
+    "largest": lambda x: x.amax(1),
+    "tokens and their mean": lambda x: (x, x.mean(1)),
+}
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squared error": lambda x, target: F.mse_loss(x.float(), target.float()).view(1),
+    "cross-entropy": lambda x, target: F.cross_entropy(x.float().flatten(0, 1), target.argmax(-1).flatten()).view(1),
+    "cosine": lambda x, target: F.cosine_similarity(x.float(), target.float(), dim=-1).mean().view(1),
+}
+
+
+class Chain(nn.Module):
+    """Blocks, each with the line behind it, and an end.
+
+    Args:
+        blocks: modules from ``[batch, seq, hidden]`` to the same.
+        calls: how each is called.
+        lines: names in ``_LINES``, one a block.
+        end: a name in ``_ENDS`` or ``_LOSSES``.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        calls: Sequence[Callable[[nn.Module, Tensor], Tensor]],
+        lines: Sequence[str],
+        end: str,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.calls, self.lines, self.end = calls, lines, end
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
+        """``[batch, seq, hidden]``, and a target of the same shape where the end is a loss."""
+        for block, call, line in zip(self.blocks, self.calls, self.lines, strict=True):
+            x = _LINES[line](x, call(block, x))
+        return _ENDS[self.end](x) if target is None else _LOSSES[self.end](x, target)
+
+
+def _drawn(number: int) -> Case:
+    rng = random.Random(f"model {number}")
+    hosts = [rng.choice(_QUANTIZED)]
+    hosts += rng.choices((*_QUANTIZED, *_NORMS), k=rng.randrange(_MOST_BLOCKS))
+    rng.shuffle(hosts)
+    lines = rng.choices(list(_LINES), k=len(hosts))
+    end = rng.choice([*_ENDS, *_LOSSES])
+    return Case(
+        f"model_{number:03}",
+        partial(_pair, hosts, lines, end),
+        sizes=(SIZE,),
+        path=Path(inspect.getfile(_pair)),
+    )
+
+
+def _pair(hosts: Sequence[str], lines: Sequence[str], end: str, te: ModuleType, hidden: int, **size: int) -> Pair:
+    pairs = [HOSTS[host].build(te, {**size, "hidden": hidden, "width": hidden}) for host in hosts]
+    weights: dict[Side, Side] = {}
+    for index, pair in enumerate(pairs):
+        weights |= under(pair.weights, f"blocks.{index}.")
+
+    def inputs(rng: Rng, batch: int, seq: int) -> Any:
+        x = rng.normal(batch, seq, hidden)
+        return (x, rng.normal(batch, seq, hidden)) if end in _LOSSES else x
+
+    return Pair(
+        reference=Chain([pair.reference for pair in pairs], [_call(pair.call_reference) for pair in pairs], lines, end),
+        candidate=Chain([pair.candidate for pair in pairs], [_call(pair.call_candidate) for pair in pairs], lines, end),
+        weights=weights,
+        inputs=inputs,
+    )
+
+
+def _call(call: Callable[..., Any] | None) -> Callable[[nn.Module, Tensor], Tensor]:
+    return call or (lambda module, x: module(x))
+
+
+MODELS = {case.name: case for case in map(_drawn, range(COUNT))}

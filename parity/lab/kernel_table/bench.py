@@ -1,0 +1,267 @@
+"""A kernel call, and what it finds.
+
+TransformerEngine on one kind of kernels, seeded inputs, and results as plain tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu.quantized import float8, formats
+from parity.te import Kernels
+
+# What is called: one kernel on one set of inputs.
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One row, or one for each result, of the table.
+
+    Attributes:
+        family: the section that it belongs to.
+        kernel: its name in ``transformer_engine_torch``.
+        variant: dtypes and options, in words.
+        shapes: of the inputs, in words.
+        run: makes inputs on a bench and calls the kernel; results by name, plain or quantized tensors, or None.
+        quantizer: the one of ``bench.QUANTIZERS`` whose format the GPU must have, or None.
+    """
+
+    family: str
+    kernel: str
+    variant: str
+    shapes: str
+    run: Callable[[Bench], Mapping[str, Any]]
+    quantizer: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells the call from all others."""
+        return f"{self.kernel}: {self.variant}"
+
+
+# The plain tensors that a kernel's results consist of, on the CPU; the dtype of each is the format of its numbers.
+
+
+_SCALE_DTYPES = {"MXFP8Tensor": torch.float8_e8m0fnu, "NVFP4Tensor": torch.float8_e4m3fn}
+
+
+def unpack(results: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every buffer of every result, by name.
+
+    FP8 codes and scales have their own dtype; FP4 codes, of which torch's kernels know nothing, are int8 numbers from
+    -7 to 7 in the order of the values that they stand for, one for each value.
+
+    Args:
+        results: plain tensors, TE quantized tensors, or None, by name.
+    """
+    buffers = ((f"{name} {part}".strip(), buffer) for name, value in results.items() for part, buffer in _parts(value))
+    return {name: buffer.detach().cpu().contiguous() for name, buffer in buffers}
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Tensor]]:
+    if value is None:
+        return
+    entry = formats.of_tensor(value)
+    if entry is not None:
+        yield from _block_scaled(entry, value)
+    elif float8.is_float8_tensor(value):
+        codes = float8.fp8_dtype(value)
+        if value._data is not None:
+            yield "codes", value._data.view(codes)
+        if value._transpose is not None and not value._transpose_invalid:
+            yield "transpose", value._transpose.view(codes)
+        yield "scale_inv", value._scale_inv
+    else:
+        yield "", value
+
+
+def _block_scaled(entry: formats.Format, value: Any) -> Iterator[tuple[str, Tensor]]:
+    for name in entry.buffers:
+        buffer = getattr(value, f"_{name}")
+        if buffer is None:
+            continue
+        if name.endswith("data"):
+            is_fp4 = entry.tensor == "NVFP4Tensor"
+            yield name.replace("data", "codes"), _fp4(buffer) if is_fp4 else buffer.view(float8.fp8_dtype(value))
+        elif name.endswith("scale_inv") and entry.tensor in _SCALE_DTYPES:
+            yield name, buffer.view(_SCALE_DTYPES[entry.tensor])
+        else:
+            yield name, buffer
+
+
+def _fp4(packed: Tensor) -> Tensor:
+    """Two codes a byte, the first in the lower half: a sign, and 3 bits that grow with the magnitude."""
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
+    return torch.where(codes < 8, codes, 8 - codes)
+
+
+# A call's inputs, kept so that the call can be made again on them, without drawing them, to be timed.
+
+
+@dataclass
+class Tape:
+    """The tensors that a call drew, in their order.
+
+    Attributes:
+        kept: copies of what was drawn.
+        again: what the next call gets in place of drawing; None while drawing.
+    """
+
+    kept: list[Tensor] = field(default_factory=list)
+    again: list[Tensor] | None = None
+
+    def next(self, draw: Callable[[], Tensor]) -> Tensor:
+        """A tensor of the call's own, which it may write to: drawn, or what was drawn in this place before."""
+        if self.again is not None:
+            return self.again.pop(0)
+        drawn = draw()
+        self.kept.append(drawn.clone())
+        return drawn
+
+    def rewind(self) -> None:
+        """Let the next call have copies of all that was drawn."""
+        self.again = [tensor.clone() for tensor in self.kept]
+
+
+# What a kernel call finds: TransformerEngine on one kind of kernels, seeded inputs, and quantizers.
+
+
+# By their names in the table.
+HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
+DTYPES = {"FP32": torch.float32, **HALF}
+E4M3, E5M2 = "kFloat8E4M3", "kFloat8E5M2"
+_DELAYED_SCALE = 37.5  # no power of two, so that products round
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where one kernel call is made.
+
+    Attributes:
+        te: ``transformer_engine.pytorch``.
+        tex: ``transformer_engine_torch``, the kernels.
+        device: where they run.
+        generator: on the CPU, whatever the device is, so that inputs are the same on all.
+        tape: of what was drawn.
+    """
+
+    te: ModuleType
+    tex: ModuleType
+    device: torch.device
+    generator: torch.Generator
+    tape: Tape = field(default_factory=Tape)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        """Normal values with mean 0 and standard deviation ``scale``, on the device."""
+        return self._drawn(lambda: (torch.randn(*shape, generator=self.generator) * scale).to(dtype))
+
+    def wide(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal values times powers of two from 2**-6 to 2**5, another each: blocks get scales of their own."""
+
+        def draw() -> Tensor:
+            exponents = torch.randint(-6, 6, shape, generator=self.generator)
+            return torch.ldexp(torch.randn(*shape, generator=self.generator), exponents).to(dtype)
+
+        return self._drawn(draw)
+
+    def coin(self, *shape: int) -> Tensor:
+        """True with probability 1/4, on the device."""
+        return self._drawn(lambda: torch.rand(*shape, generator=self.generator) < 0.25)
+
+    def integers(self, *shape: int, high: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """From 0 to ``high`` - 1, on the device."""
+        return self._drawn(lambda: torch.randint(high, shape, generator=self.generator).to(dtype))
+
+    def orders(self, rows: int, count: int) -> Tensor:
+        """INT64 ``[rows, count]``: the numbers from 0 to ``count`` - 1, in another order in each row, on the device."""
+        return self._drawn(lambda: torch.rand(rows, count, generator=self.generator).argsort(1))
+
+    def fixed(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """These values, on the device."""
+        return self._drawn(lambda: torch.tensor(values, dtype=dtype))
+
+    def padding(self, lengths: Sequence[int], longest: int) -> Tensor:
+        """``[batch, longest]``, True from each sequence's length on."""
+        return self.fixed(lengths, torch.int64)[:, None] <= torch.arange(longest, device=self.device)
+
+    def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+        return self.tape.next(lambda: draw().to(self.device))
+
+    def angles(self, positions: int, features: int) -> Tensor:
+        """RoPE's angles in radians, ``[positions, 1, 1, features]``, made on the CPU: no two devices need agree."""
+
+        def draw() -> Tensor:
+            half = torch.arange(0, features, 2).double()
+            angle = torch.outer(torch.arange(positions).double(), torch.exp(-math.log(10000.0) * half / features))
+            return torch.cat([angle, angle], dim=-1)[:, None, None].float()
+
+        return self._drawn(draw)
+
+    def dtype(self, dtype: torch.dtype) -> Any:
+        """TE's name of a torch dtype."""
+        return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
+
+    def quantizer(self, name: str, codes: str = E4M3) -> Any:
+        """A TE quantizer for both directions, by its name in ``QUANTIZERS``; ``codes`` is E4M3 or E5M2."""
+        return QUANTIZERS[name].make(self, getattr(self.tex.DType, codes))
+
+    def why_unavailable(self, quantizer: str) -> str | None:
+        """TE's reason why this GPU has not the format of a quantizer, or None if it has it."""
+        available, reason = getattr(self.te, QUANTIZERS[quantizer].available)(return_reason=True)
+        return None if available else reason
+
+
+def bench(kernels: Kernels, seed: int) -> Bench:
+    """A bench on these kernels; the same seed makes the same inputs on all."""
+    tex = importlib.import_module("transformer_engine_torch")
+    return Bench(kernels.te, tex, kernels.device, torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class QuantizerKind:
+    """How a quantizer is made, for given codes, and the name of TE's function that says if the GPU has its format."""
+
+    make: Callable[[Bench, Any], Any]
+    available: str
+
+
+def _delayed(bench: Bench, codes: Any) -> Any:
+    scale = torch.full((1,), _DELAYED_SCALE, device=bench.device)
+    return bench.te.Float8Quantizer(scale=scale, amax=torch.zeros_like(scale), fp8_dtype=codes)
+
+
+def _current(bench: Bench, codes: Any, **options: Any) -> Any:
+    return bench.te.Float8CurrentScalingQuantizer(codes, bench.device, **options)
+
+
+def _block(bench: Bench, codes: Any, dimensions: int) -> Any:
+    return bench.te.Float8BlockQuantizer(codes, rowwise=True, columnwise=True, block_scaling_dim=dimensions)
+
+
+def _hadamard(bench: Bench, codes: Any) -> Any:
+    return bench.te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+
+
+QUANTIZERS = {
+    "fp8_delayed": QuantizerKind(_delayed, "is_fp8_available"),
+    "fp8_current": QuantizerKind(_current, "is_fp8_available"),
+    "fp8_current, power-of-two scales": QuantizerKind(
+        lambda bench, codes: _current(bench, codes, force_pow_2_scales=True), "is_fp8_available"
+    ),
+    "fp8_block 1x128": QuantizerKind(lambda bench, codes: _block(bench, codes, 1), "is_fp8_block_scaling_available"),
+    "fp8_block 128x128": QuantizerKind(lambda bench, codes: _block(bench, codes, 2), "is_fp8_block_scaling_available"),
+    "mxfp8": QuantizerKind(lambda bench, codes: bench.te.MXFP8Quantizer(codes), "is_mxfp8_available"),
+    "nvfp4": QuantizerKind(lambda bench, codes: bench.te.NVFP4Quantizer(), "is_nvfp4_available"),
+    "nvfp4 16x16": QuantizerKind(
+        lambda bench, codes: bench.te.NVFP4Quantizer(with_2d_quantization=True), "is_nvfp4_available"
+    ),
+    "nvfp4, Hadamard transform": QuantizerKind(_hadamard, "is_nvfp4_available"),
+}

@@ -1,0 +1,250 @@
+"""The table.
+
+How far the CPU kernels are from the compiled ones for each result of each call, drawn as markdown and kept as JSON
+lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import relative_l2
+from parity.lab.kernel_table.bench import KernelCall
+from parity.lab.kernel_table.catalogue import NOT_CALLED
+from parity.lab.kernel_table.measure import Outcome
+from parity.report import environment as environments
+from parity.report.environment import Environment
+from parity.report.numbers import short
+from parity.report.tables import markdown_table
+
+# How far two tensors of one dtype are apart: elements that differ in a bit, numbers in between, and in norm.
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """
+    Attributes:
+        elements: of either tensor.
+        different: how many of them differ in a bit.
+        max_ulps: the largest distance of two elements, counted in representable numbers: neighbours are 1 apart, both
+            zeros are one number, and so are all NaNs. Infinite where one element is NaN and the other is not.
+        relative: the Euclidean norm of the difference over that of the first tensor, where both are finite; 0 for equal
+            tensors, infinite if only the first is all zero, NaN for integers, which may be names and not amounts.
+    """
+
+    elements: int
+    different: int
+    max_ulps: float
+    relative: float
+
+
+def measure(x: Tensor, y: Tensor) -> Distance:
+    """The distance of two tensors of the same shape and dtype: floating-point, FP8 and E8M0 included, or integers.
+
+    Raises:
+        ValueError: if shapes or dtypes differ.
+    """
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(f"{x.dtype} {list(x.shape)} cannot be compared with {y.dtype} {list(y.shape)}")
+    different = int((_bits(x) != _bits(y)).sum())
+    relative = _relative(x, y)
+    x_nan, y_nan = _is_nan(x), _is_nan(y)
+    steps = (ordinal(x) - ordinal(y)).abs().masked_fill(x_nan & y_nan, 0)
+    if bool((x_nan != y_nan).any()):
+        return Distance(x.numel(), different, math.inf, relative)
+    return Distance(x.numel(), different, float(steps.max()) if x.numel() else 0.0, relative)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    if not x.dtype.is_floating_point:
+        return math.nan
+    exact, other = (values.float().double() if values.element_size() < 8 else values for values in (x, y))
+    finite = exact.isfinite() & other.isfinite()
+    return relative_l2(float((other - exact)[finite].norm()), float(exact[finite].norm()))
+
+
+def ordinal(values: Tensor) -> Tensor:
+    """INT64: the place of each number among those of its dtype; zeros have 0, the smallest positive number has 1."""
+    bits = _bits(values).long()
+    if values.dtype is torch.float8_e8m0fnu or not values.dtype.is_floating_point:
+        return bits
+    sign = 1 << (8 * values.element_size() - 1)
+    return torch.where((bits & sign) != 0, -(bits & (sign - 1)), bits)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.element_size()]) if values.dtype.is_floating_point else values
+
+
+def _is_nan(values: Tensor) -> Tensor:
+    if not values.dtype.is_floating_point:
+        return torch.zeros(values.shape, dtype=torch.bool)
+    return values.float().isnan()
+
+
+# The table as JSON lines, a line a result, for those who want to compute with it.
+
+
+Entry = dict[str, Any]
+
+
+def write(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str, file: Path) -> None:
+    """The environment's line, then one for each result, or for each call that made none.
+
+    Args:
+        comparisons: the table.
+        environment: of the process with the reference's kernels.
+        emulated_gpu: the GPU that the CPU kernels emulated.
+        file: written anew.
+    """
+    lines: list[Entry] = [{"environment": environments.to_json(environment), "emulated_gpu": emulated_gpu}]
+    lines += [line for comparison in comparisons for line in _lines(comparison)]
+    text = "".join(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n" for line in lines)
+    file.write_text(text, encoding="utf-8")
+
+
+def read(file: Path) -> list[Entry]:
+    """The results' lines; a distance that is infinite or no number is None."""
+    return [line for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()) if "kernel" in line]
+
+
+def verdict(entries: Sequence[Entry]) -> str:
+    """How many results are equal to the bit, the farthest of the others, and what could not be compared."""
+    compared = [entry for entry in entries if entry["why_none"] is None]
+    equal = sum(entry["different"] == 0 for entry in compared)
+    parts = [f"{equal} of {len(compared)} results equal to the bit"]
+    apart = [entry for entry in compared if entry["relative"]]
+    if apart:
+        farthest = max(apart, key=lambda entry: entry["relative"])
+        name = f"{farthest['kernel']} ({farthest['variant']}, {farthest['result']})"
+        parts.append(f"the farthest is {short(farthest['relative'])} away: {name}")
+    if len(entries) > len(compared):
+        parts.append(f"{len(entries) - len(compared)} could not be compared")
+    return "; ".join(parts)
+
+
+def _lines(comparison: Comparison) -> Iterator[Entry]:
+    call = comparison.call
+    named = {"family": call.family, "kernel": call.kernel, "variant": call.variant, "shapes": call.shapes}
+    nothing = {"elements": None, "different": None, "max_ulps": None, "relative": None}
+    if comparison.why_none is not None:
+        yield {**named, "result": None, **nothing, "gpu_seconds": None, "why_none": comparison.why_none}
+    for name, distance in comparison.distances.items():
+        figures = nothing if isinstance(distance, str) else _figures(distance)
+        why = distance if isinstance(distance, str) else None
+        yield {**named, "result": name, **figures, "gpu_seconds": comparison.seconds, "why_none": why}
+
+
+def _figures(distance: Distance) -> Entry:
+    return {
+        "elements": distance.elements,
+        "different": distance.different,
+        "max_ulps": distance.max_ulps if math.isfinite(distance.max_ulps) else None,
+        "relative": distance.relative if math.isfinite(distance.relative) else None,
+    }
+
+
+# Draws the table: for each result of each call, how far the CPU kernels are from the real ones.
+
+
+_HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps", "relative", "GPU µs")
+_TRIAL = "**A trial without a GPU: both sides are the CPU kernels, in two processes. It says nothing about real ones.**"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One call on both kinds of kernels.
+
+    Attributes:
+        distances: by the name of a buffer, how far the two are apart, or why that cannot be said.
+        why_none: why there are no distances at all, or None.
+        seconds: of the GPU for the call, or None.
+    """
+
+    call: KernelCall
+    distances: dict[str, Distance | str]
+    why_none: str | None = None
+    seconds: float | None = None
+
+
+def compare(call: KernelCall, real: Outcome, emulated: Outcome) -> Comparison:
+    """The distances of two outcomes of one call."""
+    for side, outcome in (("GPU", real), ("CPU", emulated)):
+        if outcome.error is not None:
+            return Comparison(call, {}, f"{side}: {outcome.error}")
+    names = list(dict.fromkeys([*real.buffers, *emulated.buffers]))
+    return Comparison(call, {name: _distance(name, real, emulated) for name in names}, seconds=real.seconds)
+
+
+def _distance(name: str, real: Outcome, emulated: Outcome) -> Distance | str:
+    if name not in emulated.buffers:
+        return "on the GPU only"
+    if name not in real.buffers:
+        return "on the CPU only"
+    try:
+        return measure(real.buffers[name], emulated.buffers[name])
+    except ValueError as error:
+        return str(error)
+
+
+def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str) -> str:
+    """The report, markdown.
+
+    Args:
+        environment: of the process with the real kernels.
+        emulated_gpu: the GPU that the CPU kernels emulated.
+    """
+    made = list(comparisons)
+    facts = {**environment.facts, "emulated GPU": emulated_gpu}
+    parts = [
+        "# CPU kernels against TransformerEngine's",
+        *(() if environment.backend == "gpu" else (_TRIAL,)),
+        "Made by `parity kernels`: the same inputs for the compiled kernels on the GPU and for the CPU kernels. "
+        "*Equal to the bit* is the fraction of elements; *max ulps* counts the numbers of the result's own format from "
+        "one result to the other; *relative* is the difference in the Euclidean norm. The time is the GPU's for the "
+        "whole call as the table makes it, a forward pass before its backward one and the casts of quantized operands "
+        "included. Sums differ in the order of their terms, so GEMMs, norms and bias gradients need not "
+        "be equal; casts, scales and amaxes of equal inputs are.",
+        markdown_table(facts.items(), ("environment", "")),
+    ]
+    for family, group in itertools.groupby(made, lambda comparison: comparison.call.family):
+        parts += [f"## {family}", markdown_table([row for comparison in group for row in _rows(comparison)], _HEADERS)]
+    missing = [(c.call.kernel, c.call.variant, c.why_none) for c in made if c.why_none is not None]
+    parts += ["## Not compared", markdown_table(missing, ("kernel", "variant", "why")) if missing else "None."]
+    parts += ["## CPU kernels that the table leaves out", markdown_table(NOT_CALLED.items(), ("kernel", "why"))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    call = comparison.call
+    for name, distance in comparison.distances.items():
+        if isinstance(distance, str):
+            yield call.kernel, call.variant, call.shapes, name, distance, "-", "-", "-"
+            continue
+        figures = fraction(distance), ulps(distance), short(distance.relative)
+        time = "-" if comparison.seconds is None else f"{1e6 * comparison.seconds:.1f}"
+        yield call.kernel, call.variant, call.shapes, name, *figures, time
+
+
+def fraction(distance: Distance) -> str:
+    """The fraction of equal elements, in percent; only what is wholly equal shows as 100."""
+    if distance.different == 0:
+        return "100 %"
+    percent = 100 * (1 - distance.different / distance.elements)
+    return f"{math.floor(1000 * percent) / 1000:.3f} %"
+
+
+def ulps(distance: Distance) -> str:
+    return "NaN on one side" if math.isinf(distance.max_ulps) else f"{distance.max_ulps:.0f}"

@@ -1,0 +1,249 @@
+"""The record of runs: a JSON line for each that is finished, so that what was interrupted goes on where it stopped.
+
+A line of its own, before the results that it holds for, names the code that computed them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from parity.report.environment import cpu_model, gpu_name
+
+# Which code computes a study's results: a checksum of each module of parity that they depend on.
+#
+# A result is kept until it is asked for with other settings, also when the code that computed it changes afterwards. So
+# the record names that code, and a person who resumes it is told.
+
+
+PACKAGE = "parity"
+# What keeps results and names where they come from has no part in them.
+_NO_PART = ("parity.lab.record", "parity.user_error", "parity.cpu.user_error")
+
+
+@functools.cache
+def code_of(module: str) -> Mapping[str, str]:
+    """Checksums of a module and of all that it and they import at their top level; torch's version, and the machine.
+
+    A study imports what draws its report inside of the function that does: reports are drawn from the record each
+    time, so a change of theirs is none of the results. Nor are changes of comments, docstrings or formatting.
+
+    Args:
+        module: name of one of parity's.
+    """
+    found: dict[str, str] = {}
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        path = None if name in found or name in _NO_PART else _path(name)
+        if path is not None:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            pending += _imported(tree)
+            found[name] = checksum(tree)
+    machine = gpu_name() if torch.cuda.is_available() else cpu_model()
+    return {"torch": torch.__version__, "machine": machine} | dict(sorted(found.items()))
+
+
+def checksum(tree: ast.Module) -> str:
+    """Of a module's statements without docstrings; the same for the same statements, however they are written."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return f"{zlib.crc32(ast.unparse(tree).encode()):08x}"
+
+
+def changes_of_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names of what is not what it was."""
+    return [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Names of parity that a module imports at its top level: modules, and what may be one."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] == PACKAGE)
+
+
+def _path(name: str) -> Path | None:
+    """Where a module's source lies; None for what is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a name inside of a module
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+# The record of a study: a JSON line for each finished run, so that an interrupted study goes on where it stopped.
+#
+# A line of its own, before the results that it holds for, names the code that computed them (``provenance``).
+
+
+Code = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A result with its run's name, the code that computed it (None if the record does not say) and its line."""
+
+    key: str
+    result: Any
+    code: Code | None
+    line: str
+
+
+@dataclass(frozen=True)
+class Outdated:
+    """Results of a record that other code computed than would now.
+
+    Attributes:
+        results: how many.
+        of: how many results there are.
+        unnamed: of how many the record does not name the code.
+        changed: names of what has changed since the others.
+    """
+
+    results: int
+    of: int
+    unnamed: int
+    changed: tuple[str, ...]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What finished runs gave, by their key; a last line that an interruption cut short is left out."""
+    return {entry.key: entry.result for entry in _entries(path)}
+
+
+def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = None) -> None:
+    """Add a finished run; it is in the file when this returns.
+
+    Args:
+        path: of the record; its folder is made.
+        run: everything that the result depends on.
+        result: plain data.
+        code: that computed it, of ``provenance.of``; written where it is not that of the result before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.dumps({"run": run, "result": result})]
+    if code is not None and code != _last_code(text):
+        lines.insert(0, json.dumps({"code": code}))
+    cut_short = text != "" and not text.endswith("\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut_short else "") + "".join(line + "\n" for line in lines))
+
+
+def outdated(path: Path, code: Code) -> Outdated | None:
+    """Which results were computed by other code than this, or None if all are of this or there is no record."""
+    latest = {entry.key: entry for entry in _entries(path)}
+    others = [entry for entry in latest.values() if entry.code != code]
+    if not others:
+        return None
+    changed = {name: None for entry in others if entry.code for name in changes_of_code(entry.code, code)}
+    return Outdated(len(others), len(latest), sum(entry.code is None for entry in others), tuple(changed))
+
+
+def forget_outdated(path: Path, code: Code) -> None:
+    """Leave only the results that this code computed, so that a study computes the others again."""
+    kept = [entry.line for entry in _entries(path) if entry.code == code]
+    text = "".join(line + "\n" for line in [json.dumps({"code": code}), *kept])
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text if kept else "", encoding="utf-8")
+    beside.replace(path)  # an interruption leaves the one or the other, and no half
+
+
+def _entries(path: Path) -> Iterator[_Entry]:
+    code = None
+    for line, content in _lines(path):
+        if "code" in content:
+            code = content["code"]
+        else:
+            yield _Entry(key_of(content["run"]), content["result"], code, line)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield line, json.loads(line)
+        except ValueError:
+            continue
+
+
+def _last_code(text: str) -> Code | None:
+    for line in reversed(text.splitlines()):
+        if line.startswith('{"code":'):
+            with suppress(ValueError):  # an interruption cut it short
+                code: Code = json.loads(line)["code"]
+                return code
+    return None
+
+
+def key_of(run: Mapping[str, Any]) -> str:
+    """A run's name: everything that its result depends on, as sorted JSON."""
+    return json.dumps(run, sort_keys=True)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A checksum of what a run starts from; as part of its name it keeps runs on other data from being taken for it."""
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)
+    return checksum
+
+
+# The runs of a study that its record lacks, made one after the other, so that an interrupted study goes on.
+
+
+Run = TypeVar("Run", bound=Hashable)
+Identity = Callable[[Run], Mapping[str, Any]]
+
+
+def make_missing(
+    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str, code: Code
+) -> None:
+    """Make the runs that the record lacks, and append each when it is finished.
+
+    Args:
+        path: of the record.
+        runs: of the study, in the order in which they are made.
+        identity: all that a run's result depends on, see ``record.key``.
+        make: the result of a run, as JSON types.
+        doing: what the progress bar says.
+        code: that makes them, of ``provenance.of``.
+    """
+    finished = read(path)
+    pending = [run for run in runs if key_of(identity(run)) not in finished]
+    for run in track(pending, doing, console=Console(stderr=True), disable=not pending):
+        append(path, identity(run), make(run), code)
+
+
+def recorded(path: Path, runs: Iterable[Run], identity: Identity[Run]) -> dict[Run, Any]:
+    """The results of those runs that the record has, as JSON types."""
+    finished = read(path)
+    return {run: finished[key] for run in runs if (key := key_of(identity(run))) in finished}
+
+
+def completed(
+    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str, code: Code
+) -> dict[Run, Any]:
+    """The results of all these runs, made where the record lacks them; arguments as for ``make_missing``."""
+    every = list(runs)
+    make_missing(path, every, identity, make, doing, code)
+    return recorded(path, every, identity)

@@ -1,0 +1,94 @@
+"""Which studies there are, and their options as a person writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from parity.user_error import UserError
+
+STUDIES = {
+    "expected_error": "Which error is normal: by TE module and precision, over width, length and depth.",
+    "flops": "FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case.",
+    "flash_stability": "How far flash attention deviates from baseline attention, and which rounding does it.",
+    "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
+    "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
+    "query_key_scale": "Where to scale queries and keys: overflow and error by magnitude, head width and dtype.",
+    "softmax_precision": "Softmax in FP16, BF16 and FP32: error, overflow, gradient and cost by the size of scores.",
+    "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",
+    "training_drift": "How far flash attention, low precision and TE move the weights that training ends with.",
+}
+
+_ANSWERS = ("yes", "no")
+
+
+def load(name: str) -> ModuleType:
+    """A study's module.
+
+    Raises:
+        UserError: if there is no such study, or a library that studies need is not installed.
+    """
+    if name not in STUDIES:
+        raise UserError(f"there is no study {name!r}; there are {', '.join(STUDIES)}")
+    for library in ("matplotlib", "scipy"):
+        if importlib.util.find_spec(library) is None:
+            raise UserError(f"studies need {library}: pip install 'te-parity[studies]'")
+    return importlib.import_module(f"parity.lab.studies.{name}.study")
+
+
+def with_options(settings: Any, options: Sequence[str]) -> Any:
+    """A study's settings with options such as ``steps=20`` or ``models=gpt,llama``, parsed as the default's type.
+
+    Numbers whose defaults are all positive, sizes and counts, must be so; of others, none below 0 unless a default is.
+
+    Args:
+        settings: a dataclass instance whose fields are numbers, strings, tuples of either, or yes and no.
+        options: ``field=value``; the elements of a tuple are separated by commas, and count once.
+
+    Raises:
+        UserError: for a field that is not there, or a value that is not of its type or range.
+    """
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    chosen: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if name not in fields or not equals:
+            known = ", ".join(f"{field}={_written(value)}" for field, value in fields.items())
+            raise UserError(f"{option!r} is no option of this study; its options and their values are {known}")
+        try:
+            chosen[name] = _parsed(text, fields[name])
+        except ValueError:
+            raise UserError(f"{option!r}: {text!r} cannot stand where {_written(fields[name])!r} does") from None
+        _check_range(option, chosen[name], fields[name])
+    return dataclasses.replace(settings, **chosen)
+
+
+def _parsed(text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return _ANSWERS.index(text) == 0
+    if isinstance(default, tuple):
+        return tuple(dict.fromkeys(type(default[0])(element) for element in text.split(",")))
+    return type(default)(text)
+
+
+def _check_range(option: str, value: Any, default: Any) -> None:
+    values, defaults = (x if isinstance(x, tuple) else (x,) for x in (value, default))
+    if isinstance(defaults[0], str | bool):
+        return
+    if not all(math.isfinite(each) for each in values):
+        raise UserError(f"{option!r}: a finite number must stand there")
+    if min(defaults) > 0 >= min(values):
+        raise UserError(f"{option!r}: a number above 0 must stand there")
+    if min(defaults) == 0 > min(values):
+        raise UserError(f"{option!r}: a number from 0 on must stand there")
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return _ANSWERS[0] if value else _ANSWERS[1]
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

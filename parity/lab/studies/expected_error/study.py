@@ -1,0 +1,319 @@
+"""Expected margin of error: how far a faithful port is from FP64, by TE module, precision, width, length and depth.
+
+TransformerEngine issue 407 asks which differences are normal. Here each module is measured (TE on its kernels) and
+predicted (``parity.rounding``, which knows nothing of TE) over its hidden size, its sequence length and the number of
+modules in a row; a power law in the three is fitted; and the error is taken apart by making each kind of rounding
+alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity import te
+from parity.cases import mlp
+from parity.cpu.products import tensor_cores
+from parity.declaring.validate import CheckedSize
+from parity.inputs import Rng
+from parity.lab import record
+from parity.lab.studies.expected_error import issue_407
+from parity.lab.studies.expected_error.issue_407 import Drawn
+from parity.lab.studies.over_seeds import Law, Sizes, fit, pooled_relative_l2
+from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
+from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed
+from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
+from parity.precision import PRECISIONS, Precision
+from parity.prepare import Prepared, prepare
+from parity.rounding.parts import PARTS
+from parity.te import Kernels
+from parity.user_error import UserError
+
+RECORD = "expected_error.jsonl"
+KINDS = ("output", "input gradient", "weight gradient")
+ISSUE_407 = "issue_407"
+ISSUE_407_SHAPE = Shape(hidden=512, seq=1024)
+# How a run computes: TE; TE with a Hopper's short sums; the rounding model with all its roundings, with those
+# of one part alone, and with none, which leaves the sums in FP32.
+TE, SHORT_SUMS, MODEL, SUMS = "te", "te, short sums", "model", "sums"
+ALONE = (*sorted(PARTS), SUMS)
+NOTHING_LEFT = 0.5  # a relative error from which on there is nothing left to grow: that of two unrelated values is 1.4
+PER_TENSOR = ("fp8_delayed", "fp8_current")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        modules: names of ``te_modules.MODULES``.
+        precisions: names of ``parity.precision.PRECISIONS``.
+        hidden, seq, depth: the sizes that the others are measured by.
+        hiddens, seqs, depths: that each of them takes in its turn.
+        held_out_hidden, held_out_seq, held_out_depth: sizes that the law is to predict and was not fitted to.
+        parts: whether the error is also taken apart.
+        seeds: how many, from 0, at the sizes that others are measured by; elsewhere seed 0 alone.
+        issue_seeds: draws of issue 407's weights and input, whose sums of outputs are placed among each other.
+    """
+
+    modules: tuple[str, ...] = tuple(MODULES)
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    hidden: int = 256
+    seq: int = 128
+    depth: int = 1
+    hiddens: tuple[int, ...] = (128, 256, 512, 1024)
+    seqs: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    held_out_hidden: int = 512
+    held_out_seq: int = 256
+    held_out_depth: int = 4
+    parts: bool = True
+    seeds: int = 2
+    issue_seeds: int = 200
+
+
+FULL = Settings()
+QUICK = Settings(
+    modules=("linear", "layernorm_mlp_swiglu", "dot_product_attention", "transformer_layer_llama"),
+    hidden=128,
+    seq=64,
+    hiddens=(128, 256),
+    seqs=(64, 128),
+    depths=(1, 2, 4),
+    held_out_hidden=256,
+    held_out_seq=128,
+    held_out_depth=2,
+    seeds=1,
+    issue_seeds=8,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One module computed in one way.
+
+    Attributes:
+        module: name of ``te_modules.MODULES``, or ``ISSUE_407``.
+        shape: of the module.
+        precision: name.
+        way: ``TE``, ``SHORT_SUMS``, ``MODEL`` or one of ``ALONE``.
+        seed: of weights, inputs and output gradients.
+    """
+
+    module: str
+    shape: Shape
+    precision: str
+    way: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The error of a run.
+
+    Attributes:
+        relative_l2: by kind of tensor, all tensors of a kind taken together; without the kinds that a module lacks.
+        max_abs: the largest error of an output.
+        gpu: that TE ran on or was emulated; empty for the rounding model.
+    """
+
+    relative_l2: Mapping[str, float]
+    max_abs: float
+    gpu: str = ""
+
+
+Results = Mapping[Run, Measured]
+
+
+def run(settings: Settings, folder: Path) -> Path:
+    """Measure what the folder's record lacks, then write ``expected_error.md`` and its plots there.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: for a module or precision that there is not, and for sizes that a module cannot have.
+    """
+    from parity.lab.studies.expected_error import report
+
+    check(settings)
+    kernels = te.kernels()
+    missing = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.precisions}
+    missing = {name: reason for name, reason in missing.items() if reason is not None}
+    able = dataclasses.replace(settings, precisions=tuple(name for name in settings.precisions if name not in missing))
+    measure_missing(able, folder, kernels)
+    return report.write(results(able, folder, kernels), draws(able, folder, kernels), missing, able, kernels, folder)
+
+
+def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
+    """Make the runs that the folder's record lacks, and append each when it is finished."""
+    record.make_missing(
+        folder / RECORD,
+        runs(settings, kernels),
+        functools.partial(identity, kernels=kernels),
+        lambda entry: dataclasses.asdict(measure(entry, kernels)),
+        "measuring",
+        record.code_of(__name__),
+    )
+
+
+def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
+    """All runs of the settings, from the record."""
+    recorded = record.recorded(folder / RECORD, runs(settings, kernels), functools.partial(identity, kernels=kernels))
+    return {entry: Measured(**result) for entry, result in recorded.items()}
+
+
+def draws(settings: Settings, folder: Path, kernels: Kernels) -> list[Drawn]:
+    """Draw issue 407 as often as the folder's record lacks, and return all draws."""
+    found = record.completed(
+        folder / RECORD,
+        range(settings.issue_seeds),
+        functools.partial(issue_407.identity, kernels=kernels),
+        lambda seed: dataclasses.asdict(issue_407.draw(seed, kernels)),
+        "drawing issue 407",
+        record.code_of(__name__),
+    )
+    return [Drawn(**drawn) for drawn in found.values()]
+
+
+def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:
+    """All runs, those next to each other that share a golden value."""
+    for name in settings.modules:
+        for shape in (*sweep(name, settings), held_out(name, settings)):
+            is_base = shape == base(settings)
+            is_taken_apart = is_base and settings.parts
+            for seed in range(settings.seeds if is_base else 1):
+                for precision in settings.precisions:
+                    yield from (Run(name, shape, precision, way, seed) for way in (TE, MODEL))
+                    if is_taken_apart:
+                        yield from (Run(name, shape, precision, way, seed) for way in ALONE)
+                        if precision in PER_TENSOR and kernels.backend == "cpu":
+                            yield Run(name, shape, precision, SHORT_SUMS, seed)
+    for seed in range(settings.seeds):
+        for precision in settings.precisions:
+            yield from (Run(ISSUE_407, ISSUE_407_SHAPE, precision, way, seed) for way in (TE, MODEL))
+
+
+def base(settings: Settings) -> Shape:
+    """The shape that others are measured by."""
+    return Shape(settings.hidden, settings.seq, settings.depth)
+
+
+def sweep(name: str, settings: Settings) -> list[Shape]:
+    """A module's shapes: one size varies while the others stay; depth only where a module is stackable."""
+    middle = base(settings)
+    depths = settings.depths if MODULES[name].stackable else ()
+    shapes = [
+        middle,
+        *(dataclasses.replace(middle, hidden=hidden) for hidden in settings.hiddens),
+        *(dataclasses.replace(middle, seq=seq) for seq in settings.seqs),
+        *(dataclasses.replace(middle, depth=depth) for depth in depths),
+    ]
+    return list(dict.fromkeys(shapes))
+
+
+def held_out(name: str, settings: Settings) -> Shape:
+    """A shape that no law is fitted to."""
+    depth = settings.held_out_depth if MODULES[name].stackable else settings.depth
+    return Shape(settings.held_out_hidden, settings.held_out_seq, depth)
+
+
+def measure(entry: Run, kernels: Kernels) -> Measured:
+    """Compute a module in one way, and compare with FP64."""
+    precision = PRECISIONS[entry.precision]
+    case, checked = placed(entry.module, entry.shape) if entry.module != ISSUE_407 else _ISSUE_407
+    prepared = prepare(case, checked, precision.dtype, entry.seed, kernels)
+    golden = tensors_of(prepared.golden)
+    if entry.way not in (TE, SHORT_SUMS):
+        return _measured(_modelled(prepared, precision, entry.way), golden)
+
+    torch.manual_seed(entry.seed)  # of stochastic rounding
+    sums = tensor_cores.emulated() if entry.way == SHORT_SUMS else nullcontext()
+    with gpu_with(precision, kernels) as gpu, sums:
+        tensors, _ = run_candidate(case, checked, prepared, precision, entry.seed, kernels)
+    return dataclasses.replace(_measured(tensors, golden), gpu=gpu)
+
+
+def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str = "output") -> float:
+    """The relative error over all seeds, in the mean square; NaN for what was not measured."""
+    errors = [
+        each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
+    ]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else math.nan
+
+
+def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) -> list[Measured]:
+    """One kind of run, at each seed."""
+    runs_by_seed = (found.get(Run(name, shape, precision, way, seed)) for seed in itertools.count())
+    return list(itertools.takewhile(lambda measured: measured is not None, runs_by_seed))  # type: ignore[arg-type]
+
+
+def law(
+    found: Results, settings: Settings, name: str, precision: str, way: str = TE, kind: str = "output"
+) -> Law | None:
+    """How a module's error grows over its sweep while it is below ``NOTHING_LEFT``; None where there is no error."""
+    points = [(sizes_of(shape), mean(found, name, shape, precision, way, kind)) for shape in sweep(name, settings)]
+    growing = [(sizes, error) for sizes, error in points if error < NOTHING_LEFT]
+    return fit(growing, sizes_of(base(settings)), perhaps_exponential=["depth"])
+
+
+def sizes_of(shape: Shape) -> Sizes:
+    """A shape as a law takes it."""
+    return dataclasses.asdict(shape)
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that cannot be run.
+
+    Raises:
+        UserError: names the field and what it may hold.
+    """
+    check_names("modules", settings.modules, MODULES)
+    check_names("precisions", settings.precisions, PRECISIONS)
+    for hidden in (settings.hidden, *settings.hiddens, settings.held_out_hidden):
+        if hidden < 1 or hidden % 128:
+            raise UserError(f"hiddens: {hidden} is no multiple of 128, which heads of 64 in groups of two make up")
+    for seq in (settings.seq, *settings.seqs, settings.held_out_seq):
+        if seq < 1 or seq % 32:
+            raise UserError(f"seqs: {seq} is no multiple of 32, which block-scaled GEMMs sum over")
+    if min(settings.depth, settings.held_out_depth, settings.seeds, *settings.depths) < 1:
+        raise UserError("depths and seeds count from 1")
+    if settings.depth != 1 and not all(MODULES[name].stackable for name in settings.modules):
+        raise UserError("depth: only modules that can be stacked have another depth than 1")
+
+
+_ISSUE_407 = (dataclasses.replace(mlp.issue_407, probe=False), CheckedSize(mlp.issue_407.sizes[0], ISSUE_407))
+
+
+def _modelled(prepared: Prepared, precision: Precision, way: str) -> Tensors:
+    parts = PARTS if way == MODEL else PARTS & {way}
+    rounding = dataclasses.replace(precision.rounding, parts=parts)
+    return model_tensors(prepared, rounding, AS_TE)
+
+
+def _measured(tensors: Tensors, golden: Tensors) -> Measured:
+    errors = [tensors[key].double() - truth for key, truth in golden.items() if key[0] == "output"]
+    return Measured(
+        relative_l2=pooled_relative_l2(tensors, golden),
+        max_abs=max(error.abs().max().item() for error in errors),
+    )
+
+
+def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
+    """All that a run's result depends on."""
+    named = dataclasses.asdict(entry) | {"start": record.fingerprint([Rng(entry.seed).normal(16)])}
+    if entry.way in (TE, SHORT_SUMS):
+        return named | {"kernels": kernels.backend, "te": _te_version()}
+    return named | {"freedom": dataclasses.asdict(AS_TE)}
+
+
+_te_version = functools.cache(te.version)  # reads a file

@@ -1,0 +1,226 @@
+"""What many runs tell together.
+
+The interval of a mean over seeds, errors of tensors taken together, and how an error grows with sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import stats
+
+from parity.errors import relative_l2
+from parity.passes import Tensors
+from parity.report.numbers import short
+
+# The error of all tensors of a kind taken together: a bias whose gradient is nearly 0 does not stand for a module.
+
+
+def pooled_relative_l2(tensors: Tensors, golden: Tensors) -> dict[str, float]:
+    """``|error| / |golden|`` by kind of tensor, as if all tensors of a kind were one."""
+    errors = {key: tensors[key].double() - truth for key, truth in golden.items()}
+    kinds = dict.fromkeys(kind for kind, _ in golden)
+    return {kind: relative_l2(_norm(errors, kind), _norm(golden, kind)) for kind in kinds}
+
+
+def _norm(tensors: Tensors, kind: str) -> float:
+    return math.hypot(*(tensor.norm().item() for (of_kind, _), tensor in tensors.items() if of_kind == kind))
+
+
+# How an error grows with sizes: a power of each, or for some a factor for each further one, fitted to measurements.
+
+
+Sizes = Mapping[str, float]
+# An exponential is preferred to a power law only where it comes closer by so much: few points cannot tell them apart.
+_CLEARLY = 1.05
+
+
+@dataclass(frozen=True)
+class Law:
+    """``base * prod((size / reference) ** exponent) * prod(rate ** (size - reference))``.
+
+    Attributes:
+        base: the error at the reference sizes.
+        reference: the sizes that others are measured by.
+        exponents: of the sizes in which the error is a power law.
+        rates: of those in which it grows by a factor for each further one.
+        worst_factor: between a measurement and the law, at least 1.
+    """
+
+    base: float
+    reference: Sizes
+    exponents: Mapping[str, float]
+    worst_factor: float
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def at(self, sizes: Sizes) -> float:
+        """The error that the law gives."""
+        powers = math.prod((sizes[name] / self.reference[name]) ** each for name, each in self.exponents.items())
+        return (
+            self.base
+            * powers
+            * math.prod(rate ** (sizes[name] - self.reference[name]) for name, rate in self.rates.items())
+        )
+
+
+def fit(
+    measured: Sequence[tuple[Sizes, float]], reference: Sizes, perhaps_exponential: Sequence[str] = ()
+) -> Law | None:
+    """The law whose logarithms are closest to the measurements' in the mean square.
+
+    Args:
+        measured: sizes, each with its error; errors that are 0 or not finite are left out.
+        reference: of the law; sizes that do not vary in the measurements get neither exponent nor rate.
+        perhaps_exponential: sizes in which the error may grow by a factor for each further one.
+
+    Returns:
+        None if no measurement is left.
+    """
+    usable = [(sizes, error) for sizes, error in measured if 0.0 < error < math.inf]
+    if not usable:
+        return None
+    varying = [name for name in reference if len({sizes[name] for sizes, _ in usable}) > 1]
+    doubtful = [name for name in perhaps_exponential if name in varying]
+    choices = itertools.chain.from_iterable(itertools.combinations(doubtful, n) for n in range(len(doubtful) + 1))
+    first, *others = (_fit(usable, reference, varying, exponential) for exponential in choices)
+    best = min(others, key=lambda law: law.worst_factor, default=first)
+    return best if best.worst_factor * _CLEARLY < first.worst_factor else first
+
+
+def _fit(
+    measured: Sequence[tuple[Sizes, float]], reference: Sizes, varying: Sequence[str], exponential: Sequence[str]
+) -> Law:
+    def coordinate(sizes: Sizes, name: str) -> float:
+        if name in exponential:
+            return sizes[name] - reference[name]
+        return math.log(sizes[name] / reference[name])
+
+    design = np.array([[1.0, *(coordinate(sizes, name) for name in varying)] for sizes, _ in measured])
+    errors = np.log([error for _, error in measured])
+    solution = np.linalg.lstsq(design, errors, rcond=None)[0]
+    slopes = dict(zip(varying, solution[1:].tolist(), strict=True))
+    return Law(
+        base=math.exp(solution[0]),
+        reference=dict(reference),
+        exponents={name: slope for name, slope in slopes.items() if name not in exponential},
+        worst_factor=math.exp(np.abs(design @ solution - errors).max()),
+        rates={name: math.exp(slope) for name, slope in slopes.items() if name in exponential},
+    )
+
+
+# What seeds tell of a figure that differs with each: its mean's interval, a verdict, digits, a place among draws.
+
+
+YES, NO, CANNOT_TELL = "yes", "no", "cannot tell"
+_CONFIDENCE = 0.95
+
+
+def interval(of_seeds: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean by Student's t; one seed leaves it without bounds."""
+    mean, count = statistics.fmean(of_seeds), len(of_seeds)
+    if count < 2:
+        return -math.inf, math.inf
+    reach = stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * statistics.stdev(of_seeds) / math.sqrt(count)
+    return mean - reach, mean + reach
+
+
+def between(of_seeds: Sequence[float], low: float, high: float) -> str:
+    """Say whether a mean over seeds lies between two bounds: yes, no, or cannot tell while its interval meets one."""
+    if not all(map(math.isfinite, of_seeds)):
+        return NO
+    lower, upper = interval(of_seeds)
+    if low <= lower and upper <= high:
+        return YES
+    return NO if upper < low or high < lower else CANNOT_TELL
+
+
+def ratios_between(of_seeds: Sequence[float], low: float, high: float) -> str:
+    """Judge as ``between`` does the geometric mean of ratios above 0."""
+    return between([_log(ratio) for ratio in of_seeds], _log(low), _log(high))
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratio at each seed; infinite where the other is 0."""
+    return [one / other if other else math.inf for one, other in zip(ones, others, strict=True)]
+
+
+def ratio_interval(of_seeds: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios, and the ends of its 95 % interval."""
+    logarithms = [_log(ratio) for ratio in of_seeds]
+    middle, (lower, upper) = statistics.fmean(logarithms), interval(logarithms)
+    return math.exp(middle), math.exp(lower), math.exp(upper)
+
+
+def all_of(verdicts: Sequence[str]) -> str:
+    """Sum up verdicts on parts of one claim: the one that they share, no and yes as partly, else cannot tell."""
+    if {YES, NO} <= set(verdicts):
+        return "partly"
+    return verdicts[0] if len(set(verdicts)) == 1 else CANNOT_TELL
+
+
+def digits(value: float, of_seeds: Sequence[float]) -> str:
+    """Write a mean over seeds with the digits, at most two (three from 100 on), that other seeds would reproduce.
+
+    A unit of the last digit is at least the standard deviation of the difference between two such means. ``~`` says
+    that not even the first digit is sure, as after one seed.
+    """
+    if not math.isfinite(value) or value == 0.0:
+        return short(value)
+    if len(of_seeds) < 2:
+        return f"~{short(value, 1)}"
+    doubt = math.sqrt(2 / len(of_seeds)) * statistics.stdev(of_seeds)
+    if doubt == 0.0:
+        return short(value)
+    sure = math.floor(math.log10(abs(value))) - math.ceil(math.log10(doubt)) + 1
+    return short(value, min(sure, 2)) if sure > 0 else f"~{short(value, 1)}"
+
+
+def mean_digits(of_seeds: Sequence[float]) -> str:
+    """Write the mean over seeds, see ``digits``."""
+    return digits(statistics.fmean(of_seeds), of_seeds)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a figure lies in the distribution that draws are from, taken for Student's with their mean and deviation.
+
+    Attributes:
+        below: the share of draws below it.
+        deviations: how many standard deviations it lies above the mean.
+        chance: of one more draw that lies as far from the mean.
+        as_small: the chance of one that is no larger in magnitude.
+        density: at the figure.
+    """
+
+    below: float
+    deviations: float
+    chance: float
+    as_small: float
+    density: float
+
+
+def placed(figure: float, draws: Sequence[float]) -> Placed:
+    """Place a figure among at least two draws."""
+    count, mean = len(draws), statistics.fmean(draws)
+    deviation = max(statistics.stdev(draws), 1e-300)  # draws that are all equal admit no other figure
+    spread = deviation * (1 + 1 / count) ** 0.5
+    student = stats.t(count - 1)
+    away = (figure - mean) / spread
+    ends = ((sign * abs(figure) - mean) / spread for sign in (-1, 1))
+    below, above = (float(student.cdf(end)) for end in ends)
+    return Placed(
+        below=sum(each < figure for each in draws) / count,
+        deviations=(figure - mean) / deviation,
+        chance=2 * float(student.sf(abs(away))),
+        as_small=above - below,
+        density=float(student.pdf(min(abs(away), 1e100))) / spread,
+    )
+
+
+def _log(ratio: float) -> float:
+    return math.log(ratio) if ratio > 0 else -math.inf

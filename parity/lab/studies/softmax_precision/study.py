@@ -1,0 +1,314 @@
+"""Softmax in FP32: what is lost without it, by the size of scores, and where several sizes meet in one matrix.
+
+The same rows of scores, at each of several scales, are arranged in two ways: ``apart``, each head of one scale, and
+``mixed``, each head with a row of every scale. Golden is the FP64 softmax of the scores before they were stored, and
+its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parity import errors, te
+from parity.inputs import Rng
+from parity.lab import record
+from parity.lab.studies.settings import check_names
+from parity.lab.studies.softmax_precision.ways import Precision, Traffic, Way, measure_traffic, ways
+from parity.te import Kernels
+from parity.user_error import UserError
+
+RECORD = "softmax_precision.jsonl"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+LAYOUTS = ("apart", "mixed")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        dtypes: names of ``DTYPES``.
+        layouts: of ``LAYOUTS``.
+        scales: base 10 logarithms of the scores' standard deviations.
+        largest_mixed: the largest of these that heads of mixed scales have.
+        rows: of each scale, a multiple of 16.
+        keys: scores of a row, a multiple of 8 above 16.
+        alpha: divisor of PB-Relax.
+        layer: divisor of layer scaling.
+        seeds: how many, from 0.
+    """
+
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    layouts: tuple[str, ...] = LAYOUTS
+    scales: tuple[int, ...] = (-3, -2, -1, 0, 1, 2, 3, 4, 5)
+    largest_mixed: int = 4
+    rows: int = 64
+    keys: int = 1024
+    alpha: float = 32.0
+    layer: float = 16.0
+    seeds: int = 25
+
+
+FULL = Settings()
+QUICK = Settings(scales=(-3, 0, 2, 4, 5), rows=16, keys=256, seeds=2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Scores of one draw in one arrangement.
+
+    Attributes:
+        dtype: that scores are stored in.
+        layout: how scales are arranged in heads.
+        seed: of the draw.
+    """
+
+    dtype: str
+    layout: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What a way costs at one scale.
+
+    Attributes:
+        moved: the share of a row's probability that lies on the wrong keys, ``sum |p - golden| / 2``, mean over the
+            rows whose result is finite; NaN if none is.
+        alone: ditto against the softmax of the scores as they are stored in the dtype: the arithmetic without the
+            storage. NaN also where stored scores are infinite.
+        gradient: L2 error of the scores' gradient over the norm of ``p g``, its first term, golden; of finite rows.
+            (The gradient itself, ``p (g - sum p g)``, vanishes where softmax picks one key.)
+        spoiled: share of rows with a result or gradient that is not finite.
+    """
+
+    moved: float
+    alone: float
+    gradient: float
+    spoiled: float
+
+
+# By way and base 10 logarithm of the scale.
+Outcome = Mapping[str, Mapping[int, Errors]]
+
+
+def run(settings: Settings, folder: Path) -> Path:
+    """Measure what the folder's record lacks, then write ``softmax_precision.md`` and its plot there.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: for a name that there is not, or a size that TE's kernels do not take.
+    """
+    from parity.lab.studies.softmax_precision import report
+
+    _check(settings)
+    kernels = te.kernels()
+    results = record.completed(
+        folder / RECORD,
+        runs(settings),
+        functools.partial(_identity, settings=settings, kernels=kernels),
+        lambda each: to_json(outcome_of(each, settings, kernels)),
+        "softmax",
+        record.code_of(__name__),
+    )
+    found = {each: from_json(result) for each, result in results.items()}
+    return report.write(found, settings, kernels, folder)
+
+
+def runs(settings: Settings) -> Iterator[Run]:
+    """All draws in all arrangements."""
+    for dtype in settings.dtypes:
+        for layout in settings.layouts:
+            yield from (Run(dtype, layout, seed) for seed in range(settings.seeds))
+
+
+def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
+    """Errors of every way in one arrangement of one draw."""
+    rng = Rng(each.seed)
+    scores = _scores(rng, scales_of(each.layout, settings), settings, each.layout).to(kernels.device)
+    precision = Precision(DTYPES[each.dtype], settings.alpha, settings.layer)
+    gradient = rng.normal(*scores.shape).to(kernels.device, precision.dtype)
+    golden = _passed(lambda x, _: x.softmax(-1), scores.double(), precision, gradient.double())
+    first_term = golden.probabilities * gradient.double()
+    stored = scores.to(precision.dtype).double().softmax(-1)
+    dim = LAYOUTS.index(each.layout)
+
+    def by_scale(way: Way) -> dict[int, Errors]:
+        computed = _passed(way, scores, precision, gradient)
+        tensors = (*vars(computed).values(), *vars(golden).values(), first_term, stored)
+        return {
+            scale: _measured(*(tensor.select(dim, index).double() for tensor in tensors))
+            for index, scale in enumerate(scales_of(each.layout, settings))
+        }
+
+    return {name: by_scale(way) for name, way in ways(kernels).items()}
+
+
+def scales_of(layout: str, settings: Settings) -> tuple[int, ...]:
+    """Base 10 logarithms of the scales that an arrangement has."""
+    return tuple(scale for scale in settings.scales if layout == "apart" or scale <= settings.largest_mixed)
+
+
+def error(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> Errors:
+    """Errors over all seeds, each the mean; NaN if one is."""
+    each = of_seeds(found, dtype, layout, way, scale)
+    names = [field.name for field in dataclasses.fields(Errors)]
+    return Errors(**{name: statistics.fmean(getattr(errors, name) for errors in each) for name in names})
+
+
+def of_seeds(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> list[Errors]:
+    """Errors at each seed."""
+    return [outcome[way][scale] for run, outcome in found.items() if (run.dtype, run.layout) == (dtype, layout)]
+
+
+def traffic(dtype: str, settings: Settings, kernels: Kernels) -> dict[str, Traffic]:
+    """What each way moves, from scores stored in the dtype; TE's is left out if its kernels cannot be seen."""
+    precision = Precision(DTYPES[dtype], settings.alpha, settings.layer)
+    scores = Rng(0).normal(4, settings.rows, settings.keys).to(kernels.device)
+    measured = {name: _traffic_of(way, scores, precision) for name, way in ways(kernels).items()}
+    visible = any("softmax" in operation for operation in measured["TE"].operations)
+    return {name: each for name, each in measured.items() if visible or name != "TE"}
+
+
+def _traffic_of(way: Way, scores: Tensor, precision: Precision) -> Traffic:
+    return measure_traffic(lambda stored: way.softmax(stored, precision), way.stored(scores, precision))
+
+
+def frontier(way: Way, precision: Precision, kernels: Kernels) -> float:
+    """The largest score that a way survives in a row whose other scores are 0, to a 64th of an octave."""
+
+    def survives(score: float) -> bool:
+        scores = torch.zeros(4, 16, 32, device=kernels.device)
+        scores[..., 0] = score
+        return bool(way(scores, precision).isfinite().all())
+
+    low, high = 0, 128 * 64 - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if survives(2.0 ** (middle / 64)) else (low, middle)
+    return float(2.0 ** (low / 64))
+
+
+def te_agrees(dtype: str, settings: Settings, kernels: Kernels) -> float:
+    """The share of probabilities of which TE's softmax and ``FP32`` have the same bits, over all scales together."""
+    precision = Precision(DTYPES[dtype])
+    scores = _scores(Rng(0), scales_of("mixed", settings), settings, "mixed").to(kernels.device)
+    every = ways(kernels)
+    return (every["TE"](scores, precision) == every["FP32"](scores, precision)).double().mean().item()
+
+
+def autocast_dtypes(device: str, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What ``torch.softmax`` of scores in ``dtype`` returns under autocast to it, and what the next product takes.
+
+    PyTorch is asked with tensors that have no storage, so it answers for a device that this machine lacks, too.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        dtype: FP16 or BF16.
+    """
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        with FakeTensorMode():
+            scores = torch.empty(2, 2, dtype=dtype, device=device)
+            probabilities = torch.softmax(scores, -1)
+            return probabilities.dtype, (probabilities @ scores).dtype
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Probabilities and the scores' gradient, ``[heads, rows, keys]``."""
+
+    probabilities: Tensor
+    gradient: Tensor
+
+
+def _passed(
+    way: Callable[[Tensor, Precision], Tensor], scores: Tensor, precision: Precision, gradient: Tensor
+) -> _Pass:
+    """Probabilities and their gradient; the next GEMM takes the gradient in the dtype of the given one."""
+    leaf = scores.clone().requires_grad_()
+    probabilities = way(leaf, precision)
+    (of_scores,) = torch.autograd.grad(probabilities, leaf, gradient.to(probabilities.dtype))
+    return _Pass(probabilities.detach(), of_scores.to(gradient.dtype))
+
+
+def _scores(rng: Rng, scales: Sequence[int], settings: Settings, layout: str) -> Tensor:
+    """``[scales, rows, keys]`` apart, ``[rows, scales, keys]`` mixed; FP32, the same rows."""
+    rows = [rng.normal(settings.rows, settings.keys) * 10.0**scale for scale in scales]
+    return torch.stack(rows, LAYOUTS.index(layout))
+
+
+def _measured(
+    probabilities: Tensor, gradient: Tensor, golden: Tensor, golden_gradient: Tensor, first_term: Tensor, stored: Tensor
+) -> Errors:
+    finite = probabilities.isfinite().all(-1) & gradient.isfinite().all(-1)
+    error = (gradient - golden_gradient)[finite].norm().item()
+    return Errors(
+        moved=_moved(probabilities[finite], golden[finite]),
+        alone=_moved(probabilities[finite], stored[finite]),
+        gradient=errors.relative_l2(error, first_term[finite].norm().item()) if finite.any() else math.nan,
+        spoiled=1 - finite.double().mean().item(),
+    )
+
+
+def _moved(probabilities: Tensor, golden: Tensor) -> float:
+    return (probabilities - golden).abs().sum(-1).mean().item() / 2
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Plain data with four digits; NaN becomes None."""
+    return {
+        name: {str(scale): [_short(value) for value in vars(each).values()] for scale, each in by_scale.items()}
+        for name, by_scale in outcome.items()
+    }
+
+
+def _short(value: float) -> float | None:
+    return None if math.isnan(value) else float(f"{value:.4g}")
+
+
+def from_json(recorded: Mapping[str, Any]) -> Outcome:
+    """The inverse of ``to_json``."""
+    return {
+        name: {
+            int(scale): Errors(*(math.nan if value is None else value for value in values))
+            for scale, values in by_scale.items()
+        }
+        for name, by_scale in recorded.items()
+    }
+
+
+def _identity(each: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
+    chosen = {name: value for name, value in vars(settings).items() if name in ("rows", "keys", "alpha", "layer")}
+    on = {"kernels": kernels.backend, "te": te.version(), "start": record.fingerprint([Rng(each.seed).normal(8)])}
+    return dataclasses.asdict(each) | chosen | {"scales": list(scales_of(each.layout, settings))} | on
+
+
+def _check(settings: Settings) -> None:
+    check_names("dtypes", settings.dtypes, DTYPES)
+    check_names("layouts", settings.layouts, LAYOUTS)
+    if min(settings.scales) > settings.largest_mixed:
+        raise UserError(f"scales: heads of mixed scales need one up to largest_mixed={settings.largest_mixed}")
+    if settings.rows % 16 or settings.keys % 8 or settings.keys <= 16:
+        raise UserError(
+            f"rows={settings.rows}, keys={settings.keys}: TE's softmax takes a multiple of 16 rows, and a multiple of "
+            "8 keys above 16"
+        )

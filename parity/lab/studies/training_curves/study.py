@@ -1,0 +1,455 @@
+"""Other realisations of a rounding model: errors of the same size, with other signs and elsewhere on the grid.
+
+A faithful port rounds what the model rounds, but not to the same neighbour each time: its scales, the order of its
+sums and the places of its roundings differ a little. Subtractive dither makes such errors: ``round(x + d) - d``, with
+d up to half the distance between neighbours, errs as ``round(x)`` does, independently of it (L. Schuchman, "Dither
+signals and their effect on quantization noise", IEEE Trans. Commun. Technol. 12(4), 1964). A realisation has one d
+for each place in a tensor of each shape, so a weight that does not change is rounded alike in each step, as by any
+rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from parity import te
+from parity.cpu import cuda
+from parity.formats import Format
+from parity.lab import record
+from parity.lab.studies import training
+from parity.lab.studies.settings import check_names
+from parity.lab.studies.training import (
+    ARCHITECTURES,
+    VOCABULARY,
+    LanguageModel,
+    Pass,
+    Schedule,
+    Size,
+    batches,
+    initial_weights,
+    load,
+    load_candidate,
+    plain_pass,
+    rounded_pass,
+    te_pass,
+    train,
+)
+from parity.precision import PRECISIONS, why_unavailable
+from parity.rounding.parts import Rounding
+from parity.te import Kernels
+from parity.user_error import UserError
+
+_EXPONENT_FIELD = 0x7F800000
+
+
+@dataclass(frozen=True)
+class DitheredRounding(Rounding):
+    """A realisation of a rounding model.
+
+    Attributes:
+        seed: of the realisation.
+    """
+
+    seed: int = 0
+
+    def store(self, x: Tensor) -> Tensor:
+        """``x`` as it reads after a dithered rounding to the dtype of storage; in that dtype already, as it is."""
+        if x.dtype == self.storage:
+            return x
+        dither = _dither(x, torch.finfo(self.storage).eps / 2, self.seed)
+        return (x + dither).to(self.storage).to(x.dtype) - dither
+
+
+def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
+    """A realisation of the model; the same seed gives the same one."""
+    return DitheredRounding(
+        storage=rounding.storage,
+        inputs=_dithered_format(rounding.inputs, seed),
+        weights=_dithered_format(rounding.weights, seed),
+        gradients=_dithered_format(rounding.gradients, seed),
+        rotate_wgrad=rounding.rotate_wgrad,
+        parts=rounding.parts,
+        seed=seed,
+    )
+
+
+def unit_roundoff(to_format: Format) -> float:
+    """The largest relative error of a format's values between two powers of two, not the largest in their blocks."""
+    values = torch.linspace(1.0, 2.0, 128 * 128).view(128, 128)
+    values[:, ::16] = 6.0
+    return ((to_format(values, 1) - values) / values).abs().max().item()
+
+
+def _dithered_format(to_format: Format | None, seed: int) -> Format | None:
+    if to_format is None:
+        return None
+    half_distance = unit_roundoff(to_format)
+
+    def dithered_format(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        dither = _dither(x, half_distance, seed)
+        return to_format(x + dither, dim) - dither
+
+    return dithered_format
+
+
+def _dither(x: Tensor, half_distance: float, seed: int) -> Tensor:
+    """Up to ``half_distance`` times the power of two below each value, FP32, either sign."""
+    powers = (x.contiguous().view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
+    return powers * _pattern(tuple(x.shape), seed) * half_distance
+
+
+@functools.lru_cache(maxsize=128)
+def _pattern(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Numbers between -1 and 1, the same for all tensors of a shape in a realisation."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+# What a new draw from a distribution is expected to be, when only some earlier draws of it are known.
+
+
+@dataclass(frozen=True)
+class Band:
+    """An interval at each of several points.
+
+    Attributes:
+        low: lower ends.
+        high: upper ends.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    def margin(self, curve: Sequence[float]) -> float:
+        """The largest distance of a curve from the band's middle, in half widths: up to 1 it is inside everywhere.
+
+        Infinite if the curve is NaN somewhere, or off a band without width.
+        """
+        low, high, values = (np.asarray(x, dtype=np.float64) for x in (self.low, self.high, curve))
+        distance, half = np.abs(values - (low + high) / 2), (high - low) / 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(distance == 0, 0.0, distance / half)
+        return math.inf if np.isnan(ratio).any() else float(ratio.max())
+
+
+def prediction_band(draws: Sequence[Sequence[float]], false_alarms: float) -> Band:
+    """Where one more curve lies at all of its points, but for a share ``false_alarms`` of curves.
+
+    At each point, n normal draws with mean m and standard deviation s (n - 1 degrees of freedom) bound the next one by
+    ``m ± t s sqrt(1 + 1/n)``, with t the quantile of Student's distribution (Hahn and Meeker, "Statistical Intervals",
+    1991, section 4.7). The false alarms are shared out to the points in equal parts (Bonferroni), so points may depend
+    on each other.
+
+    Args:
+        draws: at least two curves of equal length.
+        false_alarms: between 0 and 1, of the whole curve.
+    """
+    values = np.asarray(draws, dtype=np.float64)
+    count, points = values.shape
+    quantile = stats.t.ppf(1 - false_alarms / (2 * points), count - 1)
+    half = quantile * values.std(axis=0, ddof=1) * math.sqrt(1 + 1 / count)
+    mean = values.mean(axis=0)
+    return Band(tuple((mean - half).tolist()), tuple((mean + half).tolist()))
+
+
+# Whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
+#
+# A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
+# batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also
+# trains, on the same weights and batches, under several realisations of the precision's rounding model
+# (``parity.rounding``, ``dither``), and the differences between those losses and plain FP32's are draws from what
+# rounding does to this loss curve. One more such draw, which a faithful TE model's difference is, lies in their
+# prediction band (``expectation.prediction_band``) but for the stated share of runs.
+#
+# The draws have to share TE's weights and batches: how far training carries a small error differs tenfold from one seed
+# to the next.
+
+
+Kind = Literal["plain", "rounded", "te"]
+RECORD = "training_curves.jsonl"
+# BF16 and the recipes that compute in it.
+TRAINED = {name: precision for name, precision in PRECISIONS.items() if precision.dtype == torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        models: names of ``language_model.ARCHITECTURES``.
+        precisions: names of ``TRAINED``.
+        steps: of training.
+        draws: realisations of the rounding model that the expectation is made from.
+        seed: of weights and batches.
+        batch: sequences a step.
+        seq: bytes a sequence.
+        hidden, layers, heads, groups: sizes of the models; ``groups`` of the llama.
+        learning_rate: of AdamW.
+        warmup: steps until the learning rate is reached.
+        final: how many last steps the final loss is the mean of.
+        false_alarms: share of faithful curves that leave their band somewhere.
+    """
+
+    models: tuple[str, ...] = tuple(ARCHITECTURES)
+    precisions: tuple[str, ...] = tuple(TRAINED)
+    steps: int = 50
+    draws: int = 8
+    seed: int = 0
+    batch: int = 4
+    seq: int = 64
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    groups: int = 2
+    learning_rate: float = 1e-3
+    warmup: int = 10
+    final: int = 10
+    false_alarms: float = 0.01
+
+
+FULL = Settings()
+QUICK = Settings(precisions=("bf16", "fp8_current"), steps=12, draws=4, final=4, seq=32, hidden=64, heads=2, groups=1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        model: name of an architecture.
+        kind: plain FP32, the plain model under a rounding model, or TE.
+        precision: empty for plain FP32.
+        draw: which realisation of the rounding model, from 1; 0 for the others.
+    """
+
+    model: str
+    kind: Kind
+    precision: str = ""
+    draw: int = 0
+
+
+# What the record holds of each run: its losses, and the GPU of TE's; None if it has not been made.
+Results = Mapping[Run, Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a TE model's training is compared with.
+
+    Attributes:
+        run: TE's run.
+        gpu: that TE computed on, or believed to.
+        plain: losses of the plain FP32 model.
+        te: losses of TE's model.
+        band: where their differences are expected.
+        final_band: where the difference of the final losses is expected, the band's only point.
+        final: difference of the final losses, TE's minus plain.
+    """
+
+    run: Run
+    gpu: str
+    plain: tuple[float, ...]
+    te: tuple[float, ...]
+    band: Band
+    final_band: Band
+    final: float
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """TE's losses minus plain FP32's."""
+        return _difference(self.te, self.plain)
+
+    @property
+    def margin(self) -> float:
+        """The largest distance from the band's middle in half widths: up to 1 the curve follows the plain model's."""
+        return self.band.margin(self.differences)
+
+    @property
+    def final_margin(self) -> float:
+        """Ditto of the final losses."""
+        return self.final_band.margin([self.final])
+
+
+def run(settings: Settings, folder: Path) -> Path:
+    """Train what the folder's record lacks, then write ``training_curves.md`` and its plots there.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: for a model or precision that there is not, or fewer than two draws.
+    """
+    from parity.lab.studies.training_curves import report
+
+    _check(settings)
+    kernels = te.kernels()
+    train_missing(settings, folder, kernels)
+    found = _results(settings, folder, kernels)
+    return report.write(outcomes(settings, found), _untrained(settings, found, kernels), settings, kernels, folder)
+
+
+def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
+    """Make the runs that the folder's record lacks and these kernels can make, and append each when it is finished."""
+
+    def train(entry: Run) -> Any:
+        losses = [round(loss, 6) for loss in losses_of(entry, settings, kernels)]
+        return {"losses": losses, "gpu": _gpu(kernels) if entry.kind == "te" else ""}
+
+    able = [
+        entry
+        for entry in _runs(settings)
+        if entry.kind != "te" or why_unavailable(TRAINED[entry.precision], kernels) is None
+    ]
+    record.make_missing(
+        folder / RECORD,
+        able,
+        functools.partial(_identity, settings=settings, kernels=kernels),
+        train,
+        "training",
+        record.code_of(__name__),
+    )
+
+
+def _results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
+    entries = list(_runs(settings))
+    found = record.recorded(folder / RECORD, entries, functools.partial(_identity, settings=settings, kernels=kernels))
+    return {entry: found.get(entry) for entry in entries}
+
+
+def _untrained(settings: Settings, found: Results, kernels: Kernels) -> dict[str, str]:
+    """Precisions that have no run of TE's, with the reason."""
+    trained = {entry.precision for entry, result in found.items() if entry.kind == "te" and result is not None}
+    reasons = {name: why_unavailable(TRAINED[name], kernels) for name in settings.precisions if name not in trained}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _check(settings: Settings) -> None:
+    check_names("models", settings.models, ARCHITECTURES)
+    check_names("precisions", settings.precisions, TRAINED)
+    if settings.draws < 2:
+        raise UserError(f"draws: a spread takes at least 2, not {settings.draws}")
+    if settings.false_alarms >= 1:
+        raise UserError(f"false_alarms: a share below 1, not {settings.false_alarms:g}")
+    for name in settings.models:
+        size = size_of(name, settings)
+        training.check(size, settings.batch, [TRAINED[each] for each in settings.precisions])
+
+
+def losses_of(entry: Run, settings: Settings, kernels: Kernels) -> list[float]:
+    """Train one model; its loss at each step, in nats a byte."""
+    torch.manual_seed(settings.seed + entry.draw)  # of stochastic rounding
+    model, forward_backward, dtype = _prepared(entry, settings, kernels)
+    data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
+    if entry.kind == "te":
+        # A recipe that scales by the past gets one before it counts, as in every comparison of parity's.
+        for _ in range(TRAINED[entry.precision].warmup_passes):
+            forward_backward(model, data[0])
+    return train(model, Schedule(settings.learning_rate, settings.warmup), data, forward_backward, dtype)
+
+
+def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, Pass, torch.dtype]:
+    """The model at step 0, how its passes compute, and the dtype that weights and gradients are rounded to."""
+    architecture, size = ARCHITECTURES[entry.model], size_of(entry.model, settings)
+    initial = initial_weights(architecture, size, settings.seed, torch.bfloat16)
+    if entry.kind == "te":
+        precision = TRAINED[entry.precision]
+        model = architecture.candidate(size, kernels).to(precision.dtype)
+        load_candidate(model, architecture, size, initial)
+        return model, te_pass(precision, kernels), precision.dtype
+    model = architecture.reference(size)
+    load(model, initial)
+    if entry.kind == "plain":
+        return model, plain_pass, torch.float32
+    precision = TRAINED[entry.precision]
+    return model, rounded_pass(dithered(precision.rounding, entry.draw)), precision.dtype
+
+
+def outcomes(settings: Settings, found: Results) -> list[Outcome]:
+    """TE's runs next to what was expected of them; those that did not run are left out."""
+    return [
+        _outcome(entry, settings, found)
+        for entry in _runs(settings)
+        if entry.kind == "te" and found.get(entry) is not None
+    ]
+
+
+def _outcome(entry: Run, settings: Settings, found: Results) -> Outcome:
+    def losses(of: Run) -> tuple[float, ...]:
+        result = found[of]
+        assert result is not None, "every run but TE's can run anywhere"
+        return tuple(result["losses"])
+
+    plain, candidate = losses(Run(entry.model, "plain")), losses(entry)
+    shared = _rounds_alike(entry.precision)
+    draws = [_difference(losses(draw), plain) for draw in _draws(entry.model, shared, settings)]
+    return Outcome(
+        run=entry,
+        gpu=(found[entry] or {})["gpu"],
+        plain=plain,
+        te=candidate,
+        band=prediction_band(draws, settings.false_alarms),
+        final_band=prediction_band([[_final(draw, settings)] for draw in draws], settings.false_alarms),
+        final=_final(candidate, settings) - _final(plain, settings),
+    )
+
+
+def _difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a - b for a, b in zip(losses, others, strict=True))
+
+
+def _final(losses: Sequence[float], settings: Settings) -> float:
+    last = losses[-settings.final :]
+    return sum(last) / len(last)
+
+
+def size_of(model: str, settings: Settings) -> Size:
+    """Of a model of the study."""
+    ffn = settings.hidden * ARCHITECTURES[model].widening
+    return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
+
+
+def _runs(settings: Settings) -> Iterator[Run]:
+    for model in settings.models:
+        yield Run(model, "plain")
+        yield from (Run(model, "te", precision) for precision in settings.precisions)
+        for precision in dict.fromkeys(map(_rounds_alike, settings.precisions)):
+            yield from _draws(model, precision, settings)
+
+
+def _draws(model: str, precision: str, settings: Settings) -> Iterator[Run]:
+    return (Run(model, "rounded", precision, draw) for draw in range(1, 1 + settings.draws))
+
+
+def _rounds_alike(precision: str) -> str:
+    """The first precision with the same rounding model: recipes that differ in when they scale share one."""
+    return next(name for name, known in TRAINED.items() if known.rounding == TRAINED[precision].rounding)
+
+
+def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
+    """All that a run's losses depend on; not which other runs there are."""
+    selection = {"models", "precisions", "draws", "final", "false_alarms"}
+    identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
+    identity |= dataclasses.asdict(entry) | {"start": _fingerprint(entry.model, settings)}
+    return identity | ({"kernels": kernels.backend, "te": te.version()} if entry.kind == "te" else {})
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(model: str, settings: Settings) -> int:
+    """Of the weights and batches."""
+    initial = initial_weights(ARCHITECTURES[model], size_of(model, settings), settings.seed, torch.bfloat16)
+    data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
+    return record.fingerprint([*initial.values(), *data])
+
+
+def _gpu(kernels: Kernels) -> str:
+    return torch.cuda.get_device_name() if kernels.backend == "gpu" else cuda.emulated_gpu().name

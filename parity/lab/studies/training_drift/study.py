@@ -1,0 +1,491 @@
+"""How far apart the weights of two models are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from parity import te, weights
+from parity.inputs import Rng
+from parity.lab import record
+from parity.lab.studies import training
+from parity.lab.studies.settings import check_names, gpu_with, kernels_on, why_nowhere
+from parity.lab.studies.stepwise import Arithmetic, StepwiseCore, full_fp32_products
+from parity.lab.studies.training import (
+    ARCHITECTURES,
+    VOCABULARY,
+    LanguageModel,
+    Pass,
+    Schedule,
+    Size,
+    batches,
+    initial_weights,
+    load,
+    load_candidate,
+    plain_pass,
+    rounded_pass,
+    te_pass,
+    train,
+)
+from parity.precision import PRECISIONS
+from parity.te import Kernels
+from parity.user_error import UserError
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of one set of numbers from another.
+
+    Attributes:
+        maximum: the largest difference of a number from its counterpart.
+        wasserstein: Wasserstein-1 distance of the two sets, which asks how far the numbers must move to become the
+            others as a whole, whichever becomes which: 0 where two numbers have merely changed places.
+    """
+
+    maximum: float
+    wasserstein: float
+
+
+@dataclass(frozen=True)
+class WeightDistance:
+    """Of one model's weights from another's.
+
+    Attributes:
+        whole: of all weights as one set.
+        tensors: of each parameter, by name.
+    """
+
+    whole: Distance
+    tensors: Mapping[str, Distance]
+
+
+def between(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightDistance:
+    """The distance of two models with the same parameters.
+
+    Raises:
+        ValueError: if a parameter has another size.
+    """
+    tensors = {name: _distance(one[name], other[name]) for name in one}
+    whole = (torch.cat([model[name].flatten() for name in one]) for model in (one, other))
+    return WeightDistance(_distance(*whole), tensors)
+
+
+def wasserstein(one: Tensor, other: Tensor) -> float:
+    """The Wasserstein-1 distance of two sets of equally many numbers.
+
+    The best transport on a line keeps the order, so it is the mean distance between the two in ascending order (Peyré
+    and Cuturi, "Computational Optimal Transport", 2019, remark 2.28).
+
+    Args:
+        one: any shape.
+        other: with as many elements.
+
+    Raises:
+        ValueError: if the sizes differ.
+    """
+    if one.numel() != other.numel():
+        raise ValueError(f"{one.numel()} numbers cannot be matched with {other.numel()}")
+    ascending = [x.flatten().double().sort().values for x in (one, other)]
+    return (ascending[0] - ascending[1]).abs().mean().item()
+
+
+def _distance(one: Tensor, other: Tensor) -> Distance:
+    return Distance((one.double() - other.double()).abs().max().item(), wasserstein(one, other))
+
+
+# The trainings of the study ``training_drift``: one small model, one thing changed at a time.
+
+
+Kind = Literal["baseline", "flash", "flash everywhere", "nudged", "other start", "rounded", "te"]
+# The precision whose rounding model a format of plain training has; FP32 rounds nothing.
+_ROUNDED_AS = {"tf32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+FORMATS = ("fp32", *_ROUNDED_AS)
+# Seeds of the weights of "other start" begin here.
+_OTHER_START = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        model: name of ``language_model.ARCHITECTURES``.
+        formats: names of ``FORMATS`` in which baseline and flash attention train; FP32 must be among them.
+        te_precisions: names of ``PRECISIONS`` in which TE trains.
+        steps: of training on a CPU.
+        gpu_steps: of training on a GPU.
+        every: steps between two looks at the weights.
+        seeds: of initial weights and batches: how many, from 0.
+        control_seeds: ditto for low precision, flash attention as kernels round, one ulp and another start alone, whose
+            ratios need more seeds to tell.
+        batch: sequences a step.
+        seq: bytes a sequence.
+        hidden, layers, heads, groups: sizes of the model; ``groups`` of a llama.
+        tile: queries and keys of flash attention's tiles.
+        learning_rate: of AdamW.
+        warmup: steps until the learning rate is reached.
+        loss_scale: of FP16.
+        device: ``cpu``, ``gpu``, or ``auto`` for the GPU where TE's kernels can run on one.
+    """
+
+    model: str = "llama"
+    formats: tuple[str, ...] = FORMATS
+    te_precisions: tuple[str, ...] = tuple(PRECISIONS)
+    steps: int = 300
+    gpu_steps: int = 2000
+    every: int = 20
+    seeds: int = 2
+    control_seeds: int = 8
+    batch: int = 4
+    seq: int = 64
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    groups: int = 2
+    tile: int = 8
+    learning_rate: float = 1e-3
+    warmup: int = 10
+    loss_scale: float = 1024.0
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        kind: ``baseline`` and ``flash`` attention, rounding as kernels do; flash with every step rounded (``flash
+            everywhere``); baseline from weights moved by a unit in the last place of FP32 (``nudged``), or from others
+            altogether (``other start``); the plain model under a precision's rounding model (``rounded``); or TE.
+        precision: of ``FORMATS``; of ``PRECISIONS`` for ``rounded`` and ``te``.
+        seed: of weights and batches.
+    """
+
+    kind: Kind
+    precision: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a training leaves: FP32 masters by the plain model's names, by step, and the loss of each step."""
+
+    weights: Mapping[int, Mapping[str, Tensor]]
+    losses: Sequence[float]
+
+
+def rounds_alike(precision: str) -> str:
+    """The first precision with the same rounding model: recipes that differ in when they scale share one."""
+    return next(name for name, known in PRECISIONS.items() if known.rounding == PRECISIONS[precision].rounding)
+
+
+# The masters of a step, in the order of the model's parameters, by the names of the plain model's.
+_Named = Callable[[Sequence[Tensor]], dict[str, Tensor]]
+
+
+@functools.lru_cache(maxsize=16)
+def trajectory(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
+    """Train once; the last few are kept, since a training is part of several pairs."""
+    torch.manual_seed(entry.seed)  # of stochastic rounding
+    if entry.kind != "te":
+        return _trained(entry, settings, kernels)
+    with gpu_with(PRECISIONS[entry.precision], kernels):
+        return _trained(entry, settings, kernels)
+
+
+def _trained(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
+    model, named, dtype = _model(entry, settings, kernels)
+    scale = settings.loss_scale if dtype == torch.float16 else 1.0
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    def observe(step: int, masters: Sequence[Tensor]) -> None:
+        if step % settings.every == 0 or step == settings.steps:
+            seen[step] = named([master.cpu().clone() for master in masters])
+
+    data = batches(entry.seed, settings.steps, settings.batch, settings.seq)
+    forward_backward = _pass(entry, scale, kernels)
+    if entry.kind == "te":
+        # A recipe that scales by the past gets one before it counts, as in every comparison of parity's.
+        for _ in range(PRECISIONS[entry.precision].warmup_passes):
+            forward_backward(model, data[0])
+    losses = train(
+        model,
+        Schedule(settings.learning_rate, settings.warmup),
+        [tokens.to(kernels.device) for tokens in data],
+        forward_backward,
+        dtype,
+        loss_scale=scale,
+        observe=observe,
+        masters=_nudged(model, entry.seed) if entry.kind == "nudged" else None,
+    )
+    return Trajectory(seen, losses)
+
+
+def initial(entry: Run, settings: Settings) -> dict[str, Tensor]:
+    """A run's weights at step 0, exact in BF16."""
+    seed = entry.seed + (_OTHER_START if entry.kind == "other start" else 0)
+    return initial_weights(ARCHITECTURES[settings.model], size_of(settings), seed, torch.bfloat16)
+
+
+def size_of(settings: Settings) -> Size:
+    """Of the study's model."""
+    ffn = settings.hidden * ARCHITECTURES[settings.model].widening
+    return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
+
+
+def _model(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, _Named, torch.dtype]:
+    """The model at step 0, the names of its weights, and the dtype that weights and gradients are rounded to."""
+    architecture, size, start = ARCHITECTURES[settings.model], size_of(settings), initial(entry, settings)
+    if entry.kind == "te":
+        dtype = PRECISIONS[entry.precision].dtype
+        model = architecture.candidate(size, kernels).to(dtype)
+        load_candidate(model, architecture, size, start)
+        te_names = [name for name, _ in model.named_parameters()]
+        shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
+
+        def named_by_map(masters: Sequence[Tensor]) -> dict[str, Tensor]:
+            te_weights = dict(zip(te_names, masters, strict=True))
+            return weights.to_reference(architecture.weight_map(size), te_weights, shapes)
+
+        return model, named_by_map, dtype
+    model = architecture.reference(size).to(kernels.device)
+    load(model, start)
+    if entry.kind != "rounded":
+        for index in range(size.layers):
+            model.set_submodule(f"layers.{index}.attention.core", StepwiseCore(_arithmetic(entry, settings)))
+    names = [name for name, _ in model.named_parameters()]
+    # Plain FP32 and TF32 train in FP32; TE's FP32 does as well.
+    precision = PRECISIONS[entry.precision if entry.kind == "rounded" else _ROUNDED_AS.get(entry.precision, "fp32")]
+    return model, lambda masters: dict(zip(names, masters, strict=True)), precision.dtype
+
+
+def _arithmetic(entry: Run, settings: Settings) -> Arithmetic:
+    algorithm: Literal["baseline", "flash"] = "flash" if entry.kind in ("flash", "flash everywhere") else "baseline"
+    return Arithmetic(algorithm, entry.precision, entry.kind == "flash everywhere", settings.tile)
+
+
+def _pass(entry: Run, scale: float, kernels: Kernels) -> Pass:
+    if entry.kind == "te":
+        return te_pass(PRECISIONS[entry.precision], kernels, scale)
+    if entry.kind == "rounded":
+        return rounded_pass(PRECISIONS[entry.precision].rounding, scale)
+    if entry.precision == "fp32":
+        return plain_pass
+    return rounded_pass(PRECISIONS[_ROUNDED_AS[entry.precision]].rounding, scale)
+
+
+def _nudged(model: LanguageModel, seed: int) -> list[Tensor]:
+    """The model's weights, each moved to the next FP32 number above or below."""
+    rng = Rng(seed, "nudge")
+    masters = []
+    for parameter in model.parameters():
+        up = rng.integers(*parameter.shape, high=2).bool().to(parameter.device)
+        target = torch.where(up, torch.inf, -torch.inf)
+        masters.append(torch.nextafter(parameter.detach().float(), target))
+    return masters
+
+
+# What numeric deviation does to training: how far the weights of two models drift apart that should be the same.
+#
+# After the second half of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The same small language model
+# trains again and again from the same weights on the same batches, with one thing changed: flash attention for
+# baseline, a narrower format for FP32, TE's modules for plain PyTorch. What that does to the weights is put next to
+# what other starting weights do, and to what a change of one unit in the last place does.
+
+
+RECORD = "training_drift.jsonl"
+
+
+FULL = Settings()
+QUICK = Settings(
+    formats=("fp32", "bf16"),
+    te_precisions=("bf16",),
+    steps=40,
+    gpu_steps=40,
+    every=10,
+    seeds=1,
+    control_seeds=2,
+    layers=1,
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trainings whose weights are compared."""
+
+    run: Run
+    against: Run
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How two trainings part.
+
+    Attributes:
+        steps: at which the weights were compared.
+        distances: then.
+        loss: of the run at its last step, in nats a byte.
+        loss_against: of the other.
+    """
+
+    steps: tuple[int, ...]
+    distances: tuple[WeightDistance, ...]
+    loss: float
+    loss_against: float
+
+    @property
+    def last(self) -> WeightDistance:
+        """The distance after the last step."""
+        return self.distances[-1]
+
+
+Drifts = Mapping[Pair, Drift]
+
+
+def run(settings: Settings, folder: Path) -> Path:
+    """Train what the folder's record lacks, then write ``training_drift.md`` and its plots there.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: for a name that there is not, where FP32 is missing, or for a device that cannot be had.
+    """
+    from parity.lab.studies.training_drift import report
+
+    check(settings)
+    kernels = kernels_on(settings.device)
+    if kernels.backend == "gpu":
+        settings = dataclasses.replace(settings, steps=settings.gpu_steps)
+    train_missing(settings, folder, kernels)
+    refused = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.te_precisions}
+    missing = {name: reason for name, reason in refused.items() if reason is not None}
+    return report.write(recorded(settings, folder, kernels), missing, settings, kernels, folder)
+
+
+def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
+    """Compare the pairs that the folder's record lacks, and append each when it is finished."""
+
+    def train(pair: Pair) -> Any:
+        with full_fp32_products():
+            return _to_json(drift_of(pair, settings, kernels))
+
+    record.make_missing(
+        folder / RECORD,
+        pairs(settings, kernels),
+        functools.partial(_identity, settings=settings, kernels=kernels),
+        train,
+        "training",
+        record.code_of(__name__),
+    )
+    trajectory.cache_clear()
+
+
+def recorded(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
+    """Every pair's drift, from the folder's record."""
+    finished = record.recorded(
+        folder / RECORD, pairs(settings, kernels), functools.partial(_identity, settings=settings, kernels=kernels)
+    )
+    return {pair: _from_json(result) for pair, result in finished.items()}
+
+
+def drift_of(pair: Pair, settings: Settings, kernels: Kernels) -> Drift:
+    """Train both, and compare their weights."""
+    run, against = (trajectory(one, settings, kernels) for one in (pair.run, pair.against))
+    return Drift(
+        steps=tuple(run.weights),
+        distances=tuple(between(run.weights[step], against.weights[step]) for step in run.weights),
+        loss=run.losses[-1],
+        loss_against=against.losses[-1],
+    )
+
+
+def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
+    """What is compared with what, those that share a training one after the other."""
+    for seed in range(max(settings.seeds, settings.control_seeds)):
+        plain = Run("baseline", "fp32", seed)
+        yield Pair(Run("other start", "fp32", seed), plain)
+        for name in low_formats(settings):
+            baseline = Run("baseline", name, seed)
+            yield Pair(baseline, plain)
+            yield Pair(Run("flash", name, seed), baseline)
+            yield Pair(Run("nudged", name, seed), baseline)
+            if seed < settings.seeds:
+                yield Pair(Run("flash everywhere", name, seed), baseline)
+        if seed >= settings.seeds:
+            continue
+        yield Pair(Run("flash", "fp32", seed), plain)
+        yield Pair(Run("nudged", "fp32", seed), plain)
+        for name in available(settings, kernels):
+            rounded = Run("rounded", rounds_alike(name), seed)
+            yield from (Pair(Run("te", name, seed), other) for other in (plain, rounded))
+        for name in dict.fromkeys(map(rounds_alike, available(settings, kernels))):
+            yield Pair(Run("rounded", name, seed), plain)
+
+
+def low_formats(settings: Settings) -> list[str]:
+    """The formats below FP32."""
+    return [name for name in settings.formats if name != "fp32"]
+
+
+def available(settings: Settings, kernels: Kernels) -> list[str]:
+    """The precisions that TE can compute in here."""
+    return [name for name in settings.te_precisions if why_nowhere(PRECISIONS[name], kernels) is None]
+
+
+def check(settings: Settings) -> None:
+    """Whether all names are known, sizes fit, and FP32, which others are compared with, is there.
+
+    Raises:
+        UserError: if not.
+    """
+    check_names("model", (settings.model,), ARCHITECTURES)
+    check_names("formats", settings.formats, FORMATS)
+    check_names("te_precisions", settings.te_precisions, PRECISIONS)
+    if "fp32" not in settings.formats:
+        raise UserError("formats: fp32 must be among them, since the others are compared with it")
+    training.check(size_of(settings), settings.batch, [PRECISIONS[name] for name in settings.te_precisions])
+
+
+def _identity(pair: Pair, settings: Settings, kernels: Kernels) -> dict[str, Any]:
+    """All that a drift depends on; not which other pairs there are."""
+    selection = {"formats", "te_precisions", "seeds", "control_seeds", "gpu_steps", "device"}
+    identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
+    start = _fingerprint(pair.run, settings), _fingerprint(pair.against, settings)
+    identity |= dataclasses.asdict(pair) | {"start": list(start), "device": kernels.backend}
+    return identity | ({"te": te.version()} if pair.run.kind == "te" else {})
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(entry: Run, settings: Settings) -> int:
+    """Of the weights and batches."""
+    data = batches(entry.seed, settings.steps, settings.batch, settings.seq)
+    return record.fingerprint([*initial(entry, settings).values(), *data])
+
+
+def _to_json(drift: Drift) -> dict[str, Any]:
+    def numbers(distance: Distance) -> list[float]:
+        return [float(f"{value:.4g}") for value in (distance.maximum, distance.wasserstein)]
+
+    return {
+        "steps": list(drift.steps),
+        "whole": [numbers(one.whole) for one in drift.distances],
+        "tensors": {name: [numbers(one.tensors[name]) for one in drift.distances] for name in drift.last.tensors},
+        "loss": drift.loss,
+        "loss_against": drift.loss_against,
+    }
+
+
+def _from_json(found: Mapping[str, Any]) -> Drift:
+    distances = tuple(
+        WeightDistance(Distance(*whole), {name: Distance(*each[i]) for name, each in found["tensors"].items()})
+        for i, whole in enumerate(found["whole"])
+    )
+    return Drift(tuple(found["steps"]), distances, found["loss"], found["loss_against"])

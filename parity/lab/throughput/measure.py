@@ -1,0 +1,221 @@
+"""Measures one workload: a row for each implementation, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from parity import memory
+from parity.case import Case
+from parity.declaring.validate import CheckedSize, check_case
+from parity.lab import flops
+from parity.lab.throughput import gpu_state
+from parity.lab.throughput.clock import Clock, Passes, clock_of, time_passes
+from parity.lab.throughput.gpu_state import GpuState
+from parity.lab.throughput.record import Row, Times
+from parity.lab.throughput.workload import (
+    COMPILED,
+    TE,
+    Implementation,
+    Subject,
+    Workload,
+    candidate,
+    compile_afresh,
+    passes,
+    subject,
+)
+from parity.one_line import one_line
+from parity.precision import PRECISIONS, why_unavailable
+from parity.te import Kernels
+
+_LOADED_SECONDS = 0.5  # of work behind which the driver is asked for the clocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How workloads are measured.
+
+    Attributes:
+        repeats: timed passes.
+        ends: ``time.time()`` after which nothing more is begun; infinite for no such time.
+    """
+
+    repeats: int
+    ends: float = math.inf
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What all implementations of a workload share."""
+
+    workload: Workload
+    case: Case
+    checked: CheckedSize
+    kernels: Kernels
+    plan: Plan
+    clock: Clock[Any]
+
+
+def measure(
+    workload: Workload,
+    chosen: Sequence[Implementation],
+    plan: Plan,
+    kernels: Kernels,
+    clock: Clock[Any] | None = None,
+) -> Iterator[Row]:
+    """One row for each implementation, as soon as it is measured; ``why_none`` says why one could not be.
+
+    Args:
+        workload: what is computed.
+        chosen: by whom.
+        plan: how.
+        kernels: TE's.
+        clock: of the kernels' device by default.
+    """
+    try:
+        case = workload.load()
+        (checked,) = check_case(dataclasses.replace(case, sizes=[workload.size]), kernels.te)
+    except Exception as error:
+        yield from (row_without(workload, each, one_line(error)) for each in chosen)
+        return
+    bench = _Bench(workload, case, checked, kernels, plan, clock or clock_of(kernels.device))
+    for dtype in dict.fromkeys(each.dtype for each in chosen):
+        yield from _of_dtype(bench, dtype, [each for each in chosen if each.dtype is dtype])
+
+
+def row_without(workload: Workload, implementation: Implementation, why: str) -> Row:
+    """The row of what could not be measured."""
+    kind, precision, peak_format = implementation.kind, implementation.precision, implementation.peak_format
+    return Row(workload.case, workload.size_text, kind, precision, peak_format, why_none=why)
+
+
+def _of_dtype(bench: _Bench, dtype: torch.dtype, chosen: Sequence[Implementation]) -> Iterator[Row]:
+    """Rows of the implementations in one dtype, which share rounded weights, inputs and golden."""
+    shared: Subject | None = None
+    counted: tuple[int, int] | None = None
+    for implementation in chosen:
+        why = _why_not(bench, implementation)
+        if why is None:
+            try:
+                shared = shared or subject(bench.case, bench.checked, dtype, bench.kernels)
+                counted = counted or count_flops(shared)
+                row = row_without(bench.workload, implementation, "")
+                row = dataclasses.replace(row, flops_forward=counted[0], flops_backward=counted[1])
+                yield _measured(bench, shared, implementation, row)
+                continue
+            except Exception as error:
+                why = one_line(error)
+        yield row_without(bench.workload, implementation, why)
+        memory.release()
+
+
+def _why_not(bench: _Bench, implementation: Implementation) -> str | None:
+    if time.time() >= bench.plan.ends:
+        return "the time for all measurements was over"
+    if implementation.kind != TE:
+        return None
+    if not bench.case.runs_at(implementation.precision):
+        return "the case leaves this precision out"
+    return why_unavailable(PRECISIONS[implementation.precision], bench.kernels)
+
+
+def _measured(bench: _Bench, shared: Subject, implementation: Implementation, row: Row) -> Row:
+    module, call = _module(bench, shared, implementation)
+    own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    repeated = passes(module, call, shared.inputs, lambda: implementation.forward_context(bench.kernels))
+    device = bench.kernels.device
+    with implementation.passes_context():
+        before = _state(device)
+        taken = _restart_peak(device)
+        times = time_passes(repeated, implementation.warmup, bench.plan.repeats, bench.clock)
+        memory = None if taken is None else own + _memory_above(taken, repeated, device)
+        after = _loaded_state(repeated, times, device)
+        error, why = _error(repeated, shared)
+    row = dataclasses.replace(row, times=times, memory=memory, error=error, why_no_error=why)
+    return dataclasses.replace(row, before=before, after=after)
+
+
+def _module(
+    bench: _Bench, shared: Subject, implementation: Implementation
+) -> tuple[nn.Module, Callable[..., object] | None]:
+    if implementation.kind == TE:
+        pair = candidate(bench.case, bench.checked, shared, bench.kernels)
+        return pair.candidate, pair.call_candidate
+    plain = shared.plain()
+    module = compile_afresh(plain) if implementation.kind == COMPILED else plain
+    return module, shared.pair.call_reference
+
+
+def _error(repeated: Passes, shared: Subject) -> tuple[float | None, str]:
+    """The error of a pass over the first inputs, or why there is none."""
+    if not shared.golden:
+        return None, shared.why_no_golden
+    try:
+        return shared.worst_error(repeated.forward(0)), ""
+    except (RuntimeError, ValueError) as error:
+        return None, one_line(error)
+
+
+def count_flops(shared: Subject) -> tuple[int, int]:
+    """FLOPs of the plain module's matrix products, forward and backward.
+
+    Pairs of a query and a key that a causal mask or a window hides are left out, for all implementations: who computes
+    them does more than is asked for. Modules that ``parity.lab.flops`` does not know are counted by
+    ``torch.utils.flop_counter``, which leaves nothing out.
+    """
+    reference, inputs = shared.pair.reference, shared.inputs[0]
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    try:
+        components = flops.components(reference, *tensors, skips_hidden=True)
+    except TypeError:
+        return _watched_flops(passes(shared.plain(), shared.pair.call_reference, shared.inputs, contextlib.nullcontext))
+    products = flops.in_products(components).values()
+    return sum(product.forward for product in products), sum(product.backward for product in products)
+
+
+def _watched_flops(plain: Passes) -> tuple[int, int]:
+    with FlopCounterMode(display=False) as counter:
+        outputs = plain.forward(0)
+        forward = counter.get_total_flops()
+        plain.backward(outputs, 0)
+        return forward, counter.get_total_flops() - forward
+
+
+def _restart_peak(device: torch.device) -> int | None:
+    """Count the GPU's peak of memory anew from here; the bytes that are taken now, None on a CPU."""
+    if device.type != "cuda":
+        return None
+    memory.release()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _memory_above(begin: int, repeated: Passes, device: torch.device) -> int:
+    """What the passes took at their peak, had they not rotated the gradients that they start from."""
+    return torch.cuda.max_memory_allocated(device) - begin - repeated.rotating_bytes()
+
+
+def _state(device: torch.device) -> GpuState | None:
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else gpu_state.query(str(uuid))
+
+
+def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuState | None:
+    """The GPU's state while it works: the driver is asked before the passes, launched in advance, are done."""
+    if device.type != "cuda":
+        return None
+    for i in range(max(1, math.ceil(_LOADED_SECONDS / times.both))):
+        repeated.run(i)
+    return _state(device)

@@ -1,0 +1,208 @@
+"""What was measured, as plain data.
+
+A row for each implementation of a workload, in JSON lines behind the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from parity.lab.throughput.gpu_state import GpuState
+from parity.report import environment as environments
+from parity.report.environment import Environment
+
+# What was measured, as plain data: a row for each implementation of a workload, and the device's peaks.
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of repeated measurements, and the quartiles around it; seconds."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Of at least one measurement."""
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0])
+        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, lower, upper)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one implementation.
+
+    Attributes:
+        forward, backward: of a pass each.
+        repeats: how many passes were timed.
+        host: seconds that the host takes to launch both passes while the GPU does nothing; None on a CPU.
+    """
+
+    forward: Spread
+    backward: Spread
+    repeats: int
+    host: float | None = None
+
+    @property
+    def both(self) -> float:
+        """The medians' sum, in seconds."""
+        return self.forward.median + self.backward.median
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the GPU waits for the host: launching takes as long as the passes do, give or take a tenth."""
+        return self.host is not None and self.host >= 0.9 * self.both
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fastest that large square matrix products run on the device.
+
+    Attributes:
+        format: of the operands: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+        flops: a second; NaN where it could not be measured.
+        size: rows and columns of the fastest products' operands.
+        why_none: why it could not be measured, or empty.
+    """
+
+    format: str
+    flops: float
+    size: int = 0
+    why_none: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one workload.
+
+    Attributes:
+        workload: the case's name.
+        size: its size in words.
+        implementation: ``eager`` or ``compiled`` for the plain module, ``TE`` for the candidate.
+        precision: of ``parity.precision``, or ``tf32`` for a plain FP32 module whose products are allowed TF32.
+        peak_format: whose peak bounds it, see ``Peak``; None for none.
+        flops_forward, flops_backward: of a pass's matrix products, the same for each implementation.
+        times: None where there are none.
+        memory: bytes, the parameters included, at the passes' peak; None on a CPU, where it is not measured.
+        error: the worst output's relative L2 error, against the plain module in FP64 on the same rounded numbers.
+        why_no_error: why the error is missing, or empty.
+        before, after: clocks and temperature before the passes, and while the last of them ran; None on a CPU.
+        why_none: why nothing was measured, or empty.
+    """
+
+    workload: str
+    size: str
+    implementation: str
+    precision: str
+    peak_format: str | None = None
+    flops_forward: int = 0
+    flops_backward: int = 0
+    times: Times | None = None
+    memory: int | None = None
+    error: float | None = None
+    why_no_error: str = ""
+    before: GpuState | None = None
+    after: GpuState | None = None
+    why_none: str = ""
+
+    @property
+    def name(self) -> str:
+        """``TE bf16``."""
+        return f"{self.implementation} {self.precision}"
+
+    @property
+    def flops(self) -> int:
+        """Of both passes."""
+        return self.flops_forward + self.flops_backward
+
+
+# The record of a measurement, JSON lines: the environment, the device's peaks, then each row as soon as it exists.
+
+
+EMULATED = "TE's kernels are emulated on a CPU: these times say nothing about a GPU"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What has been measured so far.
+
+    Attributes:
+        environment: of the process that measured; None if it has not come that far.
+        peaks: of the device.
+        rows: in the order in which they were measured.
+    """
+
+    environment: Environment | None
+    peaks: tuple[Peak, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether TE ran on CPU kernels."""
+        return self.environment is not None and self.environment.backend == "cpu"
+
+    def peak_share(self, row: Row) -> float | None:
+        """FLOPs a second of both passes over the peak of the row's format; None where either is missing.
+
+        Emulated kernels have none: they compute in other formats than those that they emulate.
+        """
+        peaks = [peak.flops for peak in self.peaks if peak.format == row.peak_format and not peak.why_none]
+        if row.times is None or not row.flops or not peaks or (self.is_emulated and row.implementation == "TE"):
+            return None
+        return row.flops / row.times.both / peaks[0]
+
+
+def append(file: Path, content: Environment | Peak | Row) -> None:
+    """Add a line; it is in the file when this returns. The environment's line says whether kernels were emulated."""
+    if isinstance(content, Environment):
+        emulated = content.backend == "cpu"
+        line = {
+            "environment": environments.to_json(content),
+            "emulated": emulated,
+            "note": EMULATED if emulated else "",
+        }
+    elif isinstance(content, Peak):
+        line = {"peak": _without_nan(dataclasses.asdict(content))}
+    else:
+        line = {"row": _without_nan(dataclasses.asdict(content))}
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read(file: Path) -> Record:
+    """What the lines say; one that was cut short is left out."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    entries = [entry for entry in map(_parse, text.splitlines()) if entry]
+    found = [entry["environment"] for entry in entries if "environment" in entry]
+    return Record(
+        environments.from_json(found[-1]) if found else None,
+        TypeAdapter(tuple[Peak, ...]).validate_python([entry["peak"] for entry in entries if "peak" in entry]),
+        TypeAdapter(tuple[Row, ...]).validate_python([entry["row"] for entry in entries if "row" in entry]),
+    )
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except ValueError:
+        return {}
+
+
+def _without_nan(entry: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinities; as text they are read back, as any number is."""
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in entry.items()
+    }

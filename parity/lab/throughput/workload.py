@@ -1,0 +1,368 @@
+"""What is timed.
+
+A case at a size, by whom it is computed, and the modules of each, which hold the same rounded numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity import errors, execute, registry, weights
+from parity.build import build, rounded_inputs, share_rounded_weights, vary_constants
+from parity.case import Case, Pair
+from parity.cast import cast
+from parity.declaring.built_in import folder as built_in_folder
+from parity.declaring.validate import CheckedSize
+from parity.golden.band import Band
+from parity.golden.in_fp64 import in_fp64
+from parity.inputs import Rng
+from parity.lab.throughput.clock import Passes
+from parity.lab.throughput.peak import allow_tf32
+from parity.one_line import one_line
+from parity.precision import PRECISIONS
+from parity.reference import CoreAttention
+from parity.te import Kernels
+from parity.te_state.quantized_parameters import moved
+from parity.user_error import UserError
+
+# The attention that a plain module is timed with: PyTorch's fused one, as whoever cares for speed would have written.
+#
+# The references of ``parity.reference`` write attention out, or where it is long compute it in blocks, to be read and
+# to be exact; as a baseline of speed they would flatter every port.
+
+
+def with_fused_attention(module: nn.Module) -> nn.Module:
+    """The module itself, in which every ``CoreAttention`` now calls ``F.scaled_dot_product_attention``."""
+    for part in module.modules():
+        if isinstance(part, CoreAttention):
+            part.forward = functools.partial(_attend, part)  # type: ignore[method-assign]
+    return module
+
+
+def _attend(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None = None
+) -> Tensor:
+    """Arguments and result as ``CoreAttention``'s; a mask is made only where the causal one is not enough."""
+    is_causal = core.causal and core.window is None and key_is_padding is None
+    mask = None
+    if not is_causal and (core.causal or core.window is not None):
+        band = Band(math.inf if core.window is None else core.window, 0 if core.causal else math.inf)
+        mask = ~band.hidden(range(query.shape[1]), range(key.shape[1]), query.device)
+    if key_is_padding is not None:
+        seen = ~key_is_padding[:, None, None, :]
+        mask = seen if mask is None else mask & seen
+    has_groups = query.shape[2] != key.shape[2]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    context = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=has_groups)
+    return context.transpose(1, 2).flatten(2)
+
+
+# What is timed: a case at a size.
+
+
+# The built-in cases that are timed by default, the most telling first, at the sizes of an 8-billion-parameter Llama
+# (A. Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3); the GPT layer is as wide.
+_LLAMA = dict(hidden=4096, ffn=14336, heads=32, groups=8)
+_LARGE: dict[str, list[dict[str, int]]] = {
+    "transformer_layer_llama": [dict(batch=1, seq=4096, **_LLAMA), dict(batch=1, seq=8192, **_LLAMA)],
+    "layernorm_mlp_swiglu": [dict(batch=2, seq=4096, hidden=4096, ffn=14336)],
+    "linear": [dict(batch=2, seq=4096, in_features=4096, out_features=14336)],
+    "attention_causal_gqa": [dict(batch=2, seq=4096, heads=32, groups=8, head_dim=128)],
+    "multihead_attention_separate_qkv": [dict(batch=1, seq=4096, hidden=4096, heads=32, groups=8)],
+    "layernorm_linear": [dict(batch=2, seq=4096, in_features=4096, out_features=6144)],
+    "transformer_layer_gpt": [dict(batch=1, seq=4096, hidden=4096, ffn=16384, heads=32)],
+    "rmsnorm": [dict(batch=2, seq=4096, hidden=4096)],
+    "layernorm": [dict(batch=2, seq=4096, hidden=4096)],
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A case at one size, named so that another process finds it.
+
+    Attributes:
+        file: that declares the case.
+        case: its name.
+        size: the factory's keyword arguments.
+    """
+
+    file: Path
+    case: str
+    size: Mapping[str, Any]
+
+    @property
+    def size_text(self) -> str:
+        """``batch 1, seq 4096``."""
+        return ", ".join(f"{name} {value}" for name, value in self.size.items()) or "-"
+
+    @property
+    def name(self) -> str:
+        """``linear (batch 1, seq 4096)``."""
+        return f"{self.case} ({self.size_text})"
+
+    def load(self) -> Case:
+        """The case, from its file.
+
+        Raises:
+            UserError: as ``registry.load_case``.
+        """
+        return registry.load_case(self.file, self.case)
+
+
+def built_in(large: bool) -> list[Workload]:
+    """The default workloads: at large sizes, or at those that the cases are compared at."""
+    files = sorted(built_in_folder().glob("[!_]*.py"))
+    cases = {case.name: case for file in files for case in registry.load_file(file)}
+    return [
+        Workload(cases[name].path, name, size)
+        for name, sizes in _LARGE.items()
+        for size in (sizes if large else cases[name].sizes)
+    ]
+
+
+def declared(cases: Iterable[Case]) -> list[Workload]:
+    """Cases at the sizes that they declare."""
+    return [Workload(case.path, case.name, size) for case in cases for size in case.sizes]
+
+
+def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
+    """Those whose name contains one of the words of the keyword, which are separated by commas; an empty one is in all.
+
+    Raises:
+        UserError: if none does.
+    """
+    found = list(workloads)
+    words = [word.strip() for word in keyword.split(",")]
+    chosen = [workload for workload in found if any(word in workload.name for word in words)]
+    if not chosen:
+        raise UserError(f"no workload contains {keyword!r} in its name, such as {found[0].name!r}")
+    return chosen
+
+
+# Who computes a workload: the plain module, eager or compiled, and TE in each precision.
+
+
+EAGER, COMPILED, TE = "eager", "compiled", "TE"
+# The order in which dtypes are measured: where time ends, what most people train in is there.
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """
+    Attributes:
+        kind: ``eager``, ``compiled`` or ``TE``.
+        precision: see ``Row.precision``.
+    """
+
+    kind: str
+    precision: str
+
+    @property
+    def peak_format(self) -> str | None:
+        """The format whose peak bounds it, see ``Peak``; None where no peak is measured.
+
+        TE computes FP32 products in TF32 (``common/gemm/cublaslt_gemm.cu`` of 2.20.2).
+        """
+        if self.precision.startswith(("fp8", "mxfp8")):
+            return "fp8"
+        if self.precision == "nvfp4":
+            return None
+        return "tf32" if (self.kind, self.precision) == (TE, "fp32") else self.precision
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision == "tf32" else PRECISIONS[self.precision].dtype
+
+    def forward_context(self, kernels: Kernels) -> contextlib.AbstractContextManager[None]:
+        """A new context of a forward pass."""
+        if self.kind == TE:
+            return PRECISIONS[self.precision].autocast(kernels)
+        return contextlib.nullcontext()
+
+    def passes_context(self) -> contextlib.AbstractContextManager[None]:
+        """The context of all passes, the backward ones too."""
+        return allow_tf32(True) if self.precision == "tf32" else contextlib.nullcontext()
+
+    @property
+    def warmup(self) -> int:
+        """Passes before the timed ones."""
+        return 3 + (PRECISIONS[self.precision].warmup_passes if self.kind == TE else 0)
+
+
+def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: bool) -> Iterator[Implementation]:
+    """Those of the precisions, by dtype.
+
+    The plain FP32 module is measured in PyTorch's default, where products are in FP32, and on a GPU also in TF32, which
+    is what TE computes.
+
+    Args:
+        precisions: names of ``parity.precision``.
+        compiled: those of them in which the plain module is also compiled; ``fp32`` stands for ``tf32`` too.
+        on_gpu: whether they run on a GPU.
+    """
+    for dtype in DTYPES:
+        of_dtype = [name for name in precisions if PRECISIONS[name].dtype is dtype]
+        plain = [name for name in of_dtype if PRECISIONS[name].recipe is None]
+        if "fp32" in plain and on_gpu:
+            plain.append("tf32")
+        yield from (Implementation(EAGER, name) for name in plain)
+        yield from (Implementation(TE, name) for name in of_dtype)
+        yield from (Implementation(COMPILED, name) for name in plain if name.replace("tf32", "fp32") in compiled)
+
+
+def compile_afresh(module: nn.Module) -> nn.Module:
+    """The module under ``torch.compile``, which forgets what it compiled before, so that no limit is reached."""
+    torch._dynamo.reset()
+    return torch.compile(module)  # type: ignore[return-value]
+
+
+# A workload's modules, holding the same rounded numbers, with the inputs that its passes take in turn.
+
+
+_SEED = 0
+_SETS_ON_CPU = 4
+_CACHES_FILLED = 2  # how often the inputs together fill the GPU's last cache
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A workload in one dtype.
+
+    Attributes:
+        pair: its reference holds the rounded weights, in FP64 until ``plain`` casts it.
+        dtype: of parameters, inputs and gradients.
+        inputs: as the pair returns them, in the dtype, on the device; passes take them in turn.
+        candidate_weights: of the TE module, by name.
+        golden: the reference's outputs in FP64 for the first inputs, by name.
+        why_no_golden: why there are none, or empty.
+    """
+
+    pair: Pair
+    dtype: torch.dtype
+    inputs: list[Any]
+    candidate_weights: dict[str, Tensor]
+    golden: dict[str, Tensor]
+    why_no_golden: str = ""
+
+    def plain(self) -> nn.Module:
+        """The reference in the dtype, in which its weights are exact, from now on with PyTorch's fused attention."""
+        return with_fused_attention(self.pair.reference).to(self.dtype)
+
+    def worst_error(self, outputs: Sequence[Tensor]) -> float:
+        """The largest relative L2 error of any output against golden; NaN or infinite where an output is.
+
+        Raises:
+            ValueError: if there are not as many outputs, or not of the same shapes.
+        """
+        shapes, golden_shapes = ([list(x.shape) for x in tensors] for tensors in (outputs, self.golden.values()))
+        if shapes != golden_shapes:
+            raise ValueError(f"it returns {shapes} where the plain module returns {golden_shapes}")
+        return max(
+            errors.relative_l2(float((output.detach().double() - golden).norm()), float(golden.norm()))
+            for output, golden in zip(outputs, self.golden.values(), strict=True)
+        )
+
+
+def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kernels) -> Subject:
+    """Build the workload, round its weights and inputs to the dtype, and compute golden, long attention in blocks.
+
+    Golden may not fit into memory, or the reference may not run in FP64: then only the errors are missing.
+    """
+    pair = built(case, checked, kernels)
+    pair.reference.double()
+    if case.vary_constants:
+        vary_constants(pair.reference, Rng(_SEED, "weights"))
+    candidate_weights = share_rounded_weights(pair, dtype)
+    pair = dataclasses.replace(pair, candidate=nn.Identity())  # its memory is needed
+    first = rounded_inputs(pair, checked, dtype, _SEED, kernels.device)
+    rest = [
+        rounded_inputs(pair, checked, dtype, _SEED + i, kernels.device) for i in range(1, _sets(first, kernels.device))
+    ]
+    golden: dict[str, Tensor] = {}
+    why = ""
+    try:
+        with torch.no_grad(), in_fp64():
+            golden = execute.outputs_of(pair.reference, pair.call_reference, cast(first, torch.float64))
+    except (RuntimeError, NotImplementedError) as error:
+        why = f"the plain module in FP64: {one_line(error)}"
+    return Subject(pair, dtype, [first, *rest], candidate_weights, golden, why)
+
+
+def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
+    """The pair on the kernels' device, where it is initialised much faster than on the CPU if its factory lets it."""
+    try:
+        with kernels.device:
+            return build(case, checked, _SEED, kernels)
+    except RuntimeError:  # a factory may draw from a generator of the CPU's
+        return build(case, checked, _SEED, kernels)
+
+
+def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kernels) -> Pair:
+    """A new pair whose candidate holds the subject's weights, in its dtype; TE's modules keep state between passes."""
+    pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
+    weights.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
+    return pair
+
+
+def passes(
+    module: nn.Module, call: Callable[..., Any] | None, inputs: list[Any], forward_context: Callable[[], Any]
+) -> Passes:
+    """Forward and backward passes over inputs in turn; all floating-point inputs get gradients, as inside a model.
+
+    Args:
+        module: in the inputs' dtype.
+        call: as in ``parity.Pair``.
+        inputs: one entry a pass, as a pair's ``inputs`` returns them.
+        forward_context: makes the context of each forward pass.
+    """
+    leaves = [tree_map_only(Tensor, _leaf, entry) for entry in inputs]
+    gradients: list[list[Tensor]] = []
+
+    def clear() -> None:
+        module.zero_grad(set_to_none=True)
+        for leaf in tree_leaves(leaves):
+            if isinstance(leaf, Tensor):
+                leaf.grad = None
+
+    def forward(i: int) -> list[Tensor]:
+        args, kwargs = execute.as_arguments(leaves[i % len(leaves)])
+        with forward_context():
+            returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
+        return [leaf for leaf in execute.leaves_of(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+    def backward(outputs: list[Tensor], i: int) -> None:
+        reached = [output for output in outputs if output.requires_grad]
+        if not gradients:  # in the first warm-up pass
+            gradients.extend([torch.randn_like(output) for output in reached] for _ in leaves)
+        torch.autograd.backward(reached, gradients[i % len(leaves)])
+
+    def rotating_bytes() -> int:
+        return sum(gradient.nbytes for entry in gradients[1:] for gradient in entry)
+
+    return Passes(clear, forward, backward, rotating_bytes)
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_() if value.is_floating_point() else value
+
+
+def _sets(inputs: Any, device: torch.device) -> int:
+    """How many inputs rotate: on a GPU as many as its last cache cannot hold."""
+    if device.type != "cuda":
+        return _SETS_ON_CPU
+    size = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    cache = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 50 << 20))
+    return max(2, 1 + math.ceil(_CACHES_FILLED * cache / max(1, size)))

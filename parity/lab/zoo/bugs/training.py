@@ -1,0 +1,179 @@
+"""Mistakes of a training step that the forward pass does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from parity.lab.zoo.hosts.model import TEModel, WithLoss
+from parity.lab.zoo.hosts.training import LEARNING_RATE, STEPS, Microbatched, Stepped
+from parity.lab.zoo.planting import STORED_IN_16_BITS, Bug, Call, Plant, called, edited
+
+# By which losses are multiplied in FP16 training, at the low end so that FP16 itself does not overflow here.
+LOSS_SCALE = 128.0
+# Products that are summed before the sum is rounded.
+ACCUMULATED = 16
+
+
+def _mean_of_all(losses: Tensor, counts: Tensor) -> Tensor:
+    return losses.mean()
+
+
+def _mean_of_sequence_means(losses: Tensor, counts: Tensor) -> Tensor:
+    return (losses.sum(-1) / counts.sum(-1)).mean()
+
+
+def _summed(losses: Tensor, counts: Tensor) -> Tensor:
+    return losses.sum()
+
+
+def _embeddings_scaled(module: nn.Module) -> None:
+    """By the root of their width, as T5 and Gemma have it."""
+    model = module.model if isinstance(module, WithLoss) else module
+    assert isinstance(model, TEModel)
+    model.tokens.register_forward_hook(lambda tokens, given, rows: rows * rows.shape[-1] ** 0.5)
+
+
+def _reduce_by(reduce: object) -> Plant:
+    def edit(module: nn.Module) -> None:
+        assert isinstance(module, WithLoss)
+        module.reduce = reduce  # type: ignore[assignment]
+
+    return edited(edit)
+
+
+def _scaled_gradient(call: Call) -> Call:
+    def mistaken(module: nn.Module, *inputs: Tensor) -> Tensor:
+        output = call(module, *inputs)
+        output.register_hook(lambda gradient: gradient * LOSS_SCALE)
+        return output
+
+    return mistaken
+
+
+def _overwrite(module: nn.Module) -> None:
+    assert isinstance(module, Microbatched)
+    module.is_first = True
+
+
+def _sum_in_bf16(module: nn.Module) -> None:
+    assert isinstance(module, Microbatched)
+    module.main_grad_dtype = torch.bfloat16
+
+
+def _step_truncated(weight: Tensor, update: Tensor) -> Tensor:
+    """The master weight cut off to the dtype's mantissa, as by taking the upper half of an FP32."""
+    master = weight.float() - STEPS * LEARNING_RATE * update.float()
+    dropped_bits = {torch.bfloat16: 16, torch.float16: 13}.get(weight.dtype, 0)
+    cut = (master.detach().view(torch.int32) & (-1 << dropped_bits)).view(torch.float32)
+    return (master + (cut - master.detach())).to(weight.dtype)
+
+
+def _step_without_master(weight: Tensor, update: Tensor) -> Tensor:
+    """Each step is rounded to the weight's dtype."""
+    for _ in range(STEPS):
+        weight = weight - (LEARNING_RATE * update).to(weight.dtype)
+    return weight
+
+
+def _with_step(step: object) -> Plant:
+    def edit(module: nn.Module) -> None:
+        assert isinstance(module, Stepped)
+        module.step = step  # type: ignore[assignment]
+
+    return edited(edit)
+
+
+def _accumulated_in_bf16(call: Call) -> Call:
+    """The GEMM's sum is rounded to BF16 after each ``ACCUMULATED`` products."""
+
+    def mistaken(module: Any, x: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for inputs, weight in zip(x.split(ACCUMULATED, -1), module.weight.split(ACCUMULATED, -1), strict=True):
+            part = functional_call(module, {"weight": weight.contiguous()}, (inputs.contiguous(),))
+            total = (part if total is None else total + part).bfloat16().to(part.dtype)
+        assert total is not None
+        return total
+
+    return mistaken
+
+
+STEPPED = ("stepped_linear",)
+MICROBATCHED = ("microbatched_linear",)
+BUGS = (
+    Bug(
+        "loss-over-all-tokens",
+        "The loss is divided by the number of all tokens, padding included.",
+        ("model_with_loss",),
+        _reduce_by(_mean_of_all),
+        "loss-scale",
+    ),
+    Bug(
+        "loss-as-mean-of-means",
+        "Each sequence's mean loss counts the same, however many tokens it has.",
+        ("model_with_loss",),
+        _reduce_by(_mean_of_sequence_means),
+        "loss-scale",
+    ),
+    Bug(
+        "loss-summed",
+        "The loss is the sum over tokens (reduction='sum'), not their mean.",
+        ("model_with_loss",),
+        _reduce_by(_summed),
+        "loss-scale",
+    ),
+    Bug(
+        "embeddings-scaled",
+        "Embeddings are multiplied by sqrt(hidden), which the reference does not do.",
+        ("tied_model", "model_with_loss"),
+        edited(_embeddings_scaled),
+        "factor",
+    ),
+    Bug(
+        "gradient-left-scaled",
+        "The loss was scaled by 128 and gradients never divided by it.",
+        ("linear", "llama_layer"),
+        called(_scaled_gradient),
+        "gradient-scale",
+    ),
+    Bug(
+        "gradient-overwritten",
+        "is_first_microbatch=True for each microbatch: the last one's gradient replaces the sum.",
+        MICROBATCHED,
+        edited(_overwrite),
+        "gradient-accumulation",
+    ),
+    Bug(
+        "gradient-accumulated-in-bf16",
+        "main_grad is BF16: each of the microbatches' sums is rounded.",
+        MICROBATCHED,
+        edited(_sum_in_bf16),
+        "gradient-accumulation",
+    ),
+    Bug(
+        "product-accumulated-in-bf16",
+        "A GEMM rounds its partial sums to BF16.",
+        ("square_linear",),
+        called(_accumulated_in_bf16),
+        "accumulation-precision",
+    ),
+    Bug(
+        "master-weights-truncated",
+        "FP32 master weights are cut off, not rounded, to the weights' dtype.",
+        STEPPED,
+        _with_step(_step_truncated),
+        "master-weights",
+        precisions=STORED_IN_16_BITS,
+    ),
+    Bug(
+        "master-weights-missing",
+        "The optimizer updates 16-bit weights: steps below half an ulp are lost.",
+        STEPPED,
+        _with_step(_step_without_master),
+        "master-weights",
+        precisions=STORED_IN_16_BITS,
+    ),
+)

@@ -1,0 +1,261 @@
+"""What a planted bug is, and the ways in which it gets into a candidate.
+
+Its constructor, its weights, its weight map.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.case import Case, Pair
+from parity.reference import Attention
+from parity.weights import Side, WeightMap
+
+# What a planted bug is.
+
+
+Plant = Callable[[Pair, ModuleType], Pair]
+
+# Precisions by what they have in common, for bugs that only some of them can have.
+STORED_IN_16_BITS = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+QUANTIZED = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+ONE_SCALE_A_TENSOR = ("fp8_delayed", "fp8_current")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake that people make when they port a module.
+
+    Attributes:
+        name: unique in the catalogue, e.g. ``gate-up-swapped``.
+        summary: what was done wrong, in a sentence.
+        hosts: names of the pairs in ``parity.lab.zoo.hosts`` where it is planted; in each it changes the result.
+        plant: called with a freshly built pair and ``transformer_engine.pytorch``; returns the pair with the mistake in
+            its candidate's module, weight map or call. It may be called under ``meta_build.without_memory``.
+        finding: title of the finding that names the mistake.
+        precisions: where it is not the identity; None for each.
+    """
+
+    name: str
+    summary: str
+    hosts: tuple[str, ...]
+    plant: Plant
+    finding: str
+    precisions: tuple[str, ...] | None = None
+
+    def occurs_at(self, precision: str) -> bool:
+        """Whether the mistake can be made at a precision."""
+        return self.precisions is None or precision in self.precisions
+
+
+def planted(bug: Bug, host: Case) -> Case:
+    """The host's case with the mistake in its candidate.
+
+    The case keeps the host's name, since the reference and so the expected error are the host's.
+    """
+    return dataclasses.replace(host, factory=lambda te, **size: bug.plant(host.build(te, size), te))
+
+
+# Modules that remember how they were constructed, so that the same one can be had with another argument.
+
+
+@dataclass(frozen=True)
+class Construction:
+    """A call that built a module."""
+
+    build: Callable[..., nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def construct(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """``build(*args, **kwargs)``, which ``reconstructed`` can vary."""
+    module = build(*args, **kwargs)
+    module._construction = Construction(build, args, kwargs)  # type: ignore[assignment]
+    return module
+
+
+def reconstructed(module: nn.Module, **changes: Any) -> nn.Module:
+    """A new module like one that ``construct`` built, but for some keyword arguments.
+
+    Raises:
+        TypeError: if ``construct`` did not build it.
+    """
+    construction = construction_of(module)
+    return construct(construction.build, *construction.args, **{**construction.kwargs, **changes})
+
+
+def construction_of(module: nn.Module) -> Construction:
+    """The call of ``construct`` that built a module.
+
+    Raises:
+        TypeError: if there was none.
+    """
+    construction = getattr(module, "_construction", None)
+    if not isinstance(construction, Construction):
+        raise TypeError(f"{type(module).__name__} was not built by construct()")
+    return construction
+
+
+# The ways in which a mistake gets into a candidate: its constructor, its weight map, its call, its inner modules.
+
+
+Call = Callable[..., Any]
+
+
+def constructed_with(**changes: Any) -> Plant:
+    """The candidate is constructed with other keyword arguments."""
+    return lambda pair, te: dataclasses.replace(pair, candidate=reconstructed(pair.candidate, **changes))
+
+
+def mapped(change: Callable[[WeightMap], WeightMap]) -> Plant:
+    """The weight map is another one."""
+    return lambda pair, te: dataclasses.replace(pair, weights=change(pair.weights))
+
+
+def called(wrap: Callable[[Call], Call]) -> Plant:
+    """The candidate is called otherwise.
+
+    Args:
+        wrap: from the right call, ``call(module, *inputs)``, to the mistaken one.
+    """
+
+    def plant(pair: Pair, te: ModuleType) -> Pair:
+        right = pair.call_candidate or (lambda module, *inputs: module(*inputs))
+        return dataclasses.replace(pair, call_candidate=wrap(right))
+
+    return plant
+
+
+def edited(edit: Callable[[nn.Module], None]) -> Plant:
+    """Something is set on the candidate after it was constructed."""
+
+    def plant(pair: Pair, te: ModuleType) -> Pair:
+        edit(pair.candidate)
+        return pair
+
+    return plant
+
+
+def both(first: Plant, second: Plant) -> Plant:
+    """One plant after the other."""
+    return lambda pair, te: second(first(pair, te), te)
+
+
+def with_argument(name: str, change: Callable[[Tensor], Any]) -> Plant:
+    """A keyword argument of the candidate's forward pass is ``change(argument)``."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, name: change(kwargs[name])}
+
+    return _before_forward(hook)
+
+
+def with_inputs(change: Callable[..., tuple[Any, ...]]) -> Plant:
+    """The positional inputs of the candidate's forward pass are ``change(*inputs)``."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return change(*args), kwargs
+
+    return _before_forward(hook)
+
+
+def with_output(change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Plant:
+    """The output is ``change(module, input, output)``."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return change(module, args[0], output)
+
+    def edit(module: nn.Module) -> None:
+        module.register_forward_hook(hook)
+
+    return edited(edit)
+
+
+def parameter_filled(name: str, value: float) -> Plant:
+    """A parameter keeps the value that its module was constructed with."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad():
+            module.get_parameter(name).fill_(value)
+
+    return _before_forward(hook)
+
+
+def _before_forward(hook: Callable[..., Any]) -> Plant:
+    """Registers ``hook(module, args, kwargs)``."""
+
+    def edit(module: nn.Module) -> None:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    return edited(edit)
+
+
+# Mistakes in a weight map: the reference's side of an entry read otherwise.
+
+
+Change = Callable[[Side], Side]
+
+
+def left_sides(change: Change) -> Plant:
+    """Each entry's left side is ``change(left)``."""
+    return left_sides_of(lambda pair: change)
+
+
+def left_sides_of(change_for: Callable[[Pair], Change]) -> Plant:
+    """The same with a change that depends on the pair's sizes."""
+
+    def plant(pair: Pair, te: ModuleType) -> Pair:
+        change = change_for(pair)
+        return dataclasses.replace(pair, weights={change(left): right for left, right in pair.weights.items()})
+
+    return plant
+
+
+def parameter(suffix: str, change: Change) -> Change:
+    """Changes the reference parameter whose name ends so, where it stands alone in an entry."""
+    return lambda left: change(left) if isinstance(left, str) and left.endswith(suffix) else left
+
+
+def exchanged(first: str, second: str) -> Plant:
+    """The parameters whose names end so go to each other's place."""
+
+    def plant(pair: Pair, te: ModuleType) -> Pair:
+        named = {suffix: left for left in pair.weights for suffix in (first, second) if str(left).endswith(suffix)}
+        exchange = {named[first]: named[second], named[second]: named[first]}
+        weights = {exchange.get(left, left): right for left, right in pair.weights.items()}
+        return dataclasses.replace(pair, weights=weights)
+
+    return plant
+
+
+def attention_of(pair: Pair) -> Attention:
+    """The reference's attention.
+
+    Raises:
+        StopIteration: if it has none.
+    """
+    return next(module for module in pair.reference.modules() if isinstance(module, Attention))
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How an attention's channels are shared out."""
+
+    heads: int
+    groups: int
+    head_dim: int
+
+
+def heads_of(pair: Pair) -> Heads:
+    """Of the reference's attention."""
+    attention = attention_of(pair)
+    query, key = attention.q_proj.out_features, attention.k_proj.out_features
+    return Heads(query // attention.head_dim, key // attention.head_dim, attention.head_dim)

@@ -1,0 +1,222 @@
+"""The rules that other projects compare with: each names the tensors that it rejects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parity import passes
+from parity.case import Case
+from parity.cast import cast, cast_module
+from parity.declaring.validate import CheckedSize
+from parity.execute import outputs_of, run
+from parity.precision import Precision
+from parity.prepare import Prepared
+from parity.result import PROBED, Kind
+from parity.te import Kernels
+
+# The tensors that rules of comparison judge: of a candidate, of its golden reference, of low-precision PyTorch.
+
+
+# By ``output``, ``probed output`` or ``d up_proj.weight``.
+Tensors = dict[str, Tensor]
+
+
+def candidate(
+    case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
+) -> Tensors:
+    """The candidate's, in the reference's layout and in the dtypes that it returns."""
+    tensors, _ = passes.run_candidate(case, checked, prepared, precision, seed, kernels)
+    return {
+        _label(*key): tensor.to(precision.dtype) if key[0] == "weight gradient" else tensor
+        for key, tensor in tensors.items()
+    }
+
+
+def golden(prepared: Prepared) -> Tensors:
+    """The reference's, in FP64."""
+    return _labelled(passes.golden_tensors(prepared))
+
+
+def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
+    """The reference's in a dtype, as plain PyTorch computes it; for FP32 without TF32, which is PyTorch's default."""
+    module = cast_module(copy.deepcopy(prepared.reference), dtype)
+    ran = run(
+        module,
+        prepared.call,
+        cast(prepared.inputs, dtype),
+        prepared.input_names,
+        lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+    )
+    tensors = _labelled(passes.tensors_of(ran))
+    if prepared.probed:
+        with torch.no_grad():
+            outputs = outputs_of(module, prepared.probe_call, cast(prepared.probe, dtype))
+        tensors |= {_label(PROBED, name): output for name, output in outputs.items()}
+    return tensors
+
+
+def difference(one: Tensors, other: Tensors) -> Tensors:
+    """``one - other`` in FP64, without the tensors in which it is not finite."""
+    differences = {name: tensor.double() - other[name].double() for name, tensor in one.items()}
+    return {name: tensor for name, tensor in differences.items() if bool(tensor.isfinite().all())}
+
+
+def is_output(label: str) -> bool:
+    """Whether a tensor is an output, probed or not; the others are gradients."""
+    return not label.startswith("d ")
+
+
+def _labelled(tensors: passes.Tensors) -> Tensors:
+    return {_label(*key): tensor for key, tensor in tensors.items()}
+
+
+def _label(kind: Kind, name: str) -> str:
+    if kind == PROBED:
+        return f"probed {name}"
+    return name if kind == "output" else f"d {name}"
+
+
+# Rules that other projects compare with: each names the tensors that it rejects.
+#
+# All of them see the same tensors as parity does. PyTorch has no FP8 modules, so under a quantizing recipe the
+# low-precision reference is the reference in BF16.
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a rule judges.
+
+    Attributes:
+        candidate: tensors of the port, by name.
+        golden: the reference in FP64.
+        low_precision: the reference in the precision's dtype, as plain PyTorch computes it.
+        precision: of the candidate.
+        module: class name of the TE module, see ``module_of``.
+    """
+
+    candidate: Tensors
+    golden: Tensors
+    low_precision: Tensors
+    precision: Precision
+    module: str
+
+
+Rule = Callable[[Compared, str], bool]
+
+
+def assert_close_rejects(compared: Compared, name: str) -> bool:
+    """``torch.testing.assert_close`` with its default tolerances by dtype, against low-precision PyTorch."""
+    candidate = compared.candidate[name]
+    try:
+        torch.testing.assert_close(candidate, compared.low_precision[name].to(candidate.dtype))
+    except AssertionError:
+        return True
+    return False
+
+
+def te_tests_reject(compared: Compared, name: str) -> bool:
+    """The tolerances of TE's own tests, against low-precision PyTorch.
+
+    Source: ``tests/pytorch/test_numerics.py`` (commit 00c727f) by module and dtype, and for a recipe
+    ``quantization_tols`` of ``tests/pytorch/utils.py`` (commit 009e651).
+    """
+    atol, rtol = _te_tolerances(compared, is_output(name))
+    expected = compared.low_precision[name].double()
+    distance = (compared.candidate[name].double() - expected).abs()
+    return not bool((distance <= atol + rtol * expected.abs()).all())
+
+
+def twice_error_rejects(compared: Compared, name: str) -> bool:
+    """The largest error exceeds twice that of low-precision PyTorch by more than 3e-5; 40 times for a recipe.
+
+    Source: flash-attention, ``hopper/test_flash_attn.py`` as of 2024, which has 40 for FP8.
+    """
+    golden = compared.golden[name]
+    error, reference_error = (
+        (tensors[name].double() - golden).abs().max().item() for tensors in (compared.candidate, compared.low_precision)
+    )
+    bound = 40 * reference_error if compared.precision.recipe else 2 * reference_error + 3e-5
+    return not error <= bound
+
+
+def rmse_rejects(compared: Compared, name: str) -> bool:
+    """PyTorch's check of compiled benchmarks: the RMSE against FP64 exceeds 2 or 3 times the reference's own.
+
+    Source: ``torch._dynamo.utils.same`` (torch 2.8) with its defaults: what ``torch.allclose`` accepts at 1e-4 passes;
+    the factor is 3 for 16-bit dtypes and for fewer than 1000 elements.
+    """
+    candidate, golden, reference = (
+        tensors[name].double() for tensors in (compared.candidate, compared.golden, compared.low_precision)
+    )
+    if torch.allclose(reference, candidate, atol=_RMSE_TOLERANCE, rtol=_RMSE_TOLERANCE):
+        return False
+    generous = compared.candidate[name].dtype in (torch.float16, torch.bfloat16) or golden.numel() < 1000
+    bound = (3.0 if generous else 2.0) * _rmse(golden, reference) + _RMSE_TOLERANCE / 10
+    return not _rmse(golden, candidate) <= bound
+
+
+RULES: dict[str, Rule] = {
+    "assert_close": assert_close_rejects,
+    "TE's tests": te_tests_reject,
+    "2x error": twice_error_rejects,
+    "RMSE": rmse_rejects,
+}
+
+
+def rejected(rule: Rule, compared: Compared) -> tuple[str, ...]:
+    """Names of the tensors that the rule rejects; any is a rejection of the port."""
+    return tuple(name for name in compared.golden if rule(compared, name))
+
+
+def rejects(rule: Rule, compared: Compared) -> bool:
+    """Whether the rule rejects the port."""
+    return bool(rejected(rule, compared))
+
+
+def module_of(candidate: nn.Module) -> str:
+    """The largest of the modules that TE's tests know that is part of the candidate.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    classes = {type(module).__name__ for module in candidate.modules()}
+    known = [name for name in _BY_MODULE if name in classes]
+    if not known:
+        raise ValueError(f"no test of TE's has tolerances for any of {', '.join(sorted(classes))}")
+    return known[0]
+
+
+_RMSE_TOLERANCE = 1e-4
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# dtype_tols: relative tolerances where a test names only an absolute one.
+_RTOL = (1.3e-6, 1e-3, 1.6e-2)
+# For outputs and for gradients: absolute and relative tolerances in the order of _DTYPES; larger modules first.
+_BY_MODULE: dict[str, tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]] = {
+    "TransformerLayer": (((5e-3, 5e-2, 1e-1), _RTOL), ((5e-2, 5e-2, 1e-1), (1e-2, 1e-2, 1e-2))),
+    "MultiheadAttention": (((5e-3, 5e-2, 5e-2), _RTOL), ((5e-2, 5e-2, 5e-2), (1e-2, 1e-2, 1e-2))),
+    "LayerNormMLP": (((2e-2, 5e-2, 5e-2), (1e-3, 4e-2, 4e-2)), ((2e-2, 2e-1, 2e-1), (1e-3, 1e-2, 4e-2))),
+    "DotProductAttention": (((5e-3, 5e-2, 5e-2), _RTOL), ((5e-2, 5e-2, 5e-2), (1e-2, 1e-2, 1e-2))),
+    "LayerNormLinear": (((2.5e-4, 2e-3, 2e-2), (1e-3, 4e-2, 4e-2)), ((1e-3, 5e-2, 5e-2), (1e-3, 4e-2, 4e-2))),
+    "Linear": (((5e-3, 5e-2, 5e-2), (1.3e-6, 1e-2, 2e-2)),) * 2,
+    "RMSNorm": (((1e-7, 2e-3, 2e-2), _RTOL), ((2e-3, 2e-3, 2e-2), _RTOL)),
+    "LayerNorm": (((1e-7, 2e-3, 2e-2), _RTOL), ((1e-4, 2e-3, 2e-2), _RTOL)),
+}
+_E4M3, _E2M1 = (0.0675, 0.125), (0.125, 0.25)
+
+
+def _te_tolerances(compared: Compared, output: bool) -> tuple[float, float]:
+    """Absolute and relative."""
+    if compared.precision.recipe:
+        return _E2M1 if compared.precision.name == "nvfp4" else _E4M3
+    atol, rtol = _BY_MODULE[compared.module][0 if output else 1]
+    at = _DTYPES.index(compared.precision.dtype)
+    return atol[at], rtol[at]
+
+
+def _rmse(golden: Tensor, x: Tensor) -> float:
+    return (golden - x).square().mean().sqrt().item()

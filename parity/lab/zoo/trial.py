@@ -1,0 +1,269 @@
+"""One trial.
+
+A bug in a host at one size, precision and seed, judged by parity and by its rivals, with how strong it is against
+rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case import Case
+from parity.cast import cast
+from parity.comparison import compare_at
+from parity.cpu.products import tensor_cores
+from parity.declaring.validate import CheckedSize, check_case
+from parity.lab.zoo import rivals
+from parity.lab.zoo.catalogue import BUGS
+from parity.lab.zoo.hosts.case import SIZES
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.planting import Bug, planted
+from parity.lab.zoo.rivals import Tensors
+from parity.limits.table import Table, packaged
+from parity.precision import PRECISIONS, Precision
+from parity.prepare import Prepared, forget, prepare
+from parity.te import Kernels
+
+# How strong a bug is against the rounding noise that hides it.
+#
+# The *noise* is the right candidate at the judged precision minus the golden value. A bug's *effect* on a tensor is the
+# candidate with the bug minus the candidate without, on the same weights and inputs, both in FP32: without TF32 on CPU
+# kernels; on a GPU, where TE always takes TF32, what that rounds differently is taken for effect.
+#
+# * ``norm_ratio``: the norm of the effect over that of the noise. A rule that compares norms needs about 1.
+# * ``coefficient``: the noise regressed on the effect, ``<noise, effect> / <effect, effect>``: what a matched filter
+#   reads where no bug is, and 1 more where it is. Its root mean square over seeds is the scatter of the filter, and
+#   one over that its signal to noise ratio. No formula for white noise comes in.
+#
+# A bug that FP32 cannot have, such as a stale FP8 scale, is itself a rounding: it has no effect that a filter could
+# know. Its ``norm_ratio`` is what it adds to the noise or takes away, in squares: the root of ``|(|error with it| /
+# |noise|)^2 - 1|``.
+
+
+# Fewer seeds do not tell how a filter scatters.
+LEAST_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Of a bug in one tensor at one seed.
+
+    Attributes:
+        norm_ratio: ``|effect| / |noise|``; infinite without noise.
+        coefficient: ``<noise, effect> / |effect|^2``; NaN without effect, and for a bug that FP32 cannot have.
+    """
+
+    norm_ratio: float
+    coefficient: float
+
+
+def measure(effect: Tensor, noise: Tensor) -> Signal:
+    """Both tensors of one shape, finite."""
+    effect, noise = effect.double().flatten(), noise.double().flatten()
+    effect_norm, noise_norm = (torch.linalg.vector_norm(x).item() for x in (effect, noise))
+    if effect_norm == 0.0:
+        return Signal(0.0, math.nan)
+    ratio = effect_norm / noise_norm if noise_norm else math.inf
+    return Signal(ratio, torch.dot(noise, effect).item() / effect_norm**2)
+
+
+def measure_added(error: Tensor, noise: Tensor) -> Signal:
+    """Of a bug that FP32 cannot have.
+
+    Args:
+        error: the candidate with the bug minus the golden value, finite.
+        noise: the candidate without minus the golden value, of the same shape.
+    """
+    error_norm, noise_norm = (torch.linalg.vector_norm(x.double()).item() for x in (error, noise))
+    if noise_norm == 0.0:
+        return Signal(math.inf if error_norm else 0.0, math.nan)
+    return Signal(math.sqrt(abs((error_norm / noise_norm) ** 2 - 1.0)), math.nan)
+
+
+def filter_ratio(coefficients: Sequence[float]) -> float:
+    """The matched filter's signal to noise ratio from its readings without the bug; NaN for too few seeds."""
+    finite = [coefficient for coefficient in coefficients if math.isfinite(coefficient)]
+    if len(finite) < LEAST_SEEDS:
+        return math.nan
+    scatter = math.sqrt(sum(coefficient**2 for coefficient in finite) / len(finite))
+    return 1.0 / scatter if scatter else math.inf
+
+
+# One trial: a bug in a host at one size, precision and seed, judged by parity and by every rival; or no bug.
+
+
+CLEAN = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is judged.
+
+    Attributes:
+        bug: a name of the catalogue, or ``CLEAN``.
+        host: a name of the hosts.
+        size: ``small`` or ``large``.
+        precision: a name of ``parity.precision.PRECISIONS``.
+        seed: of weights, inputs and output gradients.
+    """
+
+    bug: str
+    host: str
+    size: str
+    precision: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What every rule says of a trial.
+
+    Attributes:
+        status: parity's, ``passed``, ``failed`` or ``error``.
+        margin: parity's largest; infinite where something is not finite.
+        worst: the tensor that has it.
+        findings: parity's titles, the first first.
+        tensors: how many tensors were compared.
+        failed_tensors: how many of them parity rejects.
+        rejected: how many of them each rival rejects.
+        signals: the bug's in each tensor; empty for a clean trial.
+        reason: why there was an error.
+        seconds: of parity's comparison.
+        backend: ``cpu`` or ``gpu``.
+        messages: of the findings, in the same order.
+    """
+
+    status: str
+    margin: float
+    worst: str
+    findings: tuple[str, ...]
+    tensors: int
+    failed_tensors: int
+    rejected: dict[str, int]
+    signals: dict[str, Signal] = field(default_factory=dict)
+    reason: str = ""
+    seconds: float = 0.0
+    backend: str = "cpu"
+    messages: tuple[str, ...] = ()
+
+    @property
+    def detected(self) -> bool:
+        """Whether parity rejects the port."""
+        return self.status == "failed"
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A case's passes at one precision."""
+
+    case: Case
+    checked: CheckedSize
+    prepared: Prepared
+    candidate: Tensors
+
+
+def judge(trial: Trial, kernels: Kernels) -> Verdict:
+    """Run a trial; a port that raises is an ``error``."""
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(trial.seed)  # for a dropout that was left on
+            return _judge(trial, kernels)
+    except Exception as error:
+        forget()
+        return Verdict("error", math.nan, "", (), 0, 0, {}, reason=f"{type(error).__name__}: {error}")
+
+
+def _judge(trial: Trial, kernels: Kernels) -> Verdict:
+    precision = PRECISIONS[trial.precision]
+    host = at_size(HOSTS[trial.host], trial.size)
+    bug = BUGS[trial.bug] if trial.bug else None
+    case = planted(bug, host) if bug else host
+    (checked,) = check_case(case, kernels.te)
+    # The search has no limit of real time here: what is found is the same on every machine.
+    result = compare_at(case, checked, precision, trial.seed, kernels, _calibration())
+    if result.status == "error":
+        return Verdict("error", math.nan, "", (), 0, 0, {}, reason=result.reason)
+    ran = _run(case, checked, precision, trial.seed, kernels)
+    golden = rivals.golden(ran.prepared)
+    compared = rivals.Compared(
+        ran.candidate,
+        golden,
+        rivals.low_precision(ran.prepared, precision.dtype),
+        precision,
+        rivals.module_of(case.build(kernels.te, checked.size).candidate),
+    )
+    return Verdict(
+        status=result.status,
+        margin=result.margin,
+        worst=result.worst.label if result.worst else "",
+        findings=tuple(finding.title for finding in result.findings),
+        tensors=len(golden),
+        failed_tensors=sum(not tensor.passed for tensor in result.tensors),
+        rejected={name: len(rivals.rejected(rule, compared)) for name, rule in rivals.RULES.items()},
+        signals=_signals(bug, ran, host, precision, trial.seed, kernels) if bug else {},
+        seconds=result.seconds,
+        backend=kernels.backend,
+        messages=tuple(finding.message for finding in result.findings),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _calibration() -> Table:
+    return packaged()
+
+
+def at_size(host: Case, size: str) -> Case:
+    """Return a host with this size alone."""
+    return dataclasses.replace(host, sizes=(host.sizes[SIZES.index(size)],))
+
+
+def _run(case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels) -> _Ran:
+    prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    return _Ran(case, checked, prepared, rivals.candidate(case, checked, prepared, precision, seed, kernels))
+
+
+def _signals(
+    bug: Bug, mistaken: _Ran, host: Case, precision: Precision, seed: int, kernels: Kernels
+) -> dict[str, Signal]:
+    (checked,) = check_case(host, kernels.te)
+    right = _run(host, checked, precision, seed, kernels)
+    golden = rivals.golden(right.prepared)
+    noise = rivals.difference(right.candidate, golden)
+    if not bug.occurs_at("fp32"):
+        error = rivals.difference(mistaken.candidate, golden)
+        return {name: measure_added(error[name], noise[name]) for name in error.keys() & noise.keys()}
+    effect = rivals.difference(_in_fp32(mistaken, seed, kernels), _in_fp32(right, seed, kernels))
+    return {name: measure(effect[name], noise[name]) for name in effect.keys() & noise.keys()}
+
+
+def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
+    """The candidate in FP32, without TF32, on the weights and inputs that were rounded to the precision."""
+    inputs, probe = (cast(drawn, torch.float32) for drawn in (ran.prepared.inputs, ran.prepared.probe))
+    prepared = dataclasses.replace(ran.prepared, inputs=inputs, probe=probe)
+    with tensor_cores.left_out():
+        return rivals.candidate(ran.case, ran.checked, prepared, PRECISIONS["fp32"], seed, kernels)
+
+
+def to_json(verdict: Verdict) -> dict[str, Any]:
+    """JSON types; numbers that JSON lacks become strings such as ``inf``."""
+    record = dataclasses.asdict(verdict)
+    record["margin"] = str(verdict.margin)
+    record["signals"] = {
+        name: [str(entry.norm_ratio), str(entry.coefficient)] for name, entry in verdict.signals.items()
+    }
+    return record
+
+
+def from_json(record: dict[str, Any]) -> Verdict:
+    """The inverse of ``to_json``."""
+    signals = {name: Signal(*map(float, entry)) for name, entry in record["signals"].items()}
+    texts = {name: tuple(record.get(name, ())) for name in ("findings", "messages")}
+    return Verdict(**{**record, **texts, "margin": float(record["margin"]), "signals": signals})

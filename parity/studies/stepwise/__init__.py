@@ -1,1 +1,0 @@
-"""Baseline and flash attention with a number format for each intermediate result."""
