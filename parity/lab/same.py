@@ -1,8 +1,8 @@
 """``parity lab same``: whether two versions of parity computed the same numbers and said the same words.
 
 It is the ruler of a refactoring. The versions leave records behind, each by ``scripts/keep_records.sh``; here the
-records are compared exactly, every number to its last digit and every text to its last letter. Only times are left
-out, and what a record says of the machine and the code that made it.
+records are compared exactly, every number to its last digit and every text to its last letter. Left out are
+times and peaks of memory, and what a record says of the machine and the code that made it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tabulate import tabulate
 
 from parity.user_error import UserError
 
-# Fields that no two runs have in common.
-TIMES = frozenset({"seconds"})
+# Fields that no two runs have in common: what was measured of the machine, and not computed.
+OF_THE_MACHINE = frozenset({"seconds", "peak_bytes"})
 # Lines that tell how a record was made, and nothing of what was computed.
 ABOUT_THE_RECORD = frozenset({"environment", "code"})
 # What names a result of `parity run`; every other record names its runs itself, in "run".
@@ -175,7 +175,7 @@ def _values(content: Any, place: str) -> Iterator[tuple[str, Any]]:
     """Yield every leaf with its place; a container that is empty is a leaf, too, so that it does not vanish."""
     if isinstance(content, dict) and content:
         for key, value in content.items():
-            if key not in TIMES:
+            if key not in OF_THE_MACHINE:
                 yield from _values(value, f"{place}.{key}" if place else key)
     elif isinstance(content, list) and content:
         for index, value in enumerate(content):

@@ -37,6 +37,7 @@ def differences(tmp_path: Path, old: dict[str, Any], new: dict[str, Any]) -> lis
     [
         pytest.param({}, [], id="nothing"),
         pytest.param({"seconds": 3.0}, [], id="a time"),
+        pytest.param({"peak_bytes": 3}, [], id="a peak of memory"),
         pytest.param({"error": math.nextafter(0.1, 1)}, [("error", 0.1, 0.10000000000000002)], id="the last digit"),
         pytest.param({"zero": -0.0}, [("zero", 0.0, -0.0)], id="the sign of a zero"),
         pytest.param({"count": 1.0}, [("count", 1, 1.0)], id="an int that becomes a float"),
