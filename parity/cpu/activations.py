@@ -183,7 +183,7 @@ def gradient(function: Pointwise | Gated, grad: Tensor, x: Tensor, interleave: i
 # Activations and their gradients: plain, gated, and fused with a bias gradient.
 #
 # Follows ``csrc/extensions/activation.cpp`` and ``bias.cpp`` of TransformerEngine 2.20.2. All arithmetic is FP32
-# (``functions.py``); a result is rounded once, when it is stored.
+# (see above); a result is rounded once, when it is stored.
 #
 # ====================  ==============================================================================================
 # plain kernel          ``f(input)``, ``[..., n]``

@@ -91,9 +91,7 @@ def _path(name: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-# The record of a study: a JSON line for each finished run, so that an interrupted study goes on where it stopped.
-#
-# A line of its own, before the results that it holds for, names the code that computed them (``provenance``).
+# Lines are read and added here; a line that an interruption cut short is left out.
 
 
 Code = Mapping[str, str]
@@ -138,7 +136,7 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
         path: of the record; its folder is made.
         run: everything that the result depends on.
         result: plain data.
-        code: that computed it, of ``provenance.of``; written where it is not that of the result before.
+        code: that computed it, of ``code_of``; written where it is not that of the result before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -226,7 +224,7 @@ def make_missing(
         identity: all that a run's result depends on, see ``record.key``.
         make: the result of a run, as JSON types.
         doing: what the progress bar says.
-        code: that makes them, of ``provenance.of``.
+        code: that makes them, of ``code_of``.
     """
     finished = read(path)
     pending = [run for run in runs if key_of(identity(run)) not in finished]

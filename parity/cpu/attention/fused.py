@@ -212,7 +212,7 @@ def _objections_to_mask(c: _Configuration, layout: Layout) -> Iterator[str]:
 
 # Fused attention, forward and backward: what TransformerEngine asks of cuDNN.
 #
-# Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``fused_f16`` and ``fused_fp8`` compute; here lie the kernels'
+# Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``flash`` and ``flash_fp8`` compute; here lie the kernels'
 # parameters and the tensors that the forward hands to the backward.
 
 

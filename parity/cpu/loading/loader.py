@@ -182,7 +182,7 @@ def _write(file: Path, content: bytes) -> None:
 # Loads TransformerEngine's own Python so that it computes on the CPU.
 #
 # TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
-# happens on the syntax tree (``rewrite.py``) while a ``transformer_engine.*`` module is imported, so nothing outside TE
+# happens on the syntax tree (see above) while a ``transformer_engine.*`` module is imported, so nothing outside TE
 # is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after any
 # exception. More names have stand-ins in TE's sources:
 #

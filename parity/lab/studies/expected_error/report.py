@@ -1,4 +1,4 @@
-"""What others say about the errors of TE's modules, next to what the study ``expected_error`` found."""
+"""Draws the report of the study ``expected_error``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ from parity.lab.studies.tables import Claim
 from parity.lab.studies.te_modules import MODULES, Shape
 from parity.report.numbers import short
 from parity.te import Kernels
+
+# What others say about the errors of TE's modules, next to what the study ``expected_error`` found.
+
 
 # A figure is of one distribution and not of another if it is so many times likelier there.
 _CLEARLY = 20.0
@@ -164,9 +167,6 @@ def _tolerances(found: Results, settings: Settings) -> Iterator[Claim]:
                 agrees="yes" if largest <= atol else "no",
                 why=f"a mistake up to {short(atol / largest)} times as large as rounding's largest error passes, too",
             )
-
-
-# Draws the report of the study ``expected_error``.
 
 
 GROWTH_PICTURE, PARTS_PICTURE = "expected_error_growth.png", "expected_error_parts.png"

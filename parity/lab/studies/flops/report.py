@@ -1,4 +1,4 @@
-"""What the sources of FLOP formulas claim, computed again from the components of ``parity.lab.flops``."""
+"""Draws the report of the study ``flops``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from parity.lab.flops import Flops, LayerSizes, Recomputation
 from parity.lab.studies import tables
 from parity.lab.studies.flops.study import Count, Run, Settings
 from parity.lab.studies.tables import Claim
+
+# What the sources of FLOP formulas claim, computed again from the components of ``parity.lab.flops``.
+
 
 _DAY = 86400.0
 _AS_ROUNDED = 0.05  # of a figure with two digits
@@ -177,9 +180,6 @@ def _of_palm() -> Claim:
 
 def _equal(ours: float, theirs: float) -> str:
     return "exactly" if ours == theirs else f"no: ours is {100 * (ours / theirs - 1):+.2g} %"
-
-
-# Draws the report of the study ``flops``.
 
 
 _FORMULAS = {

@@ -1,4 +1,4 @@
-"""What is said of the short sums of FP8 tensor cores, next to what the study ``fp8_accumulation`` found."""
+"""Draws the report of the study ``fp8_accumulation``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from parity.lab.studies.fp8_accumulation.study import WHOLE, Cost, Costs, Run, S
 from parity.lab.studies.over_seeds import all_of, between, digits, mean_digits, ratio_interval, ratios, ratios_between
 from parity.lab.studies.tables import Claim
 from parity.report.numbers import ratio, short
+
+# What is said of the short sums of FP8 tensor cores, next to what the study ``fp8_accumulation`` found.
+
 
 FAST, SPLIT = str(WHOLE), str(HOPPER.promote_every)
 Found = Mapping[Run, Costs]
@@ -112,9 +115,6 @@ def _growing(found: Found, settings: Settings) -> Claim:
         between(slopes, 1.0, math.inf),
         "what is cut off is proportional to the sum so far, and always toward zero; in the end the sum stops growing",
     )
-
-
-# Draws the report of the study ``fp8_accumulation``.
 
 
 _LABELS = {

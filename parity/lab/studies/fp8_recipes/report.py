@@ -1,7 +1,4 @@
-"""What the reports of the study ``fp8_recipes`` take from its runs.
-
-Means over seeds, and the steps around a change.
-"""
+"""Draws the report of the study ``fp8_recipes``."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ from parity.lab.studies.tables import Claim
 from parity.lab.studies.te_modules import MODULES
 from parity.report.numbers import plural, short
 from parity.te import Kernels
+
+# What the reports of the study ``fp8_recipes`` take from its runs: means over seeds, and the steps around a change.
 
 
 def tensor_mean(
@@ -233,9 +232,6 @@ def _finer_blocks(found: Results, settings: Settings) -> Claim:
         agrees="yes" if fine - coarse > 1 else "no",
         why="not in FP8 on these tensors: outliers of 40 times the rest are well within E4M3's exponents",
     )
-
-
-# Draws the report of the study ``fp8_recipes``.
 
 
 DISTRIBUTION_PICTURE, STEPS_PICTURE = "fp8_recipes_sqnr.png", "fp8_recipes_steps.png"

@@ -1,4 +1,4 @@
-"""What the sources say about scaling queries and keys, next to what the study ``query_key_scale`` found."""
+"""Draws the report of the study ``query_key_scale``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from parity.lab.studies.query_key_scale.study import Outcome, Run, Settings, err
 from parity.lab.studies.tables import Claim
 from parity.report.numbers import ratio, short
 from parity.te import Kernels
+
+# What the sources say about scaling queries and keys, next to what the study ``query_key_scale`` found.
+
 
 _PULL_REQUEST = "Megatron-DeepSpeed (BigScience), pull request 118"
 _SAME = 1.05  # draws differ by as much
@@ -125,9 +128,6 @@ def _fp16_overflows_and_bf16_does_not(
         "a score is a sum of d products of two inputs, so it leaves the range with their square. The price of BF16: "
         f"scores {ratio(coarse, fine)} times as coarse",
     )
-
-
-# Draws the report of the study ``query_key_scale``.
 
 
 _MEANS = {

@@ -1,7 +1,7 @@
-"""Attention scores as a GEMM in FP16 or BF16 computes them, by where the scale is applied and what is rounded.
+"""Where to scale queries and keys: how large they may be before scores overflow, and what each way costs in accuracy.
 
-``softmax(scale Q K^T)`` is the same wherever the scale is applied, until numbers are rounded and overflow. Two choices
-matter: the placement of the scale, and what the product is kept in before the scale reaches it.
+Queries, keys and values are drawn at a magnitude, rounded to FP16 or BF16, and attended to by each way of
+computing scores and by TE's own backends. Golden is FP64 attention of the same rounded numbers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ from parity.lab.studies import te_modules
 from parity.lab.studies.settings import check_names
 from parity.te import Kernels
 from parity.user_error import UserError
+
+# Attention scores as a GEMM in FP16 or BF16 computes them, by where the scale is applied and what is rounded.
+#
+# ``softmax(scale Q K^T)`` is the same wherever the scale is applied, until numbers are rounded and overflow. Two
+# choices matter: the placement of the scale, and what the product is kept in before the scale reaches it.
+
 
 # Products that a tensor core adds before its sum is rounded to FP16: the depth of ``mma.m16n8k16`` (PTX ISA).
 PRODUCTS_AT_ONCE = 16
@@ -133,12 +139,6 @@ def attend(scores: Tensor, value: Tensor) -> Tensor:
     """``softmax(scores) value`` with softmax in FP32, as TE and Megatron-LM compute it; rounded to value's dtype."""
     probabilities = scores.softmax(-1).to(value.dtype)
     return (probabilities.float() @ value.float()).to(value.dtype)
-
-
-# Where to scale queries and keys: how large they may be before scores overflow, and what each way costs in accuracy.
-#
-# Queries, keys and values are drawn at a magnitude, rounded to FP16 or BF16, and attended to by each way of
-# ``score_arithmetic`` and by TE's own backends. Golden is FP64 attention of the same rounded numbers.
 
 
 RECORD = "query_key_scale.jsonl"

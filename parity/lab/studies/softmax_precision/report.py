@@ -1,4 +1,4 @@
-"""What the sources say about softmax in FP16 and FP32, next to what the study ``softmax_precision`` found."""
+"""Draws the report of the study ``softmax_precision``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ from parity.lab.studies.tables import Claim
 from parity.report.environment import cpu_model, gpu_name
 from parity.report.numbers import short
 from parity.te import Kernels
+
+# What the sources say about softmax in FP16 and FP32, next to what the study ``softmax_precision`` found.
+
 
 _GLM = "GLM-130B"
 # FP32 improves on FP16 where its error is below this share of FP16's.
@@ -187,9 +190,6 @@ def _autocast(measured: Measured) -> Claim:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# Draws the report of the study ``softmax_precision``.
 
 
 _MEANS = {

@@ -1,11 +1,14 @@
-"""Other realisations of a rounding model: errors of the same size, with other signs and elsewhere on the grid.
+"""Whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
 
-A faithful port rounds what the model rounds, but not to the same neighbour each time: its scales, the order of its
-sums and the places of its roundings differ a little. Subtractive dither makes such errors: ``round(x + d) - d``, with
-d up to half the distance between neighbours, errs as ``round(x)`` does, independently of it (L. Schuchman, "Dither
-signals and their effect on quantization noise", IEEE Trans. Commun. Technol. 12(4), 1964). A realisation has one d
-for each place in a tensor of each shape, so a weight that does not change is rounded alike in each step, as by any
-rounding.
+A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
+batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also
+trains, on the same weights and batches, under several realisations of the precision's rounding model
+(``parity.rounding``, with dither), and the differences between those losses and plain FP32's are draws from what
+rounding does to this loss curve. One more such draw, which a faithful TE model's difference is, lies in their
+prediction band (``prediction_band``) but for the stated share of runs.
+
+The draws have to share TE's weights and batches: how far training carries a small error differs tenfold from one seed
+to the next.
 """
 
 from __future__ import annotations
@@ -49,6 +52,16 @@ from parity.precision import PRECISIONS, why_unavailable
 from parity.rounding.parts import Rounding
 from parity.te import Kernels
 from parity.user_error import UserError
+
+# Other realisations of a rounding model: errors of the same size, with other signs and elsewhere on the grid.
+#
+# A faithful port rounds what the model rounds, but not to the same neighbour each time: its scales, the order of its
+# sums and the places of its roundings differ a little. Subtractive dither makes such errors: ``round(x + d) - d``, with
+# d up to half the distance between neighbours, errs as ``round(x)`` does, independently of it (L. Schuchman, "Dither
+# signals and their effect on quantization noise", IEEE Trans. Commun. Technol. 12(4), 1964). A realisation has one d
+# for each place in a tensor of each shape, so a weight that does not change is rounded alike in each step, as by any
+# rounding.
+
 
 _EXPONENT_FIELD = 0x7F800000
 
@@ -160,19 +173,6 @@ def prediction_band(draws: Sequence[Sequence[float]], false_alarms: float) -> Ba
     half = quantile * values.std(axis=0, ddof=1) * math.sqrt(1 + 1 / count)
     mean = values.mean(axis=0)
     return Band(tuple((mean - half).tolist()), tuple((mean + half).tolist()))
-
-
-# Whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
-#
-# A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
-# batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also
-# trains, on the same weights and batches, under several realisations of the precision's rounding model
-# (``parity.rounding``, ``dither``), and the differences between those losses and plain FP32's are draws from what
-# rounding does to this loss curve. One more such draw, which a faithful TE model's difference is, lies in their
-# prediction band (``expectation.prediction_band``) but for the stated share of runs.
-#
-# The draws have to share TE's weights and batches: how far training carries a small error differs tenfold from one seed
-# to the next.
 
 
 Kind = Literal["plain", "rounded", "te"]

@@ -1,4 +1,4 @@
-"""Plots of the study ``training_drift``."""
+"""Draws the report of the study ``training_drift``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from parity.lab.studies.training_drift.study import (
 from parity.report.environment import KERNELS
 from parity.report.numbers import plural, ratio, seeds, short
 from parity.te import Kernels
+
+# Plots of the study ``training_drift``.
 
 
 @dataclass(frozen=True)
@@ -308,9 +310,6 @@ def _port_is_faithful(found: Drifts, settings: Settings, precisions: Sequence[st
     )
 
 
-# Draws the report of the study ``training_drift``.
-
-
 _INTRODUCTION = """\
 A rounding that is different in one pass is different in every step of a training, and each step starts from what the
 last one left. Golden et al. ("Is Flash Attention Stable?", arXiv 2405.02803) ask not whether the weights differ in the
@@ -335,9 +334,8 @@ FP32 master weights. Seeds {seeds}, of weights and batches; {every} for low prec
 and other start, where it is a matter of ratios."""
 
 _METHOD = """\
-- **Attention**: `parity/lab/studies/stepwise.py` forward and `gradient.py` backward, both algorithms in
-  both directions; what each rounds is said in [flash_stability.md](flash_stability.md). In FP32 flash differs from
-  baseline in the order of sums alone.
+- **Attention**: `parity/lab/studies/stepwise.py`, both algorithms in both directions; what each rounds is said in
+  [flash_stability.md](flash_stability.md). In FP32 flash differs from baseline in the order of sums alone.
 - **Low precision**: the plain model under parity's rounding model (`parity/rounding/`), emulated on any device. TF32
   rounds GEMM operands; BF16 and FP16 also what is stored. AdamW holds FP32 masters, as in Megatron-LM; FP16 has a loss
   scale of {loss_scale:g}.

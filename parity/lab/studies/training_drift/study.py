@@ -1,4 +1,10 @@
-"""How far apart the weights of two models are."""
+"""What numeric deviation does to training: how far the weights of two models drift apart that should be the same.
+
+After the second half of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The same small language model
+trains again and again from the same weights on the same batches, with one thing changed: flash attention for
+baseline, a narrower format for FP32, TE's modules for plain PyTorch. What that does to the weights is put next to
+what other starting weights do, and to what a change of one unit in the last place does.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +43,8 @@ from parity.lab.studies.training import (
 from parity.precision import PRECISIONS
 from parity.te import Kernels
 from parity.user_error import UserError
+
+# How far apart the weights of two models are.
 
 
 @dataclass(frozen=True)
@@ -290,14 +298,6 @@ def _nudged(model: LanguageModel, seed: int) -> list[Tensor]:
         target = torch.where(up, torch.inf, -torch.inf)
         masters.append(torch.nextafter(parameter.detach().float(), target))
     return masters
-
-
-# What numeric deviation does to training: how far the weights of two models drift apart that should be the same.
-#
-# After the second half of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The same small language model
-# trains again and again from the same weights on the same batches, with one thing changed: flash attention for
-# baseline, a narrower format for FP32, TE's modules for plain PyTorch. What that does to the weights is put next to
-# what other starting weights do, and to what a change of one unit in the last place does.
 
 
 RECORD = "training_drift.jsonl"
