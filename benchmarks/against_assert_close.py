@@ -15,7 +15,7 @@ import torch
 from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
-from parity import te, weights
+from parity import te
 from parity.build import build
 from parity.case import Case, draw_inputs
 from parity.cast import cast
@@ -26,6 +26,7 @@ from parity.passes import tensors_of
 from parity.precision import Precision
 from parity.prepare import forget
 from parity.te import Kernels
+from parity.weights import transfer
 
 
 def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
@@ -33,7 +34,9 @@ def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Ker
     pair = build(case, checked, 0, kernels)
     reference, candidate = pair.reference.to(precision.dtype), pair.candidate.to(precision.dtype)
     parameters = dict(candidate.named_parameters())
-    mapped = weights.to_candidate(pair.weights, dict(reference.named_parameters()), weights.parameter_shapes(candidate))
+    mapped = transfer.to_candidate(
+        pair.weights, dict(reference.named_parameters()), transfer.parameter_shapes(candidate)
+    )
     with torch.no_grad():
         for name, tensor in mapped.items():
             parameters[name].copy_(tensor)
@@ -50,8 +53,8 @@ def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Ker
     for (kind, name), tensor in tensors_of(actual).items():
         if (kind, name) in there:
             _compare(tensor, there[kind, name])
-    shapes = weights.parameter_shapes(reference)
-    theirs = weights.gradients_to_reference(pair.weights, actual.weight_gradients, shapes)
+    shapes = transfer.parameter_shapes(reference)
+    theirs = transfer.gradients_to_reference(pair.weights, actual.weight_gradients, shapes)
     for name, tensor in theirs.items():
         _compare(tensor, expected.weight_gradients[name])
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parity.result import Finding, Result, TensorResult
     from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
-    from parity.weights import (
+    from parity.weights.notation import (
         constant,
         copies,
         experts,

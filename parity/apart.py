@@ -16,7 +16,7 @@ from typing import Any
 
 from parity.case import Case, Pair
 from parity.declaring.validate import CheckedSize
-from parity.diagnosis import UNEXPLAINED
+from parity.diagnosis.codes import UNEXPLAINED
 from parity.execute import Pass, selecting
 from parity.result import Determinism, Finding, Kind, Result, Status, TensorResult
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import weights
 from parity.case import Case, Pair, draw_inputs
 from parity.cast import cast
 from parity.declaring.validate import CheckedSize
@@ -21,6 +20,7 @@ from parity.judgeable import check_inputs_fit, check_weights_fit
 from parity.te import Kernels
 from parity.te_state.quantized_parameters import moved
 from parity.user_error import UserError
+from parity.weights import transfer
 
 # Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
 CONSTANT_NOISE = 0.1
@@ -86,11 +86,11 @@ def share_rounded_weights(
         The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
-    shapes = weights.parameter_shapes(pair.candidate)
-    mapped = weights.to_candidate(pair.weights, reference, shapes)
+    shapes = transfer.parameter_shapes(pair.candidate)
+    mapped = transfer.to_candidate(pair.weights, reference, shapes)
     check_weights_fit(mapped, dtype)
     candidate = {name: held.get(name, tensor).to(dtype) for name, tensor in mapped.items()}
-    shared = weights.to_reference(
+    shared = transfer.to_reference(
         pair.weights,
         {name: tensor.double() for name, tensor in candidate.items()},
         {name: tuple(tensor.shape) for name, tensor in reference.items()},

@@ -15,7 +15,7 @@ from torch import nn
 from parity.inputs import Rng
 from parity.te_state.attention_backend import AttentionBackend
 from parity.user_error import UserError
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.ties import share_memory_alike
 
 Size = Mapping[str, Any]

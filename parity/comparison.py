@@ -20,8 +20,9 @@ from parity.build import part_that_raised
 from parity.case import Case, Pair, as_case
 from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.device_errors import classify
-from parity.diagnosis import Failure, Rerun, held_findings
 from parity.diagnosis.codes import finding
+from parity.diagnosis.failure import Failure, Rerun
+from parity.diagnosis.held_weights import held_findings
 from parity.execute import CALL, Pass
 from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, WITHIN, answerable, gradients_missed, proves_nothing, remarks
 from parity.judging.determinism import repeat

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parity import weights
 from parity.case import Pair
 from parity.te_state.quantized_parameters import dequantized_tensor, is_quantized
+from parity.weights import transfer
 from parity.weights.sides import linear_part, names
 
 # An error of quantization is partly chance: of a value between two that the format has, either may be held.
@@ -44,11 +44,11 @@ def held_weights(pair: Pair) -> Held:
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     parameters = {name: parameter.detach() for name, parameter in pair.candidate.named_parameters()}
-    shapes = weights.parameter_shapes(pair.candidate)
-    expected = weights.to_candidate(pair.weights, reference, shapes)
+    shapes = transfer.parameter_shapes(pair.candidate)
+    expected = transfer.to_candidate(pair.weights, reference, shapes)
     # A loader may round a gain before it takes 1 from it.
     linear = {linear_part(left): right for left, right in pair.weights.items()}
-    unshifted = weights.to_candidate(linear, reference, shapes)
+    unshifted = transfer.to_candidate(linear, reference, shapes)
     precise = _holds(reference.values())
     held_in = {
         dtype: _holds(x for x in parameters.values() if x.dtype is dtype and not is_quantized(x))

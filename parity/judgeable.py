@@ -15,7 +15,7 @@ from parity.execute import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.truth import Truths
 from parity.user_error import UserError
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.sides import names
 
 Tensors = dict[tuple[Kind, str], Tensor]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import weights
 from parity.build import build
 from parity.case import Case, Pair, draw_inputs
 from parity.cast import cast, on_device, size_in_bytes
@@ -42,6 +41,7 @@ from parity.truth import Truth
 from parity.user_error import UserError
 from parity.watching.attributes import attributes_of, changed_attributes
 from parity.watching.whose import is_of_te
+from parity.weights import notation, transfer
 from parity.weights.separate_norms import separate_norms
 from parity.weights.sides import names
 
@@ -213,7 +213,7 @@ def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
     return read
 
 
-def _scaled_together(weight_map: weights.WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
+def _scaled_together(weight_map: notation.WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
     """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
     groups: dict[str, list[str]] = defaultdict(list)
     for left, right in weight_map.items():
@@ -272,7 +272,7 @@ def run_candidate(
     def untrained() -> None:
         """Give the module its weights again where a call has trained them, as a step of an optimizer does."""
         if versions != [parameter._version for parameter in parameters.values()]:
-            weights.fill(candidate, prepared.candidate_weights)
+            transfer.fill(candidate, prepared.candidate_weights)
 
     versions = [parameter._version for parameter in parameters.values()]
     called_before = recalled is not None and not prepared.probed
@@ -293,8 +293,8 @@ def run_candidate(
         for name, parameter in parameters.items()
     }
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
-    shapes = weights.parameter_shapes(prepared.reference)
-    in_reference_layout = weights.gradients_to_reference(pair.weights, gradients, shapes)
+    shapes = transfer.parameter_shapes(prepared.reference)
+    in_reference_layout = transfer.gradients_to_reference(pair.weights, gradients, shapes)
     outputs = _shaped(ran.outputs, prepared.golden.outputs)
     tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:
@@ -326,7 +326,7 @@ def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
     """The pair, its candidate in the precision's dtype and with the prepared weights, or with those that it holds."""
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     if pair.fill is not False:
-        weights.fill(pair.candidate, prepared.candidate_weights)
+        transfer.fill(pair.candidate, prepared.candidate_weights)
     return pair
 
 

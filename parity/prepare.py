@@ -44,7 +44,7 @@ from parity.watching.optimizers import optimizers_recorded
 from parity.watching.products import Products
 from parity.watching.random_state import RandomState, other_numbers
 from parity.watching.trace import Trace
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.ties import untied
 
 

@@ -18,7 +18,7 @@ from parity.declaring.outside_te import of_te
 from parity.judgeable import gradients_missed
 from parity.watching.raised import line_running
 from parity.watching.te_calls import is_below, is_te
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 
 # Whose own parameters, if they have any, are of the user's class that is derived from them.
 _WITHOUT_PARAMETERS = (

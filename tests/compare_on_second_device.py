@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import comparison, passes, prepare, reference, registry, te, weights
+from parity import comparison, passes, prepare, reference, registry, te
 from parity.case import Case, Pair
 from parity.declaring import built_in
 from parity.execute import Pass
 from parity.golden import blocked_attention
+from parity.weights import notation
 
 BUILT_IN = ("layernorm_mlp_swiglu", "attention_padding_gqa", "multihead_attention_interleaved_qkv")
 PRECISIONS = ("bf16", "fp8_current")
@@ -36,7 +37,7 @@ def up_over_gate(te: Any, **_: int) -> Pair:
         weights={
             "norm.weight": "layer_norm_weight",
             "down_proj.weight": "fc2_weight",
-            weights.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight",
+            notation.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight",
         },
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
     )

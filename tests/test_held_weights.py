@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import parity
 from parity.inputs import Rng
 from parity.result import Result
-from parity.weights import to_candidate
+from parity.weights.transfer import to_candidate
 
 te = parity.te.kernels("cpu").te
 TOKENS, WIDTH, FFN, HEADS = 32, 64, 96, 4

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from parity import weights
 from parity.case import Case, Pair, Size, draw_inputs
 from parity.declaring.declaration import are_same
 from parity.declaring.meta_build import without_memory
@@ -25,6 +24,7 @@ from parity.inputs import Rng
 from parity.te_state.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
 from parity.user_error import INTERRUPTS, UserError
 from parity.watching.raised import first_paragraph, users_frame, users_line
+from parity.weights import transfer
 from parity.weights.check import check_map
 from parity.weights.other_names import other_names
 from parity.weights.terms import WeightMapError
@@ -101,8 +101,8 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
         try:
             check_map(
                 pair.weights,
-                weights.parameter_shapes(pair.reference),
-                weights.parameter_shapes(pair.candidate),
+                transfer.parameter_shapes(pair.reference),
+                transfer.parameter_shapes(pair.candidate),
                 other_names(pair.reference),
                 other_names(pair.candidate),
             )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parity.diagnosis.failure import Failure, tolerance_of
-from parity.diagnosis.trial import Tensors
 from parity.errors import measure
+from parity.passes import Tensors
 from parity.result import TensorResult
 from parity.tolerance import margin
 

@@ -57,7 +57,8 @@ from parity.execute import outputs_of
 from parity.golden.in_fp64 import in_fp64
 from parity.prepare import Calls, Prepared
 from parity.watching.trace import Trace
-from parity.weights import WeightMap, parameter_shapes
+from parity.weights.notation import WeightMap
+from parity.weights.transfer import parameter_shapes
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is

@@ -18,7 +18,8 @@ from parity.diagnosis.failure import Failure, few_outputs
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.pairs import Effects
 from parity.diagnosis.screen import CHANGES, EXACT, FAITHFUL, TINY, Ranked
-from parity.diagnosis.trial import Tensors, tensors_under
+from parity.diagnosis.trial import tensors_under
+from parity.passes import Tensors
 from parity.result import Kind
 
 _NEAR = 3.0  # tolerances by which an output may differ: a mistake may cost more rounding than the reference does

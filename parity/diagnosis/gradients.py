@@ -18,7 +18,8 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.padding_rows import padding_row_findings
 from parity.diagnosis.reruns.reruns import run_changed
 from parity.diagnosis.scale import factor_of, readable, shared_factor
-from parity.diagnosis.trial import Tensors, tensors_under
+from parity.diagnosis.trial import tensors_under
+from parity.passes import Tensors
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.watching.trace import Trace, detached

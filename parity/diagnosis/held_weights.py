@@ -14,8 +14,8 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.errors import relative_l2
 from parity.prepare import Prepared
 from parity.result import Finding
-from parity.weights import parameter_shapes, to_reference
 from parity.weights.sides import names
+from parity.weights.transfer import parameter_shapes, to_reference
 
 _MOST_TOLD = 4  # parameters, and explanations
 _SAME = 0.15  # of a tensor's norm: what four bits lose; weights in another order differ by more than all of it

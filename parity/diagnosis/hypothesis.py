@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parity.watching.calls import edited
 from parity.watching.trace import Edit
 
-Call = Callable[..., Any]
+ModuleCall = Callable[..., Any]
 ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 Scope = Literal["all", "kind", "one", "call"]
 
@@ -46,7 +46,7 @@ class Hypothesis:
     module: nn.Module = field(repr=False)
     edits: tuple[Edit, ...] = field(default=(), repr=False)
     read: ReadWeights | None = field(default=None, repr=False)
-    around: Callable[[Call], Call] | None = field(default=None, repr=False)
+    around: Callable[[ModuleCall], ModuleCall] | None = field(default=None, repr=False)
     subtle: bool = False
     value: float | None = None
     tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)

@@ -15,8 +15,9 @@ from parity.diagnosis.losses.cross_entropy import cross_entropy_hypotheses
 from parity.diagnosis.losses.label_shifts import label_shift_hypotheses
 from parity.diagnosis.losses.losses import loss_hypotheses
 from parity.diagnosis.screen import TINY
-from parity.diagnosis.trial import Tensors, tensors_under
+from parity.diagnosis.trial import tensors_under
 from parity.diagnosis.verify import Explanation, verified
+from parity.passes import Tensors
 from parity.watching.trace import Trace
 
 _HELPS = 0.5  # of the error before, which a mistake must bring down to that, in the worst tensor

@@ -22,15 +22,17 @@ from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.mistake import MOST_PLACES
-from parity.diagnosis.trial import Tensors, tensors_under
+from parity.diagnosis.trial import tensors_under
 from parity.formats import Format, e4m3, e5m2, largest, tf32
+from parity.passes import Tensors
 from parity.precision import Precision
 from parity.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.rounding.freedom import FUSED
 from parity.rounding.parts import Rounding
-from parity.weights import Side, parameter_shapes
 from parity.weights.sides import describe, pack, shape_of, unpack
+from parity.weights.terms import Side
+from parity.weights.transfer import parameter_shapes
 
 _NEARER = 0.7
 """Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, few_outputs
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, ModuleCall
 from parity.errors import measure
 from parity.result import Finding, TensorResult
 from parity.tolerance import Tolerance, margin
@@ -26,7 +26,7 @@ _MOST = 1e6  # a factor beyond is no scale but another magnitude altogether
 def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
     """That all outputs are multiplied by one number, for a search for two mistakes; alone it needs no search."""
 
-    def around(call: Call) -> Call:
+    def around(call: ModuleCall) -> ModuleCall:
         def scaled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             returned = call(module, *args, **kwargs)
             return tree_map_only(Tensor, lambda x: x * factor if x.is_floating_point() else x, returned)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.cast import cast, cast_module
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, ModuleCall
 from parity.diagnosis.together import together
 from parity.execute import outputs_of, run
 from parity.golden.in_fp64 import in_fp64
@@ -134,7 +134,7 @@ def _share(inputs: Any, rows: slice | None) -> float:
     return 1.0 if rows is None or not batches else len(range(*rows.indices(batches[0]))) / max(batches[0], 1)
 
 
-def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
+def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleCall:
     """How to call the reference so that it computes what the hypotheses say."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> Call:
         with _holding(module, _read(module, hypotheses)), change:
             return prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
 
-    under: Call = call
+    under: ModuleCall = call
     for hypothesis in hypotheses:
         if hypothesis.around is not None:
             under = hypothesis.around(under)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from parity.cast import size_in_bytes
-from parity.diagnosis import Hypothesis, calls_of, subtle_hypotheses
+from parity.diagnosis.catalogue import calls_of, subtle_hypotheses
 from parity.diagnosis.codes import CODES
+from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.trial import outputs_under
 from parity.errors import difference
 from parity.judging.component import Component, has_component

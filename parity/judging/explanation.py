@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from parity.diagnosis import (
-    UNEXPLAINED,
-    Failure,
-    Rerun,
-    Screened,
-    findings,
-    in_time,
-    is_loud,
-    with_argument_names,
-)
+from parity.diagnosis.budget import in_time
+from parity.diagnosis.codes import UNEXPLAINED
+from parity.diagnosis.failure import Failure, Rerun
+from parity.diagnosis.findings import findings
+from parity.diagnosis.reruns.argument_names import with_argument_names
+from parity.diagnosis.search import Screened
+from parity.diagnosis.verify import is_loud
 from parity.execute import Pass
 from parity.judging.conditioning import ill_conditioned
 from parity.judging.directions import Direction

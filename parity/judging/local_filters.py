@@ -12,17 +12,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from parity.diagnosis import (
-    CHECKS_FOR_FILTERS,
-    Budget,
-    Failure,
-    Hypothesis,
-    calls_of,
-    subtle_hypotheses_anywhere,
-    verified,
-)
+from parity.diagnosis.budget import Budget
+from parity.diagnosis.catalogue import calls_of, subtle_hypotheses_anywhere
 from parity.diagnosis.codes import CODES
+from parity.diagnosis.failure import Failure
+from parity.diagnosis.hypothesis import Hypothesis
+from parity.diagnosis.search import CHECKS_FOR_FILTERS
 from parity.diagnosis.trial import tensors_under
+from parity.diagnosis.verify import verified
 from parity.judging.component import Component, has_component
 from parity.judging.directions import PRESENT
 from parity.passes import Tensors, golden_truths, model_tensors

@@ -33,7 +33,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from parity.judging.component import Component, has_component
+from parity.judging.component import Component, _norm, has_component
 from parity.judging.scatter import FEWEST_DRAWN
 from parity.summed import Summed, over_rows
 
@@ -255,10 +255,6 @@ def _freedom(squares: Tensor) -> Tensor:
     """Of how many independent normal errors such squared norms scatter like, by runs, which are the first dimension."""
     variance, mean = squares.double().var(0), squares.double().mean(0)
     return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
 
 
 def _ratio(error: float, expected: float) -> float:

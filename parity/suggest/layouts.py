@@ -14,7 +14,7 @@ from parity.suggest.matching import Group
 from parity.suggest.names import is_norm
 from parity.suggest.readings import Reading, readings
 from parity.suggest.units import BIAS, WEIGHT, Unit, is_stack
-from parity.weights import (
+from parity.weights.notation import (
     constant,
     copies,
     experts,

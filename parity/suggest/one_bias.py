@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parity.weights import interleaved_qkv, reorder, separated_qkv, stack
+from parity.weights.notation import interleaved_qkv, reorder, separated_qkv, stack
 from parity.weights.terms import Side
 
 _Entries = tuple[tuple[Side, Side], ...]

@@ -8,12 +8,13 @@ from parity.case import Pair
 from parity.suggest.matching import Group, Matching
 from parity.suggest.names import is_norm
 from parity.suggest.units import BIAS, Unit
-from parity.weights import WeightMap, parameter_shapes
 from parity.weights.alike import Problem, lines
+from parity.weights.notation import WeightMap
 from parity.weights.other_names import Parameters, other_names
 from parity.weights.sides import names
 from parity.weights.terms import Constant
 from parity.weights.ties import UNTIED, tied_elsewhere
+from parity.weights.transfer import parameter_shapes
 from parity.weights.unused import norm_without_bias
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from parity import te, weights
+from parity import te
 from parity.case import Case, Pair, Size, as_case
 from parity.declaring.validate import build, located
 from parity.modes import usual_modes
@@ -26,8 +26,9 @@ from parity.suggest.trial import Trial, prepare_trial
 from parity.suggest.units import units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
-from parity.weights import WeightMap
+from parity.weights import terms
 from parity.weights.check import check_entries
+from parity.weights.notation import WeightMap
 from parity.weights.sides import names
 
 MAX_RUNS = 300
@@ -167,5 +168,5 @@ def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -
         yield Decision(choice.about, tuple(alternatives), choice.repeats)
 
 
-def _without(entries: Entries, shared: set[tuple[weights.Side, weights.Side]]) -> Entries:
+def _without(entries: Entries, shared: set[tuple[terms.Side, terms.Side]]) -> Entries:
     return tuple(entry for entry in entries if entry not in shared)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from parity.suggest.units import WEIGHT, Unit
-from parity.weights import rearrange
+from parity.weights.notation import rearrange
 from parity.weights.sides import renamed, shape_of
 from parity.weights.terms import Shape, Side
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from parity.suggest.layouts import Entries
 from parity.suggest.settle import CLEARLY
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 
 Outcome = Literal["settled", "tied", "not run"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.sides import describe
 from parity.weights.terms import Reorder, Side
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import weights
 from parity.build import vary_constants
 from parity.case import Pair, Size, draw_inputs
 from parity.cast import cast
@@ -25,7 +24,8 @@ from parity.te_state import caches
 from parity.te_state.quantized_parameters import dequantized, moved
 from parity.user_error import INTERRUPTS, UserError
 from parity.watching.raised import first_paragraph, users_line
-from parity.weights import WeightMap
+from parity.weights import transfer
+from parity.weights.notation import WeightMap
 
 FP32 = PRECISIONS["fp32"]
 # A map fits if the error is at most this many times what rounding costs the reference. Measured over the default suite
@@ -61,8 +61,8 @@ class Trial:
         Raises:
             UserError: if the candidate raises or returns outputs of other shapes than the reference's.
         """
-        shapes = weights.parameter_shapes(self.candidate)
-        weights.fill(self.candidate, weights.to_candidate(weight_map, self.reference_weights, shapes))
+        shapes = transfer.parameter_shapes(self.candidate)
+        transfer.fill(self.candidate, transfer.to_candidate(weight_map, self.reference_weights, shapes))
         with caches.fresh():
             return _worst_error(self._run(), self.golden)
 

@@ -7,8 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from parity.weights import WeightMap
 from parity.weights.alike import Problem, lines
+from parity.weights.notation import WeightMap
 from parity.weights.other_names import OtherNames, Parameters
 from parity.weights.sides import describe, holds, names, shape_of
 from parity.weights.terms import SIDES, Constant, Copies, MisfitError, Shape, Side, WeightMapError

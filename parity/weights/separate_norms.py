@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.sides import holds, names
 from parity.weights.terms import Copies
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.weights import reorder
+from parity.weights.notation import reorder
 from parity.weights.sides import describe
 from parity.weights.terms import Reorder
 

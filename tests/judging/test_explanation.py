@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis import Failure
 from parity.diagnosis.catalogue import calls_of, hypotheses
+from parity.diagnosis.failure import Failure
 from parity.judging import explanation
 
 WIDTH, TOKENS = 64, 50

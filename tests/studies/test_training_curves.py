@@ -20,7 +20,7 @@ from parity.lab.studies.training_curves import study
 from parity.lab.studies.training_curves.study import Outcome, Run, Settings, outcomes
 from parity.te import Kernels
 from parity.user_error import UserError
-from parity.weights import WeightMap, stack
+from parity.weights.notation import WeightMap, stack
 
 SMALL = Settings(
     models=("llama",), precisions=("bf16", "fp8_current", "fp8_delayed"), steps=8, draws=6, batch=2, seq=32,

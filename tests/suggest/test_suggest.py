@@ -13,10 +13,10 @@ from hf_models import FalconLayer, FusedMixtralBlock, GPT2Layer, LlamaLayer, Mix
 from torch import Tensor, nn
 
 import parity
-from parity import weights
 from parity.cli import suite
 from parity.suggest import Suggestion
 from parity.suggest.text import explain, python
+from parity.weights import transfer
 
 te = parity.te.kernels("cpu").te
 CASES = Path(__file__).parents[2] / "cases"
@@ -55,7 +55,7 @@ def effect(weight_map: Mapping, pair: parity.Pair) -> dict[str, Tensor]:
         values = torch.arange(start + 2, start + 2 + parameter.numel(), dtype=torch.float64)
         numbered[name] = values.view(parameter.shape)
     shapes = {name: tuple(parameter.shape) for name, parameter in pair.candidate.named_parameters()}
-    return weights.to_candidate(weight_map, numbered, shapes)
+    return transfer.to_candidate(weight_map, numbered, shapes)
 
 
 # The default suite

@@ -17,7 +17,7 @@ from weight_maps import Projections, cross_attention_weights, norm_weights, self
 import parity
 from parity import reference
 from parity.cpu import versions
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 BATCH, QUERIES, KEYS = 2, 16, 24

@@ -15,7 +15,7 @@ from weight_maps import Projections, cross_attention_weights, mlp_weights, norm_
 
 import parity
 from parity import reference
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM = 64, 96, 4, 2, 16
 BATCH, SEQ, MEMORY = 2, 16, 24

@@ -14,7 +14,7 @@ from weight_maps import kinds
 
 import parity
 from parity.cpu import versions
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 
 IN, OUT = 64, 48
 TOKENS = (2, 16)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import parity
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 
 Projections = Literal["separate", "interleaved", "concatenated"]
 """Q, K and V: one parameter each; fused head by head (TE's default when it fuses); fused one after the other."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import te
 from parity.declaring.validate import check_case
-from parity.diagnosis import calls_of, subtle_hypotheses
+from parity.diagnosis.catalogue import calls_of, subtle_hypotheses
 from parity.diagnosis.trial import outputs_under
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.prepare import prepare

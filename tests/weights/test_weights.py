@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity import weights
-from parity.weights import (
+from parity.weights import notation, transfer
+from parity.weights.check import check_map
+from parity.weights.notation import (
     constant,
     copies,
     experts,
@@ -25,7 +26,6 @@ from parity.weights import (
     transpose,
     under,
 )
-from parity.weights.check import check_map
 from parity.weights.sides import names, shape_of
 from parity.weights.terms import Shape, Side
 
@@ -100,7 +100,7 @@ MOVES = frozenset({"name", "transpose", "experts", "stack", "reorder", "qkv", "s
 
 
 @st.composite
-def maps(draw: st.DrawFn, extra: frozenset[str] = frozenset()) -> tuple[weights.WeightMap, Shapes, Shapes]:
+def maps(draw: st.DrawFn, extra: frozenset[str] = frozenset()) -> tuple[notation.WeightMap, Shapes, Shapes]:
     """A random map of one to three entries, with the shapes of both sides' parameters."""
     reference: Shapes = {}
     candidate: Shapes = {}
@@ -140,18 +140,18 @@ def test_mapping_to_the_candidate_and_back_changes_no_bit(drawn, seed):
     entries, reference, candidate = drawn
     check_map(entries, reference, candidate)
     tensors = random_tensors(reference, seed)
-    there = weights.to_candidate(entries, tensors, candidate)
+    there = transfer.to_candidate(entries, tensors, candidate)
     assert {name: tuple(tensor.shape) for name, tensor in there.items()} == candidate
-    assert_same(weights.to_reference(entries, there, reference), tensors)
+    assert_same(transfer.to_reference(entries, there, reference), tensors)
 
 
 @given(maps(frozenset({"shift"})), st.integers(0, 99))
 def test_mapping_to_the_reference_and_back_changes_no_bit(drawn, seed):
     entries, reference, candidate = drawn
     tensors = random_tensors(candidate, seed)
-    there = weights.to_reference(entries, tensors, reference)
+    there = transfer.to_reference(entries, tensors, reference)
     assert {name: tuple(tensor.shape) for name, tensor in there.items()} == reference
-    assert_same(weights.to_candidate(entries, there, candidate), tensors)
+    assert_same(transfer.to_candidate(entries, there, candidate), tensors)
 
 
 @settings(max_examples=25)
@@ -160,9 +160,9 @@ def test_terms_that_only_move_elements_keep_every_dtype(drawn, dtype):
     entries, reference, candidate = drawn
     tensors = random_tensors(reference, 0, torch.float64)
     tensors = {name: (tensor * 16).to(dtype) for name, tensor in tensors.items()}
-    there = weights.to_candidate(entries, tensors, candidate)
+    there = transfer.to_candidate(entries, tensors, candidate)
     assert {tensor.dtype for tensor in there.values()} == {dtype}
-    assert_same(weights.to_reference(entries, there, reference), tensors)
+    assert_same(transfer.to_reference(entries, there, reference), tensors)
 
 
 @given(maps(frozenset({"shift", "constant", "copies"})), st.integers(0, 99))
@@ -171,24 +171,24 @@ def test_gradients_move_as_autograd_moves_them(drawn, seed):
     assume(reference)
     tensors = {name: tensor.requires_grad_() for name, tensor in random_tensors(reference, seed).items()}
     gradients = random_tensors(candidate, seed + 1)
-    there = weights.to_candidate(entries, tensors, candidate)
+    there = transfer.to_candidate(entries, tensors, candidate)
     loss = torch.stack([(there[name] * gradients[name]).sum() for name in there]).sum()
     loss.backward()
-    moved = weights.gradients_to_reference(entries, gradients, reference)
+    moved = transfer.gradients_to_reference(entries, gradients, reference)
     assert_same(moved, {name: tensor.grad for name, tensor in tensors.items()})
 
 
 @given(st.floats(2.0**-29, 2.0**52, width=32), st.sampled_from([-1.0, 1.0]))
 def test_a_shift_in_fp64_is_exact_for_fp32_values_down_to_its_stated_limit(magnitude, sign):
     value = torch.tensor([sign * magnitude], dtype=torch.float64)
-    there = weights.to_candidate({shift("w", by=-1.0): "v"}, {"w": value}, {"v": (1,)})
-    assert weights.to_reference({shift("w", by=-1.0): "v"}, there, {"w": (1,)})["w"].item() == sign * magnitude
+    there = transfer.to_candidate({shift("w", by=-1.0): "v"}, {"w": value}, {"v": (1,)})
+    assert transfer.to_reference({shift("w", by=-1.0): "v"}, there, {"w": (1,)})["w"].item() == sign * magnitude
 
 
 def test_a_shift_loses_bits_of_fp32_values_below_its_stated_limit():
     value = torch.tensor([-(2.0**-31) * (1 + 2.0**-23)], dtype=torch.float64)
-    there = weights.to_candidate({shift("w", by=-1.0): "v"}, {"w": value}, {"v": (1,)})
-    assert weights.to_reference({shift("w", by=-1.0): "v"}, there, {"w": (1,)})["w"].item() != value.item()
+    there = transfer.to_candidate({shift("w", by=-1.0): "v"}, {"w": value}, {"v": (1,)})
+    assert transfer.to_reference({shift("w", by=-1.0): "v"}, there, {"w": (1,)})["w"].item() != value.item()
 
 
 # Layouts
@@ -198,7 +198,7 @@ def packed(term: Side, **tensors: Tensor) -> Tensor:
     """What TE gets from a term as the left side of a map."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shape_of(term, shapes)
-    return weights.to_candidate({term: "te"}, tensors, {"te": shape})["te"]
+    return transfer.to_candidate({term: "te"}, tensors, {"te": shape})["te"]
 
 
 def test_stack_puts_the_gate_in_the_first_half_of_fc1():
@@ -236,7 +236,7 @@ def test_separated_qkv_undoes_interleaved_qkv():
 def test_a_fused_conv1d_weight_fills_separate_query_key_and_value():
     fused = numbered(3, 12)
     entries = {transpose("c_attn.weight"): stack("q", "k", "v")}
-    filled = weights.to_candidate(entries, {"c_attn.weight": fused}, dict.fromkeys("qkv", (4, 3)))
+    filled = transfer.to_candidate(entries, {"c_attn.weight": fused}, dict.fromkeys("qkv", (4, 3)))
     for i, name in enumerate("qkv"):
         assert torch.equal(filled[name], fused[:, 4 * i : 4 * i + 4].T)
 
@@ -276,30 +276,30 @@ def test_rearrange_puts_alternate_rows_in_halves():
 
 def test_rearrange_gives_a_weight_another_shape_and_its_own_back():
     entries, conv = {rearrange("conv", "out c h w -> out (c h w)"): "linear"}, numbered(6, 3, 2, 2)
-    there = weights.to_candidate(entries, {"conv": conv}, {"linear": (6, 12)})
+    there = transfer.to_candidate(entries, {"conv": conv}, {"linear": (6, 12)})
     assert there["linear"].shape == (6, 12)
-    assert torch.equal(weights.to_reference(entries, there, {"conv": (6, 3, 2, 2)})["conv"], conv)
+    assert torch.equal(transfer.to_reference(entries, there, {"conv": (6, 3, 2, 2)})["conv"], conv)
 
 
 def test_rearrange_takes_leading_dimensions_as_they_come():
     entries = {rearrange("w", "... (a b) -> ... b a", a=2): "v"}
-    there = weights.to_candidate(entries, {"w": numbered(5, 4, 6)}, {"v": (5, 4, 3, 2)})
-    assert weights.to_reference(entries, there, {"w": (5, 4, 6)})["w"].shape == (5, 4, 6)
+    there = transfer.to_candidate(entries, {"w": numbered(5, 4, 6)}, {"v": (5, 4, 3, 2)})
+    assert transfer.to_reference(entries, there, {"w": (5, 4, 6)})["w"].shape == (5, 4, 6)
 
 
 def test_copies_hold_the_same_and_their_gradients_add_up():
     entries = {"norm": copies("first", "second")}
     shapes = {"first": (3,), "second": (3,)}
-    there = weights.to_candidate(entries, {"norm": numbered(3)}, shapes)
+    there = transfer.to_candidate(entries, {"norm": numbered(3)}, shapes)
     assert torch.equal(there["first"], there["second"])
     gradients = {"first": torch.ones(3), "second": torch.full((3,), 2.0)}
-    assert weights.gradients_to_reference(entries, gradients, {"norm": (3,)})["norm"].tolist() == [3.0] * 3
+    assert transfer.gradients_to_reference(entries, gradients, {"norm": (3,)})["norm"].tolist() == [3.0] * 3
 
 
 def test_experts_fill_one_parameter_each():
     fused = numbered(2, 4, 3)
     entries = {transpose("experts.weight"): experts("weight0", "weight1")}
-    filled = weights.to_candidate(entries, {"experts.weight": fused}, {"weight0": (3, 4), "weight1": (3, 4)})
+    filled = transfer.to_candidate(entries, {"experts.weight": fused}, {"weight0": (3, 4), "weight1": (3, 4)})
     assert torch.equal(filled["weight1"], fused[1].T)
 
 
@@ -312,7 +312,7 @@ def test_constant_fills_what_the_reference_lacks_in_the_dtype_of_the_rest():
     tensors = {name: torch.ones(2, dtype=torch.bfloat16) for name in "qv"}
     shapes = {"bias": (6,), "other": (3,), "gain": (3,)}
     check_map(entries, dict.fromkeys("qv", (2,)), shapes)
-    filled = weights.to_candidate(entries, tensors, shapes)
+    filled = transfer.to_candidate(entries, tensors, shapes)
     assert filled["bias"].tolist() == [1, 1, 0, 0, 1, 1]
     assert filled["other"].tolist() == [0, 0, 0]
     assert filled["gain"].tolist() == [1, 1, 1]
@@ -335,10 +335,10 @@ def test_a_layers_map_serves_it_within_a_model():
 
 def test_gradients_that_are_not_there_leave_their_entry_out():
     entries = {"a": "x", stack("b", "c"): "y"}
-    moved = weights.gradients_to_reference(entries, {"x": torch.ones(2)}, {"a": (2,), "b": (1,), "c": (1,)})
+    moved = transfer.gradients_to_reference(entries, {"x": torch.ones(2)}, {"a": (2,), "b": (1,), "c": (1,)})
     assert list(moved) == ["a"]
 
 
 def test_a_gradient_that_lacks_its_sibling_is_an_error():
     with pytest.raises(KeyError, match="z"):
-        weights.gradients_to_reference({"a": stack("x", "z")}, {"x": torch.ones(2)}, {"a": (4,)})
+        transfer.gradients_to_reference({"a": stack("x", "z")}, {"x": torch.ones(2)}, {"a": (4,)})

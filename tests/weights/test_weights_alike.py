@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights import experts, under
 from parity.weights.alike import MOST_LETTERS, MOST_LINES
 from parity.weights.check import check_map
+from parity.weights.notation import experts, under
 from parity.weights.terms import Shape, Side, WeightMapError
 
 LAYERS = 12

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights import (
+from parity.weights.check import check_map
+from parity.weights.notation import (
     constant,
     copies,
     experts,
@@ -18,7 +19,6 @@ from parity.weights import (
     transpose,
     under,
 )
-from parity.weights.check import check_map
 from parity.weights.terms import Shape, Side, WeightMapError
 
 Shapes = dict[str, Shape]

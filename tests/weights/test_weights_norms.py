@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from parity.weights import shift
 from parity.weights.check import check_map
+from parity.weights.notation import shift
 from parity.weights.other_names import other_names
 from parity.weights.terms import Shape, Side, WeightMapError
 

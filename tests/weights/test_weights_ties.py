@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights import copies
 from parity.weights.check import check_map
+from parity.weights.notation import copies
 from parity.weights.other_names import OtherNames
 from parity.weights.terms import Shape, Side, WeightMapError
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.diagnosis.attention.attention import attentions
 from parity.diagnosis.attention.shorter_tables import ShorterTables
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, ModuleCall
 from parity.diagnosis.mistake import MOST_PLACES
 from parity.watching.trace import Trace
 
@@ -43,7 +43,7 @@ def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
     """That these submodules get, and return, ``[batch, seq, ...]`` as if the first were the sequence."""
     which = f"{paths[0]} and {len(paths) - 1} more like it" if len(paths) > 1 else paths[0]
 
-    def around(call: Call) -> Call:
+    def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with ExitStack() as hooks:
                 for submodule in map(module.get_submodule, paths):
@@ -125,7 +125,7 @@ def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
     )
 
 
-def _first_two_viewed(call: Call) -> Call:
+def _first_two_viewed(call: ModuleCall) -> ModuleCall:
     """The same call where ``[batch, seq, ...]`` is viewed as ``[seq, batch, ...]``, and its result viewed back."""
 
     def viewed(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _first_two_viewed(call: Call) -> Call:
     return under
 
 
-def _first_two_exchanged(call: Call) -> Call:
+def _first_two_exchanged(call: ModuleCall) -> ModuleCall:
     """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
 
     def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

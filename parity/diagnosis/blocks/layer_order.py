@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis, ReadWeights
 from parity.diagnosis.weight_maps.weight_readings import Shapes
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.sides import names, pack, shape_of, unpack
 from parity.weights.terms import Side
 

@@ -10,7 +10,7 @@ from parity.diagnosis.hypothesis import Hypothesis
 from parity.diagnosis.norms.norms import Norm, norms
 from parity.diagnosis.walk import ancestors, binary
 from parity.watching.trace import Call, Edit, Trace, Value, edit
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.sides import names
 
 _MOST_NAMED = 3  # of the parameters that a message lists

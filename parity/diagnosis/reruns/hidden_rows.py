@@ -14,8 +14,9 @@ from torch import Tensor
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
 from parity.diagnosis.screen import TINY
-from parity.diagnosis.trial import Tensors, tensors_under
+from parity.diagnosis.trial import tensors_under
 from parity.execute import named_inputs
+from parity.passes import Tensors
 from parity.result import Finding
 
 _HIDES = -1e3  # a score's bias, below which a key is hidden

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure
+from parity.diagnosis.reruns.hidden_rows import _norm
 from parity.errors import difference, relative_l2
 from parity.result import Finding
 from parity.watching.random_state import other_numbers
@@ -45,7 +43,3 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
                 "modules as an input",
             )
             return
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()

@@ -9,8 +9,8 @@ from torch import nn
 
 from parity.diagnosis.codes import finding
 from parity.diagnosis.failure import Failure, tolerance_of
-from parity.diagnosis.trial import Tensors
 from parity.errors import measure
+from parity.passes import Tensors
 from parity.result import Finding, Kind
 from parity.te_state.own_recipes import own_recipes
 from parity.tolerance import margin

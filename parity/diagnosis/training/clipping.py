@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, ModuleCall
 from parity.watching.clipped_gradients import clipping_at
 from parity.watching.trace import Trace
 
@@ -40,8 +40,8 @@ def _clipping_at(own: float, other: float, module: nn.Module) -> Hypothesis:
     )
 
 
-def _clipping(norm: Callable[[float], float]) -> Callable[[Call], Call]:
-    def around(call: Call) -> Call:
+def _clipping(norm: Callable[[float], float]) -> Callable[[ModuleCall], ModuleCall]:
+    def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with clipping_at(norm):
                 return call(module, *args, **kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, ModuleCall
 from parity.diagnosis.training.optimizer_steps import optimizers_of
 from parity.watching.trace import Trace
 
@@ -38,7 +38,7 @@ def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hyp
                 )
 
 
-def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[Call], Call]:
+def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[ModuleCall], ModuleCall]:
     """The same call, in which moments are rounded after every step."""
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[Call], Cal
             for moment in (state[name] for name in names if name in state):
                 moment.copy_(_held_in(dtype, moment))
 
-    def around(call: Call) -> Call:
+    def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             handle = register_optimizer_step_post_hook(after_step)
             try:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from parity.diagnosis.hypothesis import Call, Hypothesis
+from parity.diagnosis.hypothesis import Hypothesis, ModuleCall
 from parity.diagnosis.training.steps_by_hand import steps_by_hand
 from parity.watching.optimizers import Stepped, settings_of
 from parity.watching.trace import Edit, Trace
@@ -198,10 +198,10 @@ def _tuned(
     )
 
 
-def _with(change: Change) -> Callable[[Call], Call]:
+def _with(change: Change) -> Callable[[ModuleCall], ModuleCall]:
     """The same call, in which every step is made with changed settings."""
 
-    def around(call: Call) -> Call:
+    def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             right: list[Group] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parity.diagnosis.hypothesis import Hypothesis, Scope
 from parity.diagnosis.weight_maps.weight_readings import GATE_FIRST, Heads, Reading, Shapes, readings
-from parity.weights import WeightMap
+from parity.weights.notation import WeightMap
 from parity.weights.sides import describe, names, pack, shape_of, unpack
 from parity.weights.terms import Side
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from parity import weights
 from parity.inputs import Rng
 from parity.precision import Precision
 from parity.reference import GPTLayer, LlamaLayer, NormLinear
@@ -20,8 +19,9 @@ from parity.rounding.model import rounded
 from parity.rounding.parts import Rounding
 from parity.te import Kernels
 from parity.user_error import UserError
-from parity.weights import WeightMap, stack
+from parity.weights import transfer
 from parity.weights.check import check_map
+from parity.weights.notation import WeightMap, stack
 
 # The text that small language models train on, byte by byte.
 
@@ -204,9 +204,9 @@ def load_candidate(model: LanguageModel, architecture: Architecture, size: Size,
         WeightMapError: if the map does not use each parameter of both once.
     """
     weight_map = architecture.weight_map(size)
-    shapes = weights.parameter_shapes(model)
+    shapes = transfer.parameter_shapes(model)
     check_map(weight_map, {name: tuple(tensor.shape) for name, tensor in initial.items()}, shapes)
-    load(model, weights.to_candidate(weight_map, initial, shapes))
+    load(model, transfer.to_candidate(weight_map, initial, shapes))
 
 
 def load(model: LanguageModel, values: Mapping[str, Tensor]) -> None:

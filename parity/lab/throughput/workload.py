@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import errors, execute, registry, weights
+from parity import errors, execute, registry
 from parity.build import build, rounded_inputs, share_rounded_weights, vary_constants
 from parity.case import Case, Pair
 from parity.cast import cast
@@ -36,6 +36,7 @@ from parity.reference import CoreAttention
 from parity.te import Kernels
 from parity.te_state.quantized_parameters import moved
 from parity.user_error import UserError
+from parity.weights import transfer
 
 # The attention that a plain module is timed with: PyTorch's fused one, as whoever cares for speed would have written.
 #
@@ -313,7 +314,7 @@ def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
 def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kernels) -> Pair:
     """A new pair whose candidate holds the subject's weights, in its dtype; TE's modules keep state between passes."""
     pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
-    weights.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
+    transfer.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
     return pair
 
 

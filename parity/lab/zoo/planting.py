@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from parity.case import Case, Pair
 from parity.reference import Attention
-from parity.weights import Side, WeightMap
+from parity.weights.notation import WeightMap
+from parity.weights.terms import Side
 
 # What a planted bug is.
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from parity import te, weights
+from parity import te
 from parity.build import build, rounded_inputs, share_rounded_weights
 from parity.cases.mlp import issue_407
 from parity.declaring.validate import CheckedSize
 from parity.inputs import Rng
 from parity.lab import record
 from parity.te import Kernels
+from parity.weights import transfer
 
 FIGURE, AFTER_REPAIR = -0.1887, -140.2
 # Features and input of linear layers: the reporter's, and the MLP's first.
@@ -56,7 +57,7 @@ def draw(seed: int, kernels: Kernels) -> Drawn:
         exact = pair.reference(x.double()).sum()
         off = []
         for first, second in ((gate, up), (up, gate)):
-            weights.fill(pair.candidate, shared | {"fc1_weight": torch.cat([first, second])})
+            transfer.fill(pair.candidate, shared | {"fc1_weight": torch.cat([first, second])})
             off.append((pair.candidate(x).double().sum() - exact).item())
     allclose = {name: _allclose(*sizes, seed, kernels) for name, sizes in LINEARS.items()}
     return Drawn(off[0], off[1], allclose)
@@ -69,7 +70,7 @@ def _allclose(features: tuple[int, int], shape: tuple[int, ...], seed: int, kern
     weight = rng.uniform(features[1], features[0], low=-bound, high=bound).to(kernels.device)
     ported = kernels.te.Linear(*features, bias=False).to(kernels.device)
     with torch.no_grad():
-        weights.fill(ported, {"weight": weight})
+        transfer.fill(ported, {"weight": weight})
         return torch.allclose(F.linear(x, weight), ported(x))
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity import te, weights
+from parity import te
 from parity.inputs import Rng
 from parity.lab import record
 from parity.lab.studies import training
@@ -43,6 +43,7 @@ from parity.lab.studies.training import (
 from parity.precision import PRECISIONS
 from parity.te import Kernels
 from parity.user_error import UserError
+from parity.weights import transfer
 
 # How far apart the weights of two models are.
 
@@ -260,7 +261,7 @@ def _model(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageMo
 
         def named_by_map(masters: Sequence[Tensor]) -> dict[str, Tensor]:
             te_weights = dict(zip(te_names, masters, strict=True))
-            return weights.to_reference(architecture.weight_map(size), te_weights, shapes)
+            return transfer.to_reference(architecture.weight_map(size), te_weights, shapes)
 
         return model, named_by_map, dtype
     model = architecture.reference(size).to(kernels.device)

@@ -22,8 +22,8 @@ from parity.lab.zoo.planting import (
     parameter,
     parameter_filled,
 )
-from parity.weights import Side, interleaved_qkv, reorder, stack, transpose
-from parity.weights.terms import InterleavedQKV, RopeHalves, Shift, Stack
+from parity.weights.notation import interleaved_qkv, reorder, stack, transpose
+from parity.weights.terms import InterleavedQKV, RopeHalves, Shift, Side, Stack
 
 GATED = ("swiglu_mlp", "llama_layer")
 

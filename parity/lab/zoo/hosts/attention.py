@@ -12,7 +12,8 @@ from parity.case import Pair
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.planting import construct
 from parity.reference import Attention, RotaryEmbedding, rotate_interleaved
-from parity.weights import Side, WeightMap, interleaved_qkv, rope_halves, stack
+from parity.weights.notation import WeightMap, interleaved_qkv, rope_halves, stack
+from parity.weights.terms import Side
 
 SMALL = dict(batch=2, seq=32, hidden=64, heads=4, groups=2)
 LARGE = dict(batch=2, seq=128, hidden=256, heads=8, groups=2)

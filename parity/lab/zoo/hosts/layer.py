@@ -12,7 +12,7 @@ from parity import reference
 from parity.case import Pair
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.planting import construct
-from parity.weights import WeightMap, copies, stack
+from parity.weights.notation import WeightMap, copies, stack
 
 SMALL = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4)
 LARGE = dict(batch=2, seq=128, hidden=256, ffn=512, heads=8)

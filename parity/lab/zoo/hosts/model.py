@@ -17,7 +17,8 @@ from parity.inputs import Rng
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.hosts.layer import LLAMA_WEIGHTS, te_llama_layer
 from parity.reference import LlamaLayer
-from parity.weights import Side, under
+from parity.weights.notation import under
+from parity.weights.terms import Side
 
 SMALL = dict(batch=2, seq=32, vocabulary=96, hidden=64, ffn=128, heads=4, groups=2)
 LARGE = dict(batch=2, seq=128, vocabulary=256, hidden=256, ffn=512, heads=8, groups=2)
