@@ -16,17 +16,15 @@ from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
-from parity.build import build
-from parity.case import Case, draw_inputs
-from parity.cast import cast
-from parity.declaring.validate import CheckedSize
-from parity.execute import positional_names, run
-from parity.inputs import Rng
-from parity.passes import tensors_of
-from parity.precision import Precision
-from parity.prepare import forget
+from parity.case import transfer
+from parity.case.case import Case, Rng, draw_inputs
+from parity.case.validate import CheckedSize
+from parity.passes.all_passes import tensors_of
+from parity.passes.build import build, cast
+from parity.passes.one_pass import positional_names, run
+from parity.passes.prepare import forget
 from parity.te import Kernels
-from parity.weights import transfer
+from parity.te.precision import Precision
 
 
 def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:

@@ -17,17 +17,17 @@ from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
-from parity.case import Case
-from parity.declaring.validate import CheckedSize
-from parity.errors import measure
-from parity.judgeable import answerable
-from parity.judging.judge import judge
-from parity.limits.table import packaged
-from parity.passes import golden_truths, model_tensors, run_candidate
-from parity.precision import Precision
-from parity.prepare import forget, prepare
-from parity.rounding.freedom import FUSED, UNFUSED
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
+from parity.judge.judge import judge
+from parity.judge.limits import packaged
+from parity.numerics.errors import measure
+from parity.numerics.freedom import FUSED, UNFUSED
+from parity.passes.all_passes import golden_truths, model_tensors, run_candidate
+from parity.passes.prepare import forget, prepare
+from parity.passes.refusals import answerable
 from parity.te import Kernels
+from parity.te.precision import Precision
 
 Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
 

@@ -15,16 +15,16 @@ import torch
 from measuring import Measure, machine, median, parser, processor_seconds, report
 
 from parity import comparison, te
-from parity.declaring.validate import check_case
+from parity.case.validate import check_case
+from parity.judge.limits import packaged
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.hosts.case import SIZES
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import Bug, planted
 from parity.lab.zoo.runner import occurs
 from parity.lab.zoo.trial import Trial
-from parity.limits.table import packaged
-from parity.precision import PRECISIONS
-from parity.prepare import forget
+from parity.passes.prepare import forget
+from parity.te.precision import PRECISIONS
 
 
 def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:

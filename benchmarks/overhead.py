@@ -23,16 +23,14 @@ from measuring import Measure, machine, processor_seconds, report
 from suite_cases import as_in_a_run, case_parser, cases, precisions
 
 from parity import te
-from parity.build import build
-from parity.case import Case
-from parity.cast import cast
-from parity.declaring.validate import CheckedSize
-from parity.execute import outputs_of, run
-from parity.judging.directions import directions
-from parity.precision import Precision
-from parity.prepare import Prepared, forget, prepare
-from parity.te import Kernels
-from parity.te_state import quantization
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
+from parity.judge.directions import directions
+from parity.passes.build import build, cast
+from parity.passes.one_pass import outputs_of, run
+from parity.passes.prepare import Prepared, forget, prepare
+from parity.te import Kernels, state
+from parity.te.precision import Precision
 
 NECESSARY = ("golden", "model", "candidate")
 
@@ -78,7 +76,7 @@ def _reference_passes(prepared: Prepared, dtype: torch.dtype) -> tuple[float, fl
     return both, alone, processor_seconds(lambda: forward(probe))
 
 
-@quantization.fresh()
+@state.fresh_quantization()
 def _candidate_passes(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, kernels: Kernels
 ) -> tuple[float, float]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from measuring import parser
 
-from parity import registry
-from parity.case import Case
+from parity.case import registry
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at
-from parity.declaring.validate import CheckedSize, check_case
-from parity.limits.table import packaged
-from parity.precision import PRECISIONS, Precision, why_unavailable
+from parity.judge.limits import packaged
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS, Precision, why_unavailable
 
 CASES = Path(__file__).parents[1] / "cases"
 

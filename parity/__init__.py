@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity import reference, te
-    from parity.case import Case, Pair
-    from parity.comparison import compare
-    from parity.registry import pair
-    from parity.result import Finding, Result, TensorResult
-    from parity.suggest import Suggestion, suggest_map
-    from parity.user_error import UserError
-    from parity.weights.notation import (
+    from parity.case.case import Case, Pair
+    from parity.case.registry import pair
+    from parity.case.weight_map import (
         constant,
         copies,
         experts,
@@ -30,6 +26,10 @@ if TYPE_CHECKING:
         transpose,
         under,
     )
+    from parity.comparison import compare
+    from parity.result import Finding, Result, TensorResult
+    from parity.suggest import Suggestion, suggest_map
+    from parity.user_error import UserError
 
 __all__ = [
     "Case",
@@ -59,28 +59,28 @@ __all__ = [
 ]
 
 _HOME = {
-    "Case": "case",
+    "Case": "case.case",
     "Finding": "result",
-    "Pair": "case",
+    "Pair": "case.case",
     "Result": "result",
     "Suggestion": "suggest",
     "TensorResult": "result",
     "UserError": "user_error",
     "compare": "comparison",
-    "constant": "weights",
-    "copies": "weights",
-    "experts": "weights",
-    "interleaved_qkv": "weights",
-    "pair": "registry",
-    "rearrange": "weights",
-    "reorder": "weights",
-    "rope_halves": "weights",
-    "separated_qkv": "weights",
-    "shift": "weights",
-    "stack": "weights",
+    "constant": "case.weight_map",
+    "copies": "case.weight_map",
+    "experts": "case.weight_map",
+    "interleaved_qkv": "case.weight_map",
+    "pair": "case.registry",
+    "rearrange": "case.weight_map",
+    "reorder": "case.weight_map",
+    "rope_halves": "case.weight_map",
+    "separated_qkv": "case.weight_map",
+    "shift": "case.weight_map",
+    "stack": "case.weight_map",
     "suggest_map": "suggest",
-    "transpose": "weights",
-    "under": "weights",
+    "transpose": "case.weight_map",
+    "under": "case.weight_map",
 }
 
 

@@ -10,9 +10,9 @@ import numbers
 import operator
 from collections.abc import Iterable
 
-from parity.diagnosis_limit import default_seconds
-from parity.limits.table import Table
-from parity.precision import PRECISIONS
+from parity.judge.limits import Table
+from parity.settings import default_seconds
+from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
 
 _BACKENDS = ("auto", "gpu", "cpu")
@@ -52,7 +52,7 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
     if not isinstance(determinism, bool):
         raise UserError(f"determinism must be True or False, not {determinism!r}")
     if not (calibration is None or isinstance(calibration, Table)):
-        raise UserError(f"calibration is a table that parity.limits.table.load() reads, not {calibration!r}")
+        raise UserError(f"calibration is a table that parity.judge.limits.load() reads, not {calibration!r}")
 
 
 def checked_diagnosis(diagnose: object, seconds: object) -> float | None:

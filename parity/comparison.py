@@ -14,28 +14,21 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from parity import te
-from parity.apart import gradients_of, is_explained, merged, parts, parts_known
 from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
-from parity.build import part_that_raised
-from parity.case import Case, Pair, as_case
-from parity.declaring.validate import CheckedSize, attention_of, check_case
-from parity.device_errors import classify
-from parity.diagnosis.codes import finding
-from parity.diagnosis.failure import Failure, Rerun
-from parity.diagnosis.held_weights import held_findings
-from parity.execute import CALL, Pass
-from parity.judgeable import LOOKS_UP_ELSE, LOSES_ALL, WITHIN, answerable, gradients_missed, proves_nothing, remarks
-from parity.judging.determinism import repeat
-from parity.judging.directions import Direction, directions
-from parity.judging.explanation import explain
-from parity.judging.judge import NONE_DRAWN, Drawn, judge
-from parity.judging.norm_roundings import made_by_port_alone
-from parity.judging.numbers import judged_numbers
-from parity.judging.remembered import by_recalling, told
-from parity.judging.second_look import BY_CHANCE, choosing_alike, leaning_runs, remark, second_look
-from parity.limits.table import Table, packaged
-from parity.modes import usual_modes
-from parity.passes import (
+from parity.case.case import Case, Pair, as_case
+from parity.case.validate import CheckedSize, attention_of, check_case
+from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
+from parity.judge.candidate import TeModules, by_recalling, repeat, told
+from parity.judge.directions import Direction, directions
+from parity.judge.judge import NONE_DRAWN, Drawn, judge
+from parity.judge.limits import Table, packaged
+from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
+from parity.mistakes.codes import finding
+from parity.numerics.errors import Truth
+from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
+from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
+from parity.numerics.plain import plain_calls
+from parity.passes.all_passes import (
     Recalled,
     Tensors,
     as_returned,
@@ -45,25 +38,32 @@ from parity.passes import (
     run_candidate,
     run_model,
 )
-from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import Prepared, forget, prepare, release
+from parity.passes.build import part_that_raised
+from parity.passes.modes import usual_modes
+from parity.passes.one_pass import CALL, Pass
+from parity.passes.prepare import Prepared, forget, prepare, release
+from parity.passes.refusals import (
+    LOOKS_UP_ELSE,
+    LOSES_ALL,
+    WITHIN,
+    answerable,
+    gradients_missed,
+    proves_nothing,
+    remarks,
+)
 from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
-from parity.rounding.choices import choices_seen
-from parity.rounding.freedom import FUSED, UNFUSED, Port
-from parity.rounding.kernel_choices import as_kernels_lean, noisy_sums
-from parity.rounding.plain_calls import plain_calls
-from parity.rounding.steps import steps_seen, together
+from parity.search.explanation import explain
+from parity.search.failure import Failure, Rerun
+from parity.search.held_weights import held_findings
 from parity.te import Backend, Kernels
-from parity.te_modules import TeModules
-from parity.te_state.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
-from parity.te_state.own_recipes import own_recipes
-from parity.te_state.recomputes import Recomputes
-from parity.truth import Truth
+from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
+from parity.te.device_errors import classify
+from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te.state import Recomputes, own_recipes
+from parity.trace import effects
+from parity.trace.effects import RandomState
+from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
 from parity.user_error import INTERRUPTS, UserError
-from parity.watching import detached_outputs, side_effects
-from parity.watching.raised import first_paragraph, submodule, users_line, way_there
-from parity.watching.random_state import RandomState
-from parity.watching.te_calls import WITHOUT_TE, te_calls
 
 NOT_SEARCHED = "the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks"
 
@@ -84,7 +84,7 @@ def compare(
     Args:
         pair: what ``@parity.pair`` made of a function, or a ``parity.Pair`` of modules, which are judged by the
             weights that they hold unless it says ``fill=True``.
-        precisions: names from ``parity.precision.PRECISIONS``.
+        precisions: names from ``parity.te.precision.PRECISIONS``.
         seeds: of weights, inputs and output gradients.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels where they can run.
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
@@ -155,8 +155,8 @@ def judge_at(
     """The first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
 
     Args:
-        other_kernels: whether what other faithful kernels may do is granted (``parity.kernel_choices``); a verdict
-            without it tells what that costs.
+        other_kernels: whether what other faithful kernels may do is granted (``parity.numerics.kernel_choices``); a
+            verdict without it tells what that costs.
     """
     began = time.perf_counter()
     asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
@@ -258,8 +258,8 @@ class _Ran:
         """Why a candidate whose numbers are right is none in the reference's place; empty where it is."""
         golden = self.prepared.golden
         return (
-            side_effects.by_candidate_alone(golden.changed_inputs, self.changed_inputs)
-            or detached_outputs.by_candidate_alone(golden.detached_outputs, self.detached_outputs)
+            effects.written_by_candidate_alone(golden.changed_inputs, self.changed_inputs)
+            or effects.detached_by_candidate_alone(golden.detached_outputs, self.detached_outputs)
             or self.left_out
         )
 
@@ -532,7 +532,7 @@ def _judged(asked: _Asked, ran: _Ran) -> Judged:
     notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
         notes += (LOOKS_UP_ELSE,)
-    notes += tuple(filter(None, [side_effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
+    notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
     noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
     notes += noted
     if prepared.unlike:  # whatever else is wrong, or happens to agree

@@ -70,7 +70,7 @@ class Check:
     """One statistic of one tensor, against its limit.
 
     Attributes:
-        statistic: a name of ``parity.judging.statistics``.
+        statistic: a name of ``parity.judge.statistics``.
         value: of the candidate; its sign, if it has one, tells a direction.
         limit: for the value's magnitude: what a faithful port exceeds with a known, small probability.
         where: the worst place, or the mistake that the error resembles; empty where there is none to name.
@@ -201,7 +201,7 @@ class Result:
         attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
         forced_attention: the attention backend that TE had to take; empty where it chose.
         determinism: whether the candidate, built again, gives the same bytes; None where that was not asked for.
-        device_error: what befell the device meanwhile, see ``parity.device_errors``; empty where nothing did.
+        device_error: what befell the device meanwhile, see ``parity.te.device_errors``; empty where nothing did.
         traceback: where a part of the pair raised, from the user's code on; empty where none did.
     """
 

@@ -1,10 +1,24 @@
-"""The one exception whose text is meant for the person who made the mistake, and what is no mistake of theirs."""
+"""Tell mistakes of the user from all other exceptions, and write an exception in one line."""
 
 from __future__ import annotations
 
 from parity.cpu.user_error import UserError  # which imports nothing of parity, so the class lies there
 
-__all__ = ["INTERRUPTS", "UserError"]
+__all__ = [
+    "INTERRUPTS",
+    "UserError",
+]
+
+# The one exception whose text is meant for the person who made the mistake, and what is no mistake of theirs.
+
 
 INTERRUPTS = (KeyboardInterrupt, GeneratorExit)
 """What is no mistake in a user's code where that raises it; ``sys.exit()`` and ``pytest.skip()`` are."""
+
+
+# An exception in one line, for a cell of a table.
+
+
+def one_line(error: BaseException) -> str:
+    """Its type and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.14.1", "2.16.1", "2.18.0", "2.19.0", "2.20.2")

@@ -6,10 +6,10 @@ import pytest
 from torch import nn
 
 import parity
-from parity.precision import PRECISIONS, why_unavailable
 from parity.report import failure
 from parity.report.items import Item
 from parity.result import Result, from_json, to_json
+from parity.te.precision import PRECISIONS, why_unavailable
 
 te = parity.te.kernels("cpu").te
 HERE = [name for name, precision in PRECISIONS.items() if why_unavailable(precision, parity.te.kernels()) is None]

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import comparison, passes, prepare, reference, registry, te
-from parity.case import Case, Pair
-from parity.declaring import built_in
-from parity.execute import Pass
-from parity.golden import blocked_attention
-from parity.weights import notation
+from parity import comparison, reference, te
+from parity.case import registry, weight_map
+from parity.case.case import Case, Pair
+from parity.case.files import folder
+from parity.numerics import blocked_attention
+from parity.passes import all_passes, prepare
+from parity.passes.one_pass import Pass
 
 BUILT_IN = ("layernorm_mlp_swiglu", "attention_padding_gqa", "multihead_attention_interleaved_qkv")
 PRECISIONS = ("bf16", "fp8_current")
@@ -37,7 +38,7 @@ def up_over_gate(te: Any, **_: int) -> Pair:
         weights={
             "norm.weight": "layer_norm_weight",
             "down_proj.weight": "fc2_weight",
-            notation.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight",
+            weight_map.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight",
         },
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
     )
@@ -49,7 +50,7 @@ def moved(tensors: Any, device: torch.device) -> Any:
 
 def install(device: torch.device, cpu: te.Kernels) -> None:
     """Parity's kernels are on the device; TE's modules compute on the CPU."""
-    run_candidate = passes.run_candidate
+    run_candidate = all_passes.run_candidate
 
     def run_there(
         case: Case,
@@ -62,7 +63,7 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
         seen: Callable[[Pass], None] | None = None,
         *rest: Any,
         **how: Any,
-    ) -> tuple[passes.Tensors, tuple[str, ...]]:
+    ) -> tuple[all_passes.Tensors, tuple[str, ...]]:
         assert kernels.device == device
         names = ("inputs", "candidate_weights", "cotangents", "probe")
         fetched = {name: moved(getattr(prepared, name), CPU) for name in names}
@@ -77,7 +78,7 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
 def main() -> None:
     cpu = te.kernels("cpu")
     install(second_device.install(), cpu)
-    files = built_in.folder().glob("[!_]*.py")
+    files = folder().glob("[!_]*.py")
     cases = [case for file in sorted(files) for case in registry.load_file(file) if case.name in BUILT_IN]
     cases = [dataclasses.replace(case, sizes=case.sizes[:1]) for case in cases]
     cases.append(Case("up_over_gate", up_over_gate, sizes=(dict(batch=2, seq=32),), path=Path(__file__)))

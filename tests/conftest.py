@@ -7,14 +7,15 @@ import fakes
 import pytest
 from hypothesis import settings
 
-from parity import diagnosis_limit, registry
+from parity.case import registry
+from parity.settings import VARIABLE
 
 # No test asserts a time.
 settings.register_profile("parity", deadline=None)
 settings.load_profile("parity")
 
 # No finding depends on how fast the machine is: where a test says nothing else, a search ends by what it has computed.
-os.environ[diagnosis_limit.VARIABLE] = "0"
+os.environ[VARIABLE] = "0"
 
 
 @pytest.fixture

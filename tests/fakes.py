@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from parity import comparison, te
-from parity.case import Case
-from parity.declaring import validate
-from parity.declaring.validate import CheckedSize
-from parity.limits.table import Table
+from parity.case import validate
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
+from parity.judge.limits import Table
 from parity.machine.devices import Device
-from parity.precision import Precision
 from parity.report.environment import Environment
 from parity.result import Check, Errors, Finding, Kind, Result, TensorResult
 from parity.te import Kernels
-from parity.te_state.attention_backend import AttentionBackend
+from parity.te.attention_backend import AttentionBackend
+from parity.te.precision import Precision
 from parity.user_error import UserError
 
 ENVIRONMENT = Environment(
@@ -228,7 +228,7 @@ GPUS = [
 def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS) -> None:
     """A machine with these GPUs, and TE's kernels installed, in the eyes of what distributes the work."""
     monkeypatch.setattr("parity.machine.devices.list_devices", lambda: list(gpus))
-    monkeypatch.setattr("parity.machine.extension.is_installed", lambda: True)
+    monkeypatch.setattr("parity.machine.devices.is_installed", lambda: True)
     monkeypatch.setattr("parity.machine.host.cores", lambda: 64)
     monkeypatch.setattr("parity.machine.host.free_memory", lambda: 2**40)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -236,7 +236,7 @@ def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS)
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in the place of what they stand for."""
-    monkeypatch.setattr("parity.plugin.watchdog.GRACE_SECONDS", 2.0)
+    monkeypatch.setattr("parity.plugin.ending.GRACE_SECONDS", 2.0)
     monkeypatch.setattr(comparison, "judge_at", judge_at)
     monkeypatch.setattr(comparison, "explain_at", explain_at)
     monkeypatch.setattr(validate, "check_case", check_case)

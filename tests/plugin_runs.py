@@ -8,8 +8,8 @@ from pathlib import Path
 import fakes
 import pytest
 
-from parity.precision import PRECISIONS
 from parity.report import record
+from parity.te.precision import PRECISIONS
 
 PAIRS = """
     import parity

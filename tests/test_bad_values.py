@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parity
-from parity.diagnosis.values import non_finite
-from parity.precision import PRECISIONS
+from parity.search.reruns import non_finite
+from parity.te.precision import PRECISIONS
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from fakes import ENVIRONMENT, result
 
-from parity.report import against
-from parity.report.against import Comparison
-from parity.report.changes import Kind, between
+from parity.report import changes
+from parity.report.changes import Comparison, Kind, between
 from parity.report.environment import Environment
 from parity.report.record import Record, Uncollected
 from parity.result import Result
@@ -66,18 +65,18 @@ def test_an_item_is_the_same_wherever_the_run_was_started() -> None:
 def test_the_verdict_counts_every_kind_of_change() -> None:
     before = [result(), result("norm", margin=3.0), result("linear"), result("rope")]
     after = [FAILED, result("norm"), result("linear", margin=0.9), result("attention")]
-    assert against.verdict(compared(before, after)) == (
+    assert changes.verdict(compared(before, after)) == (
         "❌ 1 item newly failing, 1 newly passing, 1 with a margin that changed by more than 1.5 times, 1 new, 1 gone"
     )
-    assert against.verdict(compared(before, before)) == "✅ no item newly fails, 4 as before"
+    assert changes.verdict(compared(before, before)) == "✅ no item newly fails, 4 as before"
 
 
 def test_runs_that_have_nothing_in_common_are_told_to() -> None:
-    assert against.verdict(compared([result("norm")], [result()])).startswith("⚠️ the runs have no item in common; ")
+    assert changes.verdict(compared([result("norm")], [result()])).startswith("⚠️ the runs have no item in common; ")
 
 
 def test_the_report_shows_margins_before_and_now_with_the_finding() -> None:
-    rows = against.draw(compared([result()], [FAILED])).splitlines()
+    rows = changes.draw(compared([result()], [FAILED])).splitlines()
     [row] = [row for row in rows if row.startswith("| `mlp[bf16-2x64]`")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["`mlp[bf16-2x64]`", "✅ 0.43", "❌ 9", "21", "`output`", "PAR101 gate-up-swapped"]
@@ -85,7 +84,7 @@ def test_the_report_shows_margins_before_and_now_with_the_finding() -> None:
 
 def test_the_report_names_both_machines_and_versions_and_marks_what_differs() -> None:
     then = replace(ENVIRONMENT, cpu="An Older Processor", transformer_engine="2.19.0", torch="2.12.0", seeds=(0, 1))
-    text = against.draw(compared([result()], [result()], then))
+    text = changes.draw(compared([result()], [result()], then))
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("|")]
     assert ["processor", "An Older Processor", "A Processor", "≠"] in rows
     assert ["TransformerEngine", "2.19.0", "2.20.2", "≠"] in rows
@@ -97,8 +96,8 @@ def test_the_report_names_both_machines_and_versions_and_marks_what_differs() ->
 def test_what_could_not_be_collected_is_named() -> None:
     runs = compared([result()], [result()])
     broken = replace(runs.after, uncollected=(Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64"),))
-    assert re.search(r"\| not collected +\| +\| my_pairs.py::misfits +\| ≠", against.draw(replace(runs, after=broken)))
+    assert re.search(r"\| not collected +\| +\| my_pairs.py::misfits +\| ≠", changes.draw(replace(runs, after=broken)))
 
 
 def test_what_was_not_compared_comes_with_its_reason() -> None:
-    assert "| – no FP8 |" in against.draw(compared([result()], [SKIPPED]))
+    assert "| – no FP8 |" in changes.draw(compared([result()], [SKIPPED]))

@@ -16,9 +16,9 @@ import pytest
 import typer
 from fakes import ENVIRONMENT, result
 
-from parity import registry
-from parity.cli import app, runner, suite
-from parity.limits import table
+from parity.case import registry
+from parity.cli import app, suite
+from parity.judge import limits
 from parity.plugin.options import Options
 from parity.report import record
 from parity.user_error import UserError
@@ -41,7 +41,7 @@ MISFITS = FITS.replace("candidate=te.Linear(hidden, 32)", "candidate=te.Linear(h
 
 def parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does, in a process of its own."""
-    root = Path(runner.__file__).parents[1]
+    root = Path(suite.__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
     return subprocess.run(
@@ -71,7 +71,7 @@ class Here:
         write(self.folder, text, self.file)
 
     def run(self, *arguments: str) -> int:
-        code = runner.run([self.file], ["-p", "no:hypothesispytest", *arguments])
+        code = suite.run([self.file], ["-p", "no:hypothesispytest", *arguments])
         self.stdout, self.stderr = self._capsys.readouterr()
         return code
 
@@ -149,8 +149,8 @@ def test_bad_arguments_end_in_a_sentence_and_code_2(
 ) -> None:
     write(tmp_path, FITS)
     write(tmp_path, "", "notes.txt")
-    nowhere = {key: replace(law, center=math.nan) for key, law in table.packaged().laws.items() if key[0] == "fp32"}
-    table.save(table.Table(nowhere, {}), tmp_path / "nan.json")
+    nowhere = {key: replace(law, center=math.nan) for key, law in limits.packaged().laws.items() if key[0] == "fp32"}
+    limits.save(limits.Table(nowhere, {}), tmp_path / "nan.json")
     assert_mistake(parity(tmp_path, *arguments), *words)
 
 
@@ -317,9 +317,9 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
 
 
 def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_path: Path) -> None:
-    packaged = table.packaged()
+    packaged = limits.packaged()
     strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
-    table.save(table.Table(strict, {}), tmp_path / "strict.json")
+    limits.save(limits.Table(strict, {}), tmp_path / "strict.json")
     write(tmp_path, FITS)
     strictly = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json")
     assert strictly.returncode == 1

@@ -10,7 +10,7 @@ from torch import nn
 
 import parity
 from parity import reference
-from parity.precision import PRECISIONS, why_unavailable
+from parity.te.precision import PRECISIONS, why_unavailable
 
 SIZE = dict(batch=2, seq=64, hidden=128, ffn=256)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parity.device_errors import classify, cuda_works
+from parity.te.device_errors import classify, cuda_works
 
 
 @pytest.mark.parametrize(

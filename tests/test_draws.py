@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.draws import Draws
+from parity.passes.draws import Draws
 
 
 def built(draws: Draws, seed: int) -> tuple[list[Tensor], Tensor]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity import errors
+from parity.numerics import errors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 finite = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30)

@@ -5,8 +5,8 @@ from collections import namedtuple
 import torch
 from torch import nn
 
-from parity.execute import positional_names
-from parity.execute import run as run_with_names
+from parity.passes.one_pass import positional_names
+from parity.passes.one_pass import run as run_with_names
 
 
 def ones_like_outputs(outputs):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.formats import (
+from parity.numerics.formats import (
     e4m3,
     e4m3_blocks,
     e4m3_squares,

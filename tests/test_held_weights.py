@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.inputs import Rng
+from parity.case.case import Rng
+from parity.case.transfer import to_candidate
 from parity.result import Result
-from parity.weights.transfer import to_candidate
 
 te = parity.te.kernels("cpu").te
 TOKENS, WIDTH, FFN, HEADS = 32, 64, 96, 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity import registry
+from parity.case import registry
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples" / "hugging_face").glob("*.py"))
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from parity.inputs import Rng
+from parity.case.case import Rng
 
 
 def test_a_seed_gives_the_same_tensors_again():

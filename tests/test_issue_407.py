@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity import registry
+from parity.case import registry
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "issue_407.py"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from parity import kernel_choices
 from parity.cpu import cuda
 from parity.cpu.kernel_choices import NAMES, VARIABLE
 from parity.cpu.kernel_choices import kernel_choices as choosing
+from parity.numerics import kernel_choices
 from parity.report import environment
 
 

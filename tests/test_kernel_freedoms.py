@@ -10,12 +10,12 @@ from torch import nn
 
 import parity
 from parity import te
-from parity.case import Case
+from parity.case.case import Case
 from parity.cases import attention, layer, linear, mlp, norm
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import kernel_choices
-from parity.kernel_choices import CHOICES
 from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.numerics.kernel_choices import CHOICES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU kernels alone have these options")
 

@@ -10,7 +10,7 @@ import torch
 from parity import te
 from parity.cli import machine
 from parity.cpu.versions import NEWEST, OLDEST
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_precision_is_available_or_has_a_reason(monkeypatch: pytest.MonkeyPatc
     kernels = te.Kernels("cpu", torch.device("cpu"), ModuleType("te"))
     monkeypatch.setattr("parity.te.kernels", lambda backend: kernels)
     monkeypatch.setattr(
-        "parity.precision.why_unavailable", lambda precision, _: "it needs Hopper" if precision.recipe else None
+        "parity.te.precision.why_unavailable", lambda precision, _: "it needs Hopper" if precision.recipe else None
     )
     answers = machine.availability("cpu")
     assert (answers["bf16"], answers["fp8_current"]) == ("yes", "no: it needs Hopper")

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity import memory, te
-from parity.case import Case, Pair
+from parity import te
+from parity.case.case import Case, Pair
+from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at
-from parity.declaring.validate import CheckedSize, check_case
-from parity.limits.table import packaged
-from parity.precision import PRECISIONS
-from parity.prepare import prepare
+from parity.judge.limits import packaged
+from parity.passes import memory
+from parity.passes.prepare import prepare
+from parity.te.precision import PRECISIONS
 
 TE = ModuleType("transformer_engine.pytorch")
 

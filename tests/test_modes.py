@@ -11,7 +11,7 @@ import torch
 from bad_input import linear, mlp, result_of
 
 import parity
-from parity import modes
+from parity.passes import modes
 
 TOKENS, WIDTH = 16, 32
 

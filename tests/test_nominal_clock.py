@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity.nominal_clock import Clock, OutOfTime, Work, work_of
+from parity.passes.nominal_clock import Clock, OutOfTime, Work, work_of
 
 TOKENS, WIDTH, OUT = 6, 8, 5
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity import registry
+from parity.case import registry
 
 PAGE = Path(parity.__file__).parents[1] / "docs" / "pairs.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parity import te
-from parity.precision import PRECISIONS, why_unavailable
-from parity.precision_names import PRECISION_NAMES
+from parity.settings import PRECISION_NAMES
+from parity.te.precision import PRECISIONS, why_unavailable
 
 RECIPES = [precision for precision in PRECISIONS.values() if precision.recipe is not None]
 

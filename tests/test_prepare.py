@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity import passes, prepare, te
-from parity.case import Case, Pair
+from parity import te
+from parity.case.case import Case, Pair
+from parity.case.validate import check_case
 from parity.comparison import compare_at
-from parity.declaring.validate import check_case
-from parity.judging import directions
-from parity.limits.table import packaged
-from parity.machine import free_memory
-from parity.precision import PRECISIONS
+from parity.judge import directions
+from parity.judge.limits import packaged
+from parity.machine import devices
+from parity.passes import prepare
+from parity.te.precision import PRECISIONS
 
 KERNELS = te.kernels("cpu")
 SEEDS = range(3)
@@ -68,7 +69,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(prepare, "_prepared")
     count(directions, "_directions")
-    count(passes, "run_model")
+    count(all, "run_model")
     return counts
 
 
@@ -113,7 +114,7 @@ def test_of_three_dtypes_the_first_is_let_go() -> None:
 
 
 def test_the_oldest_are_let_go_where_memory_is_short_but_for_the_last_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "free", lambda: 0)
+    monkeypatch.setattr(devices, "free", lambda: 0)
     run(norm_case(16), "bf16")
     assert [key.seed for key in prepare._KEPT] == [1, 2]
 
@@ -121,7 +122,7 @@ def test_the_oldest_are_let_go_where_memory_is_short_but_for_the_last_before(mon
 @pytest.mark.parametrize(("workers", "kept"), [(1, 4), (2, 2)])
 def test_workers_share_the_memory_that_is_free(workers: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = keep(norm_case(16), [0])
-    monkeypatch.setattr(free_memory, "free", lambda: 3.5 * sum(one.held.values()) * 8)  # of which an eighth may be kept
+    monkeypatch.setattr(devices, "free", lambda: 3.5 * sum(one.held.values()) * 8)  # of which an eighth may be kept
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     keep(norm_case(16), range(6))
     assert len(prepare._KEPT) == kept

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 import parity
 from parity import te
-from parity.private_functions import CHECKPOINT, CLIP, EXCHANGED, PrivateFunction, exchanged
+from parity.trace.private_functions import CHECKPOINT, CLIP, EXCHANGED, PrivateFunction, exchanged
 from parity.user_error import UserError
 
 RENAMED = replace(CLIP, name="_clip_grads_by_another_name_")

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from parity.inputs import Rng
-from parity.probes import LARGEST, SMALLEST, probe
+from parity.case.case import Rng
+from parity.passes.draws import LARGEST, SMALLEST, probe
 
 INPUTS = Rng(0).normal(4, 32, 64)
 

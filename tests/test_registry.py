@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity import registry
-from parity.case import Case
+from parity.case import registry
+from parity.case.case import Case
 from parity.user_error import UserError
 
 DECLARATION = """

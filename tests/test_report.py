@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
-from parity.limits import aim
-from parity.limits.difference import Difference, OfPrecision
+from parity.judge import limits
+from parity.judge.differences import Difference, OfPrecision
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
-from parity.report import environment, failure, markdown, matrix, notes, numbers, record
-from parity.report.digest import MOST_RESULTS, Digest, digest
-from parity.report.items import Item
+from parity.report import environment, failure, markdown, numbers, record
+from parity.report.items import Item, draw
+from parity.report.markdown import MOST_RESULTS, Digest, digest
 from parity.report.record import Record, Uncollected
 from parity.result import Finding, Result
 
@@ -267,7 +267,7 @@ def test_the_report_of_a_long_run_says_how_many_items_it_leaves_out() -> None:
 
 
 def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
-    text = matrix.draw(
+    text = draw(
         gathered(
             *[
                 result(margin=0.2),
@@ -317,7 +317,7 @@ def test_the_report_says_prominently_whether_kernels_were_emulated() -> None:
 
 
 def test_the_report_explains_how_tolerances_are_set() -> None:
-    assert aim.describe() in markdown.draw(digest_of(result()), "run")
+    assert limits.describe() in markdown.draw(digest_of(result()), "run")
 
 
 def test_the_report_shows_the_expected_fp32_error_as_that_of_tf32() -> None:
@@ -342,14 +342,16 @@ def test_a_note_is_counted_once_an_item_though_every_seed_or_part_of_it_repeats_
 
 
 def test_a_terminal_shows_the_commonest_notes_and_how_many_others_there_are() -> None:
-    told = list(notes.lines(Counter({"rare": 1, **{f"common {i}": 2 for i in range(notes.MOST_LINES)}, "rarer": 1})))
+    told = list(
+        failure.lines(Counter({"rare": 1, **{f"common {i}": 2 for i in range(failure.MOST_LINES)}, "rarer": 1}))
+    )
     assert told[0] == "note of 2 items: common 0"
     assert told[-1] == "and 2 more in the report"
-    assert len(told) == notes.MOST_LINES + 1
+    assert len(told) == failure.MOST_LINES + 1
 
 
 def test_a_long_note_is_cut_for_a_terminal() -> None:
-    [line] = notes.lines(Counter({"zero: " + ", ".join(f"d layer{i}.weight" for i in range(500)): 1}))
+    [line] = failure.lines(Counter({"zero: " + ", ".join(f"d layer{i}.weight" for i in range(500)): 1}))
     assert line.endswith(" ...")
     assert len(line) < 250
 

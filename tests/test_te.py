@@ -45,7 +45,7 @@ def test_compiled_kernels_that_do_not_load_are_told_in_te_s_words_with_what_to_d
     """Here TransformerEngine has no compiled part, which it finds out when it is imported."""
     run = run_python(
         "import torch; torch.cuda.is_available = lambda: True; torch.cuda.current_device = lambda: 0\n"
-        "from parity import te; from parity.machine import extension; extension.is_installed = lambda: True\n"
+        "from parity import te; from parity.machine import devices; devices.is_installed = lambda: True\n"
         "try: te.kernels()\n"
         "except te.BackendUnavailable as error: print(error)"
     )

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.execute import CALL, outputs_of
-from parity.inputs import Rng
+from parity.case.case import Rng
+from parity.judge.candidate import TeModules
+from parity.passes.one_pass import CALL, outputs_of
 from parity.result import Result
-from parity.te_modules import TeModules
 
 te = parity.te.kernels("cpu").te
 TOKENS, WIDTH = 32, 64

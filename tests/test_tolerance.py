@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from parity.numerics.errors import Tolerance, margin
 from parity.result import Errors
-from parity.tolerance import Tolerance, margin
 
 ERRORS = Errors(relative_l2=1e-3, max_abs=1e-2, max_ulps=1.0, cosine=1.0, sqnr_db=60.0, golden_rms=1.0)
 

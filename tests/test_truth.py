@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.errors import difference
-from parity.truth import Truth, in_fp32
+from parity.numerics.errors import Truth, difference, in_fp32
 
 
 def golden(scale=1.0, shape=(8, 64)):

@@ -57,13 +57,13 @@ def run(
     last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
-    from parity.cli import run_options, runner, suite
+    from parity.cli import suite
 
-    arguments = run_options.as_plugins(
+    arguments = suite.as_plugins(
         precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name
     )
-    arguments += run_options.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
-    raise typer.Exit(runner.run(suite.files(paths), arguments))
+    arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
+    raise typer.Exit(suite.run(suite.files(paths), arguments))
 
 
 @app.command(name="list")
@@ -84,9 +84,9 @@ def suggest_map(
     max_runs: Annotated[int, typer.Option(help="How many alternatives are run at most.", min=1)] = 300,
 ) -> None:
     """Propose a weight map for a pair that has none, or complete it; exit code 1 if something is left open."""
-    from parity.cli import maps
+    from parity.cli import reports
 
-    raise typer.Exit(0 if maps.suggest(target, size, seed, backend, not afresh, max_runs) else 1)
+    raise typer.Exit(0 if reports.suggest(target, size, seed, backend, not afresh, max_runs) else 1)
 
 
 @app.command()
@@ -150,9 +150,8 @@ def calibrate(
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
     from parity.cli import suite
     from parity.lab.calibration import command
-    from parity.machine.writable import check_file
-    from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
-    from parity.precision import PRECISIONS
+    from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
+    from parity.te.precision import PRECISIONS
 
     check_file(output, "-o")
     if report is not None:
@@ -178,9 +177,8 @@ def false_alarms(
     from parity.cli import suite
     from parity.lab import false_alarms as count
     from parity.lab.calibration.right_ports import DRAWN_MODELS
-    from parity.machine.writable import check_file
-    from parity.plugin.options import parse_backend, parse_precisions, parse_seeds
-    from parity.precision import PRECISIONS
+    from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
+    from parity.te.precision import PRECISIONS
 
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
@@ -203,7 +201,7 @@ def kernels(
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
     from parity.lab.kernel_table import command
-    from parity.machine.writable import check_file
+    from parity.plugin.options import check_file
 
     check_file(report, "--report")
     if reference not in ("gpu", "cpu"):
@@ -231,10 +229,10 @@ def throughput(
     output: Annotated[Path, typer.Option("-o", "--out", help="Folder of the report.")] = Path("reports/throughput"),
 ) -> None:
     """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
-    from parity.cli import speed
+    from parity.cli import machine
 
     chosen = ",".join(precisions or ())
-    print(f"report: {speed.run(paths, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
+    print(f"report: {machine.run(paths, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
 
 
 @app.command(name="gpu-report")
@@ -281,7 +279,7 @@ def zoo(
 ) -> None:
     """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
     from parity.cli import bug_zoo
-    from parity.machine.writable import check_file
+    from parity.plugin.options import check_file
 
     check_file(out, "--out")
     chosen = _listed(",".join(precisions or ()))
@@ -296,7 +294,7 @@ def kernel_freedoms(
 ) -> None:
     """Write what other faithful kernels may do, and what it costs to grant it; on the CPU kernels."""
     from parity.lab.zoo import kernel_freedoms as freedoms
-    from parity.machine.writable import check_file
+    from parity.plugin.options import check_file
 
     check_file(out, "--out")
     print(f"report: {freedoms.run(seeds, workers, out)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parity.lab.zoo import catalogue, runner
 from parity.lab.zoo.hosts.case import SIZES
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
 
 

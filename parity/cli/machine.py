@@ -1,18 +1,28 @@
-"""Says what this machine and each kind of GPU can run, on which kernels, and why not the rest."""
+"""Say what this machine can run, and how fast."""
 
 from __future__ import annotations
 
 import multiprocessing
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tabulate import tabulate
 
+from parity import te
+from parity.cli import suite
+from parity.lab.throughput import command, workload
+from parity.plugin.options import parse_backend, parse_precisions
 from parity.report import environment
+from parity.te.precision import PRECISIONS
+from parity.user_error import UserError
+
+# Says what this machine and each kind of GPU can run, on which kernels, and why not the rest.
+
 
 Availability = dict[str, str]
 # Older than any that TE asks for, to hear what it asks for.
@@ -59,7 +69,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Ask PyTorch, TransformerEngine and the machine; nothing that is missing makes it fail."""
     from parity import te
-    from parity.precision import PRECISIONS
+    from parity.te.precision import PRECISIONS
 
     reason = te.why_no_gpu()
     # A process loads TE for one backend only.
@@ -73,7 +83,7 @@ def diagnose() -> Diagnosis:
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
     """By precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
     from parity import te
-    from parity.precision import PRECISIONS, why_unavailable
+    from parity.te.precision import PRECISIONS, why_unavailable
 
     try:
         kernels = te.kernels(backend)
@@ -149,3 +159,51 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "Python", platform.python_version()
     yield "pytest", environment.version("pytest") or "not installed"
     yield "pytest-xdist", environment.version("pytest-xdist") or "not installed"
+
+
+# Measures throughput from the command line.
+
+
+SIZES = ("auto", "large", "declared")
+
+
+def run(
+    paths: Sequence[str] | None,
+    precisions: str,
+    backend: str,
+    sizes: str,
+    keyword: str,
+    repeats: int | None,
+    compiled: str,
+    minutes: float | None,
+    folder: Path,
+) -> Path:
+    """Measure the built-in workloads, or those of files; returns the report's path.
+
+    Args:
+        paths: files of pairs, measured at the sizes that they declare; none for the built-in workloads.
+        precisions: names separated by commas; empty for all.
+        backend: ``auto``, ``gpu`` or ``cpu``.
+        sizes: a name in ``SIZES``; ``auto`` is ``large`` on a GPU and ``declared`` on a CPU.
+        keyword: words separated by commas, of which a workload's name has to contain one.
+        compiled: ``all``, ``none``, or names of precisions in which the plain module is also compiled.
+        repeats, minutes: see ``command.Settings``.
+        folder: of the report.
+
+    Raises:
+        UserError: for an unknown precision, backend or choice of sizes, a file that is none of pairs, and a keyword
+            that no workload has.
+    """
+    if sizes not in SIZES:
+        raise UserError(f"--sizes is {sizes!r}, but must be one of {', '.join(SIZES)}")
+    asked = parse_backend(backend)
+    chosen = parse_precisions(precisions, "--precisions") or tuple(PRECISIONS)
+    on_gpu = asked != "cpu" and te.why_no_gpu() is None
+    if paths:
+        workloads = workload.declared(suite.cases(paths))
+    else:
+        workloads = workload.built_in(large=on_gpu if sizes == "auto" else sizes == "large")
+    named = () if compiled in ("all", "none") else parse_precisions(compiled, "--compiled") or ()
+    to_compile = chosen if compiled == "all" else named
+    settings = command.Settings(workload.select(workloads, keyword), chosen, asked, repeats, to_compile, minutes)
+    return command.run(settings, folder)

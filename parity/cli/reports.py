@@ -1,4 +1,4 @@
-"""Draws reports of runs from their records."""
+"""Draw reports from records, and suggest the weight map of a pair."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.machine.writable import check_file
-from parity.report import against, markdown, notes, record
-from parity.report.digest import digest
+from parity.case import registry
+from parity.case.case import Case, Size
+from parity.plugin.options import check_file, parse_backend
+from parity.report import changes, failure, markdown, record
+from parity.report.markdown import digest
 from parity.report.numbers import plural
 from parity.report.record import Record
+from parity.suggest import suggest_map
+from parity.suggest.suggestion import explain, python
 from parity.user_error import UserError
+
+# Draws reports of runs from their records.
 
 
 def draw(file: Path, output: Path | None) -> bool:
@@ -28,7 +34,7 @@ def draw(file: Path, output: Path | None) -> bool:
     target = output or file.with_suffix(".md")
     _write(target, markdown.draw(run, file.stem), [file])
     print(markdown.verdict(run))
-    for line in notes.lines(run.notes):
+    for line in failure.lines(run.notes):
         print(line)
     print(f"report: {target}")
     return run.complete and not run.failed
@@ -46,10 +52,10 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
     Raises:
         UserError: if a record cannot be read, or the report cannot be written.
     """
-    runs = against.Comparison(_read(older), _read(file), (str(older), str(file)), factor)
+    runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)), factor)
     target = output or file.with_name(f"{file.stem}_against_{older.stem}.md")
-    _write(target, against.draw(runs), [file, older])
-    print(against.verdict(runs))
+    _write(target, changes.draw(runs), [file, older])
+    print(changes.verdict(runs))
     print(f"report: {target}")
     return "newly failing" not in runs.changes
 
@@ -75,3 +81,46 @@ def _write(target: Path, text: str, records: Sequence[Path]) -> None:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from None
+
+
+# Finds the pair whose weight map is to be suggested, and prints the suggestion.
+
+
+def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_runs: int) -> bool:
+    """Print a map for one pair; whether it fits and nothing is left open.
+
+    Args:
+        target: ``my_pairs.py::my_mlp``, or the file alone where it declares one pair.
+        size: which of the case's sizes, from 0.
+        seed: of weights and inputs.
+        backend: ``auto``, ``gpu`` or ``cpu``.
+        keep: whether the entries that the pair has stay.
+        max_runs: how many alternatives are run at most.
+
+    Raises:
+        UserError: if there is no such pair or size, the backend cannot be had, or the pair cannot be built.
+    """
+    case = _case(target)
+    chosen = _size(case, size)
+    suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs)
+    at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+    print(f"{case}{f' at {at}' if at else ''}\n")
+    for hint in suggestion.hints:
+        print(f"{hint}\n")
+    print(f"{python(suggestion.weights)}\n")
+    print(explain(suggestion))
+    return suggestion.settled
+
+
+def _case(target: str) -> Case:
+    cases = registry.load(target)
+    if len(cases) > 1:
+        ids = ", ".join(f"{target}::{case.name}" for case in cases)
+        raise UserError(f"{target} declares {len(cases)} pairs; name one of {ids}")
+    return cases[0]
+
+
+def _size(case: Case, index: int) -> Size:
+    if not 0 <= index < len(case.sizes):
+        raise UserError(f"--size is {index}, but {case} has {len(case.sizes)}, counted from 0")
+    return case.sizes[index]

@@ -1,20 +1,29 @@
-"""Which files of pairs a run compares: those that are named, or the default suite."""
+"""Run the cases of ``parity run``: which files, with which options, and with which exit code."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from tabulate import tabulate
 
-from parity.declaring import built_in
-from parity.declaring.source import imports_parity
+from parity.case.files import MODULE, checkout, imports_parity
+from parity.plugin import options, uncollected
+from parity.plugin.options import check_file
+from parity.plugin.uncollected import unknown_pairs
 from parity.user_error import UserError
 
-if TYPE_CHECKING:  # which files to compare is known without torch, in the process that only starts workers
-    from parity.case import Case, Size
+if TYPE_CHECKING:
+    from parity.case.case import Case, Size
+
+# Which files of pairs a run compares: those that are named, or the default suite.
+
 
 GROUP = "parity.pairs"
 
@@ -60,7 +69,7 @@ def cases(paths: Sequence[str] | None) -> list[Case]:
     Raises:
         UserError: as ``files`` and ``registry.load``.
     """
-    from parity import registry
+    from parity.case import registry
 
     found: dict[str, Case] = {}
     for name in files(paths):
@@ -102,11 +111,11 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 def _default_files() -> Iterator[str]:
     """In a checkout its own cases, whether another copy is installed or not."""
-    cases = built_in.checkout()
+    cases = checkout()
     entry_points = [
         entry_point
         for entry_point in metadata.entry_points(group=GROUP)
-        if cases is None or entry_point.module.rpartition(".")[0] != built_in.MODULE
+        if cases is None or entry_point.module.rpartition(".")[0] != MODULE
     ]
     found = [file for entry_point in entry_points for file in _module_files(entry_point)]
     if cases is not None:
@@ -141,3 +150,147 @@ def _size(size: Size) -> str:
 
 def _place(case: Case) -> str:
     return f"{_from_here(case.path.resolve())}:{case.line}"
+
+
+# Runs pytest for ``parity run``, and turns its exit codes into parity's.
+
+
+PASSED, FAILED, MISTAKE = 0, 1, 2
+# pytest would rewrite its plugins' asserts; parity is imported before, and has none.
+_NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+# A pair or a file that is wrong costs no other; in workers pytest goes on in any case.
+_OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors")
+
+
+class _CollectionErrors:
+    """A pytest plugin that keeps what could not be collected, each as one message without a traceback.
+
+    Attributes:
+        messages: of what failed, by id.
+        skipped: files that skip themselves, each with its reason.
+    """
+
+    def __init__(self) -> None:
+        self.messages: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.messages.setdefault(report.nodeid, uncollected.message(report))
+            report.longrepr = uncollected.without_traceback(report.longreprtext)
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped.setdefault(report.nodeid, f"{report.nodeid} skips itself: {report.longrepr[2]}")
+
+
+def run(files: Sequence[str], arguments: Sequence[str]) -> int:
+    """Compare the pairs of these files in this process, or in xdist's workers.
+
+    Args:
+        files: paths or pytest ids.
+        arguments: further arguments of pytest.
+
+    Returns:
+        0 if everything passed, 1 if something failed, 2 if nothing could be run, or a pair or a file could not be
+        collected, whatever became of the others; then a sentence on stderr says why.
+    """
+    errors = _CollectionErrors()
+    try:
+        code = pytest.main([*files, *_OPTIONS, *arguments], plugins=[errors])
+    except BrokenPipeError:
+        print("parity: nobody reads the output any more, so the run ended before all was compared", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return MISTAKE
+    if errors.messages:
+        for message in errors.messages.values():
+            print(f"parity: {message}", file=sys.stderr)
+        return MISTAKE
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        reasons = [*errors.skipped.values(), *_unknown(files)] or [_without_a_match(files, arguments)]
+        print(f"parity: nothing to compare: {'; '.join(reasons)}", file=sys.stderr)
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return PASSED if code == pytest.ExitCode.OK else FAILED
+    return MISTAKE
+
+
+def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
+    keyword = f" -k {arguments[arguments.index('-k') + 1]!r}" if "-k" in arguments else ""
+    return f"no pair in {', '.join(files)} matches{keyword}"
+
+
+def _unknown(files: Sequence[str]) -> Iterator[str]:
+    """What ids may have meant that workers did not find: these import the files, and this process does not."""
+    ids = [file for file in files if "::" in file]
+    if not ids:
+        return
+    from parity.case import registry
+
+    for path in dict.fromkeys(name.partition("::")[0] for name in ids):
+        with suppress(UserError):  # told already, by the workers
+            registry.load_file(path)
+    yield from unknown_pairs(ids, Path.cwd(), registry.cases())
+
+
+# The options of ``parity run`` as the plugin's, each checked under the name by which the user gave it.
+
+
+def as_plugins(
+    precision: Sequence[str] | None,
+    backend: str | None,
+    seeds: str | None,
+    attention: str | None,
+    determinism: bool,
+    timeout: str | None,
+    diagnosis: str | None,
+    calibration: Path | None,
+    report: Path | None,
+    name: str | None,
+) -> list[str]:
+    """Arguments of pytest; what the user left out is left out.
+
+    Raises:
+        UserError: if a value is not valid; names the option of ``parity run``.
+    """
+    if precision:
+        options.parse_precisions(",".join(precision), "--precision")
+    if backend is not None:
+        options.parse_backend(backend)
+    if seeds is not None:
+        options.parse_seeds(seeds)
+    if attention is not None:
+        options.parse_attention(attention)
+    if timeout is not None:
+        options.parse_timeout(timeout)
+    if diagnosis is not None:
+        options.parse_diagnosis(diagnosis)
+    if name is not None:
+        options.parse_name(name, "--name")
+    if calibration is not None:
+        options.check_calibration(calibration, "--calibration")
+    if report is not None:
+        for ending in ("jsonl", "md"):
+            check_file(report.absolute() / f"{name or 'parity'}.{ending}", "--report")
+    given = {
+        "precisions": ",".join(precision) if precision else None,
+        "backend": backend,
+        "seeds": seeds,
+        "attention": attention,
+        "determinism": "yes" if determinism else None,
+        "timeout": timeout,
+        "diagnosis": diagnosis,
+        "calibration": None if calibration is None else str(calibration),
+        "report": None if report is None else str(report),
+        "name": name,
+    }
+    return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
+
+
+def workers(text: str) -> list[str]:
+    """The argument of pytest-xdist for so many processes, or ``auto``.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    if text != "auto" and not text.isdecimal():
+        raise UserError(f"-n is {text!r}, but must be a number of processes or auto")
+    return ["-n", text]

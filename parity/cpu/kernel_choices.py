@@ -2,7 +2,7 @@
 
 ``PARITY_KERNEL_CHOICES=tf32-truncated,fp8-14-bit`` sets them for a process and its children; ``kernel_choices(...)``
 sets them for a part of a thread, in place of the environment's, for backward passes that are started in it too. What
-each stands for on which GPU, with its source, is in the table of ``parity.kernel_choices``.
+each stands for on which GPU, with its source, is in the table of ``parity.numerics.kernel_choices``.
 """
 
 from __future__ import annotations

@@ -20,20 +20,19 @@ from rich.progress import track
 from scipy import stats
 
 from parity import te
-from parity.case import Case, Size
+from parity.case.case import Case, Size
+from parity.case.validate import check_case
 from parity.comparison import compare_at
-from parity.declaring.validate import check_case
+from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
 from parity.lab import record
 from parity.lab.calibration import right_ports
 from parity.lab.calibration.right_ports import DRAWN_MODELS, drawn
-from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
-from parity.limits.table import packaged
-from parity.machine.processes import processes
-from parity.precision import PRECISIONS, why_unavailable
+from parity.machine.process import processes
 from parity.report import environment
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table
 from parity.result import Result
 from parity.te import Backend
+from parity.te.precision import PRECISIONS, why_unavailable
 
 # Compares right ports, in parallel processes, and records what each was judged by.
 

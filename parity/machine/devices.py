@@ -1,18 +1,30 @@
-"""The GPUs that a run may use, and how its processes share them.
+"""Find out which GPUs a run may use, how its processes share them, and how much memory is free.
 
-NVIDIA's management library (NVML) lists them: it creates no CUDA context, needs no torch, and knows every MIG slice,
-where CUDA shows a process one.
+NVIDIA's management library (NVML) lists the GPUs: it creates no CUDA context, needs no torch, and knows every MIG
+slice, where CUDA shows a process one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from parity.machine import host
 from parity.user_error import UserError
+
+# The GPUs that a run may use, and how its processes share them.
+#
+# NVIDIA's management library (NVML) lists them: it creates no CUDA context, needs no torch, and knows every MIG slice,
+# where CUDA shows a process one.
+
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 PARITY_DEVICES = "PARITY_DEVICES"
@@ -211,3 +223,49 @@ def spread(devices: Sequence[Device], processes: int) -> list[Device]:
         taken[best] += 1
         places.append(devices[best])
     return places
+
+
+# What ``nvidia-smi``, the command of NVIDIA's driver, answers.
+
+
+_LONGEST_ANSWER = 20  # seconds
+
+
+def ask(arguments: Sequence[str]) -> str | None:
+    """Its standard output; None where it is not there, fails, or takes too long."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_LONGEST_ANSWER, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+# How much memory can be had, of the GPU that is in use, or of the machine.
+
+
+def free() -> int | None:
+    """Bytes that are free on the GPU, or where none is in use, on the machine; None where the system does not tell."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.mem_get_info()[0]
+    return host.free_memory()
+
+
+def in_words(number: int | None) -> str:
+    """``3.2 GiB``."""
+    return "an unknown amount" if number is None else f"{number / 2**30:.1f} GiB"
+
+
+# Whether TransformerEngine's compiled kernels are installed; importing neither them nor torch.
+
+
+def is_installed() -> bool:
+    """Whether there is a module ``transformer_engine_torch``, on its own or, as in a build from source, inside TE."""
+    return util.find_spec("transformer_engine_torch") is not None or _is_shipped_inside()
+
+
+def _is_shipped_inside() -> bool:
+    spec = util.find_spec("transformer_engine")
+    roots = spec.submodule_search_locations if spec else None
+    return any(any(Path(root).glob("**/transformer_engine_torch*.so")) for root in roots or ())

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.declaring.source import imports_parity
+from parity.case.files import imports_parity
 from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
-from parity.machine.lasting import lasting
-from parity.plugin import ending, interruption, lines, options, staffing, uncollected
+from parity.machine.process import lasting
+from parity.plugin import ending, options, uncollected
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
-from parity.plugin.unknown import unknown_pairs
-from parity.plugin.workers import Workers
+from parity.plugin.uncollected import unknown_pairs
+from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
-    from parity.case import Case
+    from parity.case.case import Case
     from parity.te import Kernels
 
 _OPTIONS = pytest.StashKey[Options]()
@@ -47,9 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     ending.keep_stderr(config)
-    if not hasattr(config, "workerinput") and staffing.has_cases(config):
+    if not hasattr(config, "workerinput") and has_cases(config):
         _check_surroundings(config.stash[_OPTIONS])
-        interruption.heed_sigterm(config)
+        ending.heed_sigterm(config)
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -80,7 +80,7 @@ def _place(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
         return
-    if not staffing.has_cases(config):
+    if not has_cases(config):
         return
     if config.getoption("dist", "no") != "no":
         config.pluginmanager.register(Workers(config, _gpus(config)), "parity-workers")
@@ -92,7 +92,7 @@ def _gpus(config: pytest.Config) -> list[Device]:
     """The run's GPUs, listed once; xdist asks how many workers there are before the options are in the stash."""
     if _GPUS not in config.stash:
         try:
-            config.stash[_GPUS] = staffing.gpus_of(options.read(config))
+            config.stash[_GPUS] = gpus_of(options.read(config))
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
     return config.stash[_GPUS]
@@ -101,10 +101,10 @@ def _gpus(config: pytest.Config) -> list[Device]:
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """For runs with cases; a number that the user's environment sets stays."""
-    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not staffing.has_cases(config):
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not has_cases(config):
         return None
     gpus = _gpus(config)
-    return staffing.how_many(gpus, largest_need(staffing.files_of_cases(config)) if gpus else None)
+    return how_many(gpus, largest_need(files_of_cases(config)) if gpus else None)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,7 +113,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     try:
         return (yield)
     except pytest.UsageError as error:
-        registry = sys.modules.get("parity.registry")
+        registry = sys.modules.get("parity.case.registry")
         if registry is None:
             raise
         start = session.config.invocation_params.dir
@@ -144,11 +144,11 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     Raises:
         UserError: for a mark around a case, which takes the case's name and has no effect.
     """
-    case_module = sys.modules.get("parity.case")
+    case_module = sys.modules.get("parity.case.case")
     if case_module is None:
         return None
     if isinstance(obj, pytest.MarkDecorator):
-        from parity.declaring.declaration import MARKS_BELONG
+        from parity.case.registry import MARKS_BELONG
 
         for case in obj.args:
             if isinstance(case, case_module.Case):
@@ -169,10 +169,10 @@ def pytest_make_collect_report(
     except SystemExit as error:  # of which pytest says that it failed itself, and not where
         if not (isinstance(collector, pytest.Module) and imports_parity(collector.path)):
             raise
-        from parity.registry import import_failure
+        from parity.case.registry import import_failure
 
         report = pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
-    if isinstance(collector, pytest.Module) and report.passed and "parity.registry" in sys.modules:
+    if isinstance(collector, pytest.Module) and report.passed and "parity.case.registry" in sys.modules:
         report.result.extend(_nodes(collector))
     call = getattr(report, "call", None)
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
@@ -192,14 +192,14 @@ def _told(error: UserError, details: bool) -> str:
     """The message; with details also how Python came to the mistake, if it was the user's code that raised."""
     if not details or error.__cause__ is None:
         return str(error)
-    from parity.watching.raised import way_there
+    from parity.trace.whose import way_there
 
     return f"{error}\n{way_there(error.__cause__)}"
 
 
 def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
     """One item for each size and precision of the cases declared in this file; imported ones belong elsewhere."""
-    from parity import registry
+    from parity.case import registry
 
     file = module.path.resolve()
     for case in registry.cases():
@@ -217,9 +217,9 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     Raises:
         UserError: if the case does not fit together at one of its sizes.
     """
-    from parity.declaring.validate import attention_of, check_case
-    from parity.precision import PRECISIONS
+    from parity.case.validate import attention_of, check_case
     from parity.result import item_name
+    from parity.te.precision import PRECISIONS
 
     options = module.config.stash[_OPTIONS]
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]
@@ -274,13 +274,13 @@ def pytest_runtest_makereport(
     if isinstance(item, ParityItem) and call.when == "setup" and report.skipped:
         told = report.longrepr
         item.results.append(item.skipped(str(told[2] if isinstance(told, tuple) else told)))
-        report.parity_lines = lines.of_item(item)  # type: ignore[attr-defined]
+        report.parity_lines = ending.of_item(item)  # type: ignore[attr-defined]
         item.results.clear()
     if isinstance(item, ParityItem) and call.when == "call":
         if report.skipped:
             path, line, _ = item.reportinfo()
             report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
-        report.parity_lines = lines.of_item(item)  # type: ignore[attr-defined]
+        report.parity_lines = ending.of_item(item)  # type: ignore[attr-defined]
         item.results.clear()
         if ending.BROKEN_BY in item.config.stash:
             ending.announce(report)
@@ -290,14 +290,14 @@ def pytest_runtest_makereport(
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Workers send their results; the one process that they send them to writes them."""
     if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), interruption.RECORDER)
+        session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), ending.RECORDER)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker that is done lives on until all are; what it keeps on the GPU is for those that are not."""
     kernels = session.config.stash.get(_KERNELS, None)
     if kernels is not None and kernels.backend == "gpu":
-        from parity import memory
+        from parity.passes import memory
 
         memory.release()
 
@@ -307,6 +307,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Only for the distribution that ``-n`` chooses by itself; one that the user names stays."""
     if config.getvalue("dist") != "load":
         return None
-    from parity.plugin.scheduling import SchedulingByContent
+    from parity.plugin.workers import SchedulingByContent
 
     return SchedulingByContent(config, log)

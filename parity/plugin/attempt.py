@@ -1,16 +1,78 @@
-"""One comparison at its place: beside others on the device or alone, in limited time, and again if memory ran out."""
+"""Compare at the right moment: beside others on the device or alone, in limited time, again if memory ran out."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
-from parity.plugin.workplace import Workplace
+from parity.plugin.options import Workplace
 
 if TYPE_CHECKING:
     from parity.result import Result
+
+# Lets workers share a device, or have it alone for a while.
+#
+# A file lock, because the kernel takes it back from a worker that dies in whatever way.
+
+
+class DeviceLock:
+    """One device's lock, the same for all workers that name the same file.
+
+    Attributes:
+        path: of the lock; another file, its gate, lies beside it.
+        release_memory: called where this process does not use the device and another has it alone or waits for that.
+    """
+
+    def __init__(self, path: Path, release_memory: Callable[[], None]) -> None:
+        self.path, self.release_memory = path, release_memory
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Within the context, others may use the device too, but nobody has it alone."""
+        with self._open("gate") as gate, self._open("device") as device:
+            if not _free(gate):
+                self.release_memory()
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(device, fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            try:
+                yield
+            finally:
+                if not _free(gate):
+                    self.release_memory()
+                fcntl.flock(device, fcntl.LOCK_UN)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the context, no other worker uses the device; who comes later waits, so that its turn comes."""
+        with self._open("gate") as gate, self._open("device") as device:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(device, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(device, fcntl.LOCK_UN)
+                fcntl.flock(gate, fcntl.LOCK_UN)
+
+    def _open(self, part: str) -> IO[str]:
+        return self.path.with_suffix(f".{part}").open("w")
+
+
+def _free(gate: IO[str]) -> bool:
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(gate, fcntl.LOCK_UN)
+    return True
+
+
+# One comparison at its place: beside others on the device or alone, in limited time, and again if memory ran out.
+
 
 RETRIED = "memory ran out beside other items, so it ran a second time, alone on its device"
 
@@ -32,8 +94,8 @@ def attempt(
     Returns:
         The result; a skip with the reason if memory runs out even so.
     """
-    from parity import memory
-    from parity.machine import free_memory
+    from parity.machine import devices
+    from parity.passes import memory
 
     def run(alone: bool) -> Result:
         with _device(workplace, alone), time_limit():
@@ -48,8 +110,8 @@ def attempt(
         return dataclasses.replace(second, notes=(*second.notes, RETRIED))
     memory.release()
     reason = (
-        f"does not fit in memory, alone on its device and tried twice: it needs about {free_memory.in_words(need())}, "
-        f"{free_memory.in_words(free_memory.free())} are free; {second.reason}"
+        f"does not fit in memory, alone on its device and tried twice: it needs about {devices.in_words(need())}, "
+        f"{devices.in_words(devices.free())} are free; {second.reason}"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)
 
@@ -62,8 +124,9 @@ def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
     """The device, shared with other workers or not; a process without others has it anyway."""
     if workplace.lock is None:
         return nullcontext()
-    from parity import memory
-    from parity.plugin.device_lock import DeviceLock
+    from parity.passes import memory
+
+    pass
 
     lock = DeviceLock(workplace.lock, memory.release)
     return lock.alone() if alone else lock.shared()

@@ -1,24 +1,218 @@
-"""How a process ends that can compare no more: a kernel hangs in it, or one broke its CUDA context.
-
-A worker says so in the report of its last item, and xdist replaces it. Without workers there is nobody to go on.
-"""
+"""End a process that can compare no more, or a run that is interrupted, without losing a result."""
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-
-from parity.plugin import lines
-from parity.plugin.watchdog import end_process
 
 if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
     from parity.result import Result
+
+# What a worker notes on disk while it compares, so that its sudden death loses no result.
+#
+# A worker's results travel with the report of a finished item; of one that it dies of there is none.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a worker compares now.
+
+    Attributes:
+        node_id: of the item.
+        running: the record's line for it should it not end: an error with an empty reason or, once there is a verdict,
+            that, whose last note tells that the search for the cause was cut short.
+        environment: the record's first line.
+        limit: how many seconds the comparison may take.
+    """
+
+    node_id: str
+    running: str
+    environment: str
+    limit: float
+
+    @property
+    def has_verdict(self) -> bool:
+        """Return whether only the search for the cause is not at its end."""
+        return bool(json.loads(self.running)["result"]["status"] != "error")
+
+    def ended_by(self, cause: str) -> str:
+        """The record's line for a comparison that ended so."""
+        line = json.loads(self.running)
+        result = line["result"]
+        if self.has_verdict:
+            result["notes"][-1] += f": {cause}"
+        else:
+            result["reason"] = cause
+        return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Diary:
+    """One worker's files.
+
+    Attributes:
+        folder: of all workers of the run.
+        worker: its name.
+    """
+
+    folder: Path
+    worker: str
+
+    @staticmethod
+    def all_in(folder: Path) -> list[Diary]:
+        """Those of every worker that has begun a comparison."""
+        return [Diary(folder, entry.stem) for entry in sorted(folder.glob("*.entry"))]
+
+    @property
+    def stacks(self) -> Path:
+        """Where the threads' stacks go if the worker runs too long and cannot even say so."""
+        return self.folder / f"{self.worker}.stacks"
+
+    def write(self, entry: Entry, finished: str | None) -> None:
+        """Begin the next comparison.
+
+        Args:
+            entry: the next comparison.
+            finished: the record's line of the comparison before it; None if this is the item's first.
+        """
+        if finished is None:
+            self._finished.unlink(missing_ok=True)
+        else:
+            with self._finished.open("a", encoding="utf-8") as file:
+                file.write(finished)
+        self.replace(entry)
+
+    def replace(self, entry: Entry) -> None:
+        """Note more of the same comparison."""
+        draft = self.folder / f"{self.worker}.draft"
+        draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
+        draft.replace(self._entry)
+
+    def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
+        """The entry and the item's finished lines, if the worker's last entry is about this item."""
+        left = self.read_last()
+        return left if left is not None and left[0].node_id == node_id else None
+
+    def read_last(self) -> tuple[Entry, list[str]] | None:
+        """The last entry and its item's finished lines; None where the worker has begun no comparison."""
+        if not self._entry.exists():
+            return None
+        entry = Entry(**json.loads(self._entry.read_text(encoding="utf-8")))
+        lines = self._finished.read_text(encoding="utf-8").splitlines(keepends=True) if self._finished.exists() else []
+        return entry, lines
+
+    @property
+    def _entry(self) -> Path:
+        return self.folder / f"{self.worker}.entry"
+
+    @property
+    def _finished(self) -> Path:
+        return self.folder / f"{self.worker}.finished"
+
+
+# Ends what runs too long, a hung CUDA kernel too: no signal handler runs while one is waited for, but threads do.
+
+
+# How long after the limit faulthandler, which needs no interpreter lock, ends the process: code that hangs may keep the
+# lock, so that no thread of Python runs. A thread that does run has ten times as long: it may draw a large report.
+GRACE_SECONDS = 30.0
+
+
+@contextmanager
+def time_limit(seconds: float, expired: Callable[[], None], stacks: Path | int) -> Iterator[None]:
+    """End the process if the context is left too late; it never returns once the time is over.
+
+    Args:
+        seconds: the limit; 0 for none.
+        expired: called in a thread of its own when the time is over, then the process ends with code 1.
+        stacks: the file, or its open descriptor, for the threads' stacks if not even that thread can run.
+    """
+    if not seconds:
+        yield
+        return
+    over = threading.Lock()  # held from when the time is over, or from when the context was left in time
+
+    with open(stacks, "w", closefd=not isinstance(stacks, int)) as file:
+
+        def end() -> None:
+            if over.acquire(blocking=False):
+                faulthandler.dump_traceback_later(10 * GRACE_SECONDS, exit=True, file=file)
+                end_process(expired)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=file)
+        timer.start()
+        try:
+            yield
+        finally:
+            over.acquire()  # waits for ever where the time is over
+            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+
+def end_process(last: Callable[[], None] = lambda: None) -> NoReturn:
+    """End this process at once, after a last call, whatever becomes of that."""
+    try:
+        last()
+    finally:
+        os._exit(1)
+
+
+# An item's lines of the record, which travel with pytest's report of it.
+
+
+_ENVIRONMENT = pytest.StashKey[str]()
+_SENT = pytest.StashKey[bool]()
+
+
+def of_item(item: ParityItem) -> dict[str, Any]:
+    """The lines of an item's results; a process's first item brings the environment too."""
+    lines: dict[str, Any] = {"results": of_results(item.results)}
+    if not item.session.stash.get(_SENT, False):
+        item.session.stash[_SENT] = True
+        lines["environment"] = environment_line(item)
+    return lines
+
+
+def of_results(results: Sequence[Result]) -> list[str]:
+    """A line for each."""
+    from parity.report import record
+
+    return [record.result_line(result) for result in results]
+
+
+def environment_line(item: ParityItem) -> str:
+    """The record's first line, as this process would write it."""
+    from parity.report import environment, record
+
+    stash = item.session.stash
+    if _ENVIRONMENT not in stash:
+        planned = sum(isinstance(other, type(item)) for other in item.session.items)
+        compared = item.limits_compared()
+        measured = environment.measure(item.kernels.backend, item.options.seeds, planned, item.limits, compared)
+        stash[_ENVIRONMENT] = record.environment_line(measured)
+    return stash[_ENVIRONMENT]
+
+
+# How a process ends that can compare no more: a kernel hangs in it, or one broke its CUDA context.
+#
+# A worker says so in the report of its last item, and xdist replaces it. Without workers there is nobody to go on.
+
 
 BROKEN_BY = pytest.StashKey[str]()
 STDERR = pytest.StashKey[int]()
@@ -82,7 +276,7 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         when="call",
         sections=[("where it was", stack)],
     )
-    report.parity_lines = lines.of_item(item)  # type: ignore[attr-defined]
+    report.parity_lines = of_item(item)  # type: ignore[attr-defined]
     announce(report)
     capture = item.config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
@@ -91,3 +285,70 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
     if not workers:
         item.config.hook.pytest_sessionfinish(session=item.session, exitstatus=pytest.ExitCode.TESTS_FAILED)
         sys.stdout.flush()
+
+
+# What becomes of a run that is asked to end early: it keeps what it compared, and draws its report.
+#
+# Batch systems send SIGTERM some time before they kill; here it counts as Ctrl-C does.
+
+
+RECORDER = "parity-recorder"
+REASON = "interrupted before all of its seeds were compared"
+
+
+def heed_sigterm(config: pytest.Config) -> None:
+    """Have SIGTERM interrupt this process as SIGINT does, until pytest is done; another handler stays."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
+        config.add_cleanup(_end_at_sigterm)
+
+
+def keep_finished_seeds(item: ParityItem) -> None:
+    """Record the seeds that an interrupted item has compared, and that it is not complete.
+
+    pytest reports no item that was interrupted. In a worker nobody listens any more; see below.
+    """
+    recorder = item.config.pluginmanager.getplugin(RECORDER)
+    if recorder is None or not (item.results or item.verdict):
+        return
+    if len(item.results) < len(item.options.seeds):
+        item.results.append(item.cut_short(REASON))
+    recorder.record(of_item(item))
+
+
+def record_meanwhile(item: ParityItem) -> None:
+    """Record an item's seeds, the last with its verdict alone, until the item's lines replace them.
+
+    Nobody else can once this process is killed. A worker has its diary, which the controller reads.
+    """
+    recorder = item.config.pluginmanager.getplugin(RECORDER)
+    if recorder is not None:
+        recorder.record_meanwhile(environment_line(item), of_results([*item.results, item.cut_short("")]))
+
+
+def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:
+    """The same of the items in which workers are, from what they noted of them.
+
+    Args:
+        config: of the process that writes the record.
+        diaries: of the workers.
+        reported: ids of the items whose results arrived.
+    """
+    recorder = config.pluginmanager.getplugin(RECORDER)
+    for diary in diaries:
+        left = diary.read_last()
+        if recorder is None or left is None or left[0].node_id in reported:
+            continue
+        entry, finished = left
+        complete = [line for line in finished if line.endswith("\n")]  # the worker may be writing another
+        if complete or entry.has_verdict:
+            recorder.record({"environment": entry.environment, "results": [*complete, entry.ended_by(REASON)]})
+
+
+def _end_at_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)

@@ -12,22 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.plugin import ending, interruption, lines, workplace
+from parity.plugin import ending
 from parity.plugin.attempt import attempt
-from parity.plugin.diary import Entry
-from parity.plugin.options import Options
-from parity.plugin.watchdog import time_limit
-from parity.plugin.workplace import Workplace
+from parity.plugin.ending import Entry, time_limit
+from parity.plugin.options import Options, Workplace, of
 
 if TYPE_CHECKING:
-    from parity.case import Case
-    from parity.declaring.validate import CheckedSize
-    from parity.limits.difference import OfPrecision
-    from parity.limits.table import Table
-    from parity.precision import Precision
+    from parity.case.case import Case
+    from parity.case.validate import CheckedSize
+    from parity.judge.differences import OfPrecision
+    from parity.judge.limits import Table
     from parity.result import DeviceError, Result
     from parity.te import Kernels
-    from parity.te_state.attention_backend import AttentionBackend
+    from parity.te.attention_backend import AttentionBackend
+    from parity.te.precision import Precision
 
 
 DETAILS = 2  # how many -v ask for tracebacks
@@ -69,7 +67,7 @@ class ParityItem(pytest.Item):
 
     @property
     def workplace(self) -> Workplace:
-        return workplace.of(self.config)
+        return of(self.config)
 
     @property
     def limits(self) -> str:
@@ -78,31 +76,32 @@ class ParityItem(pytest.Item):
 
     def limits_compared(self) -> tuple[OfPrecision, ...]:
         """The limits against the packaged ones; nothing for the packaged ones."""
-        from parity.limits import against_packaged, table
+        from parity.judge import differences
+        from parity.judge.limits import load
 
-        return against_packaged.compared(table.load(self.options.calibration)) if self.options.calibration else ()
+        return differences.compared(load(self.options.calibration)) if self.options.calibration else ()
 
     def runtest(self) -> None:
-        from parity.limits import table
+        from parity.judge.limits import load, packaged
         from parity.report import failure
         from parity.report.items import Item
 
         self.results.clear()
-        calibration = table.load(self.options.calibration) if self.options.calibration else table.packaged()
+        calibration = load(self.options.calibration) if self.options.calibration else packaged()
         try:
             for seed in self.options.seeds:
                 self.results.append(self._result(seed, calibration))
                 if self.results[0].status == "skipped":
                     pytest.skip(self.results[0].reason)
         except KeyboardInterrupt:
-            interruption.keep_finished_seeds(self)
+            ending.keep_finished_seeds(self)
             raise
         item = Item(tuple(self.results))
         if item.bad:
             raise ParityError(failure.message(item, self.config.option.verbose >= DETAILS, self.limits))
 
     def _result(self, seed: int, calibration: Table) -> Result:
-        from parity import memory
+        from parity.passes import memory
 
         stash = self.config.stash
         if ending.BROKEN_BY in stash:
@@ -126,7 +125,7 @@ class ParityItem(pytest.Item):
         A failure is noted before the search for its cause begins, whatever becomes of that.
         """
         from parity.comparison import explain_at, judge_at
-        from parity.device_errors import classify
+        from parity.te.device_errors import classify
 
         self.verdict = None
         try:
@@ -207,7 +206,7 @@ class ParityItem(pytest.Item):
         from parity.report import record
 
         running = record.result_line(self.cut_short(""))
-        return Entry(self.nodeid, running, lines.environment_line(self), self.options.timeout)
+        return Entry(self.nodeid, running, ending.environment_line(self), self.options.timeout)
 
     def _note_verdict(self, verdict: Result) -> None:
         """Keep a failure where the death of this process does not lose it: a worker's diary, else the record."""
@@ -215,7 +214,7 @@ class ParityItem(pytest.Item):
         diary = self.workplace.diary
         if diary is not None:
             diary.replace(self._entry())
-        interruption.record_meanwhile(self)
+        ending.record_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The message alone for a failed comparison; a traceback only for what parity itself did not expect."""

@@ -31,8 +31,10 @@ def largest_need(files: Iterable[Path]) -> int | None:
 
 def _needs(files: Sequence[str]) -> Iterator[int]:
     """Of each case at each size; what cannot be imported or does not fit together is told when it is collected."""
-    from parity import memory, registry, te
-    from parity.declaring.validate import check_case
+    from parity import te
+    from parity.case import registry
+    from parity.case.validate import check_case
+    from parity.passes import memory
 
     kernels = te.kernels("cpu")
     for file in files:

@@ -1,19 +1,119 @@
-"""What a run is asked for: the plugin's options, from the command line or pytest's ini file."""
+"""Read what a run is asked for, from the command line or pytest's ini file, and where it works."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 import pytest
 
-from parity.diagnosis_limit import default_seconds, seconds_of
-from parity.machine.writable import check_file
-from parity.precision_names import PRECISION_NAMES
+from parity.plugin.ending import Diary
+from parity.settings import PRECISION_NAMES, default_seconds, seconds_of
 from parity.user_error import UserError
+
+# What one process of a run works with: its device, its share of that device's memory, and where it keeps its diary.
+
+
+KEY = "parity"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A process's place in the run.
+
+    Attributes:
+        worker: xdist's name of the worker; empty for a run without workers.
+        folder: shared by the run's workers; None without workers, or where it cannot be reached.
+        device: the device's identifier, or ``cpu``.
+        share: bytes of its memory for each of its workers; None where it is unknown or all of it.
+    """
+
+    worker: str = ""
+    folder: Path | None = None
+    device: str = "cpu"
+    share: int | None = None
+
+    @property
+    def diary(self) -> Diary | None:
+        return Diary(self.folder, self.worker) if self.folder else None
+
+    @property
+    def lock(self) -> Path | None:
+        """The device's lock file; none on Windows, which has no such lock."""
+        if self.folder is None or sys.platform == "win32":
+            return None
+        return self.folder / f"device-{self.device.replace('/', '-')}"
+
+
+def of(config: pytest.Config) -> Workplace:
+    """This process's, as the controller described it."""
+    given = getattr(config, "workerinput", {})
+    if KEY not in given:
+        return Workplace(worker=given.get("workerid", ""))
+    told = given[KEY]
+    folder = Path(told["folder"])
+    return Workplace(given["workerid"], folder if folder.is_dir() else None, told["device"], told["share"])
+
+
+# Whether files can be written where they are to go: asked before hours of work, and not after them.
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Make sure that files can be put into the folder, which need not be there yet; leaves nothing behind.
+
+    Args:
+        folder: of the files.
+        option: by which the user names it, for the message.
+
+    Raises:
+        UserError: if it is a file, lies below one, or cannot be made or written to.
+    """
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        below = "" if existing == folder else f", which lies below {existing}"
+        raise UserError(f"{option} is {folder}{below}: that is a file, but a folder is due")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".parity-", dir=existing))
+    except OSError as error:
+        raise UserError(f"{option} is {folder}, but {existing} cannot be written to: {_why(error)}") from None
+
+
+def check_file(file: Path, option: str) -> None:
+    """Make sure that the file can be written, be it there already or not.
+
+    Args:
+        file: to be written; its folder is made if need be.
+        option: by which the user names it, or its folder, for the message.
+
+    Raises:
+        UserError: as ``check_folder``, and if there is a folder or a protected file in its place, or no file can have
+            its name.
+    """
+    check_folder(file.absolute().parent, option)
+    try:
+        file.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:  # as where the name is too long
+        raise UserError(f"{option}: {file} cannot be written: {error.strerror}") from None
+    if file.is_dir():
+        raise UserError(f"{option}: {file} is a folder, but a file is due")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UserError(f"{option}: {file} is write-protected")
+
+
+def _why(error: OSError) -> str:
+    # Where no file can be made at all, as in /proc, Linux says that the new one does not exist.
+    return "no file can be made there" if isinstance(error, FileNotFoundError) else str(error.strerror)
+
+
+# What a run is asked for: the plugin's options, from the command line or pytest's ini file.
+
 
 BACKENDS = ("auto", "gpu", "cpu")
 PARITY_BACKEND = "PARITY_BACKEND"
@@ -28,7 +128,7 @@ class Options:
     """The options of a run, all valid.
 
     Attributes:
-        precisions: names from ``parity.precision``; None for all of them.
+        precisions: names from ``parity.te.precision``; None for all of them.
         backend: whose kernels run.
         seeds: of every comparison, in this order.
         folder: where the record and the report go.
@@ -145,10 +245,10 @@ def check_calibration(file: Path, option: str) -> None:
     Raises:
         UserError: if not.
     """
-    from parity.limits import table
+    from parity.judge import limits
 
     try:
-        table.load(file)
+        limits.load(file)
     except UserError as error:
         raise UserError(f"{option}: {error}") from None
 
@@ -178,13 +278,13 @@ def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> L
 
 
 def parse_attention(text: str, option: str = "--attention") -> str:
-    """One of ``parity.te_state.attention_backend.CHOICES``.
+    """One of ``parity.te.attention_backend.CHOICES``.
 
     Raises:
         UserError: if it is none.
     """
     if text != "auto":
-        from parity.te_state.attention_backend import checked_choice
+        from parity.te.attention_backend import checked_choice
 
         try:
             checked_choice(text)

@@ -19,7 +19,7 @@ from parity.plugin import uncollected
 from parity.plugin.options import Options
 
 if TYPE_CHECKING:
-    from parity.report.digest import Digest
+    from parity.report.markdown import Digest
     from parity.report.record import Uncollected
 
 
@@ -93,7 +93,7 @@ class Recorder:
 
     def _begin(self, environment: str) -> Digest:
         from parity.report import record
-        from parity.report.digest import Digest
+        from parity.report.markdown import Digest
 
         self._digest = Digest(record.environment_of(environment), uncollected=self._uncollected)
         self._write(environment)
@@ -113,11 +113,11 @@ class Recorder:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._digest is None:
             return
-        from parity.report import notes
+        from parity.report import failure
 
         terminalreporter.section("parity")
         terminalreporter.write_line(self._verdict)
-        for note in notes.lines(self._digest.notes):
+        for note in failure.lines(self._digest.notes):
             terminalreporter.write_line(note)
         for trouble in self._troubles:
             terminalreporter.write_line(trouble)

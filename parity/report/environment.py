@@ -1,4 +1,4 @@
-"""What a run's numbers depend on: kernels, device, versions, seeds and limits.
+"""Record what a run's numbers depend on: kernels, device, versions, seeds and limits.
 
 Nothing in it names a user or a folder, but for a table of limits that lies elsewhere.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -17,9 +17,76 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parity.limits.difference import OfPrecision
-from parity.machine import nvidia_smi
-from parity.report import limits as other_limits
+from parity.judge.differences import TIMES, Difference, OfPrecision, widest
+from parity.machine import devices
+from parity.report.numbers import markdown_table, short
+
+# What every report says of limits that are not the packaged ones: a pass by wider limits proves less.
+
+
+_COLUMNS = (
+    *("precision", f"limits more than {TIMES:g} times as wide", f"less than 1/{TIMES:g} as wide", "of", "widest"),
+    *("times the packaged one", "tightest", "times the packaged one", "not in the packaged table", "accepted"),
+)
+
+
+def told(file: str, compared: Sequence[OfPrecision] | None) -> str:
+    """Say by how much a table's limits differ from the packaged ones; empty without a table.
+
+    Args:
+        file: the table's; empty for the packaged one.
+        compared: its limits against the packaged ones; None where that is not known.
+    """
+    if not file:
+        return ""
+    if compared is None:
+        return f"{file} (this record does not say how they differ from the packaged ones)"
+    if not compared:
+        return f"{file} (the same as the packaged ones)"
+    of_all = widest(compared)
+    if of_all is None:
+        return f"{file} (the packaged table has none for these precisions, so that they were compared with nothing)"
+    precision, difference = of_all
+    wider, tighter, shared = (sum(getattr(each, name) for each in compared) for name in ("wider", "tighter", "shared"))
+    if difference.ratio <= 1.0:
+        return f"{file} (none is wider than the packaged ones, and {tighter} of {shared} less than 1/{TIMES:g} as wide)"
+    return (
+        f"{file} ({precision} {_told(difference)}, {short(difference.ratio)} times as wide, is the largest difference; "
+        f"{wider} of {shared} limits are more than {TIMES:g} times as wide as the packaged ones"
+        f"{'; accepted when the table was made' if any(each.accepted for each in compared) else ''})"
+    )
+
+
+def section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
+    """A table with a row a precision; nothing where limits are the packaged ones, or not known."""
+    if compared:
+        yield "## Limits"
+        yield (
+            "These are not the packaged limits. Where they are wider, ports pass that the packaged ones reject; "
+            "`parity calibrate` measures them on ports that somebody knows to be right."
+        )
+        yield markdown_table(map(_row, compared), _COLUMNS)
+
+
+def _row(each: OfPrecision) -> tuple[object, ...]:
+    counts = each.precision, each.wider, each.tighter, each.shared
+    return *counts, *_cells(each.widest), *_cells(each.tightest), each.unknown, each.accepted
+
+
+def _cells(difference: Difference | None) -> tuple[str, str]:
+    return ("", "") if difference is None else (_told(difference), short(difference.ratio))
+
+
+def _told(difference: Difference) -> str:
+    """``norm of outputs 351 instead of 1.7``."""
+    what = f"{difference.statistic} of {difference.kind}s"
+    return f"{what} {short(difference.limit)} instead of {short(difference.packaged)}"
+
+
+# What a run's numbers depend on: kernels, device, versions, seeds and limits.
+#
+# Nothing in it names a user or a folder, but for a table of limits that lies elsewhere.
+
 
 KERNELS = {
     "gpu": "real: TransformerEngine's compiled CUDA kernels",
@@ -87,7 +154,7 @@ class Environment:
             "cuBLAS": self.cublas,
             "cuDNN": self.cudnn,
             "driver": self.driver,
-            "limits": other_limits.told(self.limits, self.limits_compared),
+            "limits": told(self.limits, self.limits_compared),
             "Python": self.python,
             "parity": self.parity,
             "date": self.date,
@@ -105,7 +172,7 @@ def measure(
     """The environment of this process; the arguments are fields of it."""
     import torch
 
-    from parity.golden.placement import golden_device
+    from parity.numerics.golden import golden_device
 
     gpu = backend == "gpu"
     return Environment(
@@ -177,7 +244,7 @@ def version_text(number: int) -> str:
 
 def driver_version() -> str:
     """``580.65.06`` as nvidia-smi says; empty where it does not run."""
-    answer = nvidia_smi.ask(["--query-gpu=driver_version", "--format=csv,noheader"])
+    answer = devices.ask(["--query-gpu=driver_version", "--format=csv,noheader"])
     return next(iter((answer or "").split()), "")
 
 

@@ -1,9 +1,11 @@
-"""What a failed item says of itself: the findings, the margin, the worst tensor, and how to run it again."""
+"""Say what a person must know of a failed item, and what a passed one leaves unproven."""
 
 from __future__ import annotations
 
 import math
 import shlex
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 
 from tabulate import tabulate
@@ -11,6 +13,8 @@ from tabulate import tabulate
 from parity.report.items import Item
 from parity.report.numbers import cosine, plural, seeds, short
 from parity.result import Finding, Result, TensorResult
+
+# What a failed item says of itself: the findings, the margin, the worst tensor, and how to run it again.
 
 
 def message(item: Item, details: bool = False, limits: str = "") -> str:
@@ -130,3 +134,23 @@ def _at_seeds(item: Item) -> str:
         return f"seed {bad[0]}"
     count = f"{len(bad)} of {plural(len(item.results), 'seed')}"
     return f"{count}: {seeds(bad)}; worst {item.worst.seed}" if len(bad) > 1 else f"{count}: {bad[0]}"
+
+
+# A run's notes for a terminal: what its comparisons leave unproven, so that a pass is not overrated.
+
+
+MOST_LINES = 5
+_LONGEST = 200  # characters; some list every parameter of a model
+
+
+def lines(notes: Counter[str]) -> Iterator[str]:
+    """A line for each of the commonest notes, and how many others the report has.
+
+    Args:
+        notes: each with the number of items that have it.
+    """
+    for note, count in notes.most_common(MOST_LINES):
+        yield f"note of {plural(count, 'item')}: {textwrap.shorten(note, _LONGEST, placeholder=' ...')}"
+    others = len(notes) - MOST_LINES
+    if others > 0:
+        yield f"and {others} more in the report"

@@ -1,4 +1,4 @@
-"""Gathers a run's results, one for each seed, into what pytest calls an item: a case at one precision and size."""
+"""Gather a run's results, one for each seed, into items, and draw their matrix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parity.precision_names import PRECISION_NAMES
+from parity.report.numbers import markdown_table, short
 from parity.result import Result, Status
+from parity.settings import PRECISION_NAMES
+
+# Gathers a run's results, one for each seed, into what pytest calls an item: a case at one precision and size.
+
 
 WORST_FIRST: tuple[Status, ...] = ("error", "failed", "passed", "skipped")
 
@@ -75,6 +79,44 @@ def in_order(items: Iterable[Item]) -> list[Item]:
 
 
 def precisions(items: Sequence[Item]) -> list[str]:
-    """The names of the precisions that occur, in the order in which ``parity.precision`` lists them."""
+    """The names of the precisions that occur, in the order in which ``parity.te.precision`` lists them."""
     found = dict.fromkeys(item.precision for item in items)
     return [name for name in PRECISION_NAMES if name in found] + [name for name in found if name not in PRECISION_NAMES]
+
+
+# The report's overview: cases by precisions, each with its verdict and its worst margin.
+
+
+PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
+
+
+def draw(items: Sequence[Item]) -> str:
+    """A markdown table; a cell is empty where the case does not ask for the precision."""
+    columns = precisions(items)
+    cases = dict.fromkeys(item.case for item in items)
+    rows = []
+    for case in cases:
+        by_precision = {
+            precision: [item for item in items if item.case == case and item.precision == precision]
+            for precision in columns
+        }
+        rows.append([f"`{case}`", *(_cell(by_precision[precision]) for precision in columns)])
+    return markdown_table(rows, ["case", *columns])
+
+
+def verdict_of(item: Item) -> str:
+    """``✅ 0.43``, ``❌ 140``, ``💥 error`` or ``–``."""
+    if item.status == "skipped":
+        return SKIPPED
+    if item.status == "error":
+        return f"{ERROR} error"
+    return f"{PASSED if item.status == 'passed' else FAILED} {short(item.worst.margin)}"
+
+
+def _cell(items: Sequence[Item]) -> str:
+    """The worst item over all sizes."""
+    for status in ("error", "failed", "passed", "skipped"):
+        alike = [item for item in items if item.status == status]
+        if alike:
+            return verdict_of(max(alike, key=lambda item: 0.0 if status in ("error", "skipped") else item.worst.margin))
+    return ""

@@ -1,8 +1,13 @@
-"""Numbers as a person reads them: with two significant digits unless told otherwise, three from 100 on."""
+"""Write numbers and tables as a person reads them, in markdown."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+# Numbers as a person reads them: with two significant digits unless told otherwise, three from 100 on.
 
 
 def short(value: float, digits: int = 2) -> str:
@@ -45,3 +50,19 @@ def seeds(values: tuple[int, ...]) -> str:
 def plural(count: int, noun: str) -> str:
     """``1 item``, ``3 items``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# Tables in GitHub's markdown.
+
+
+def markdown_table(rows: Iterable[Iterable[object]], headers: Sequence[str], left: int | None = None) -> str:
+    """A table whose cells are shown as they are, numbers too.
+
+    Args:
+        rows: cells, which become text; a ``|`` in one does not end it.
+        headers: one for each column.
+        left: how many columns, from the first, are aligned to the left; the others are to the right. None for neither.
+    """
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    alignment = None if left is None else ["left"] * left + ["right"] * (len(headers) - left)
+    return tabulate(cells, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

@@ -1,4 +1,4 @@
-"""The entries by which a group of units can map: each layout in which somebody stores the same numbers."""
+"""List the entries by which a group of units can map: each layout in which somebody stores the same numbers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,128 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-from parity.suggest import one_bias
-from parity.suggest.geometry import Geometry
-from parity.suggest.matching import Group
-from parity.suggest.names import is_norm
-from parity.suggest.readings import Reading, readings
-from parity.suggest.units import BIAS, WEIGHT, Unit, is_stack
-from parity.weights.notation import (
+from torch import nn
+
+from parity.case.weight_map import (
+    Constant,
+    MisfitError,
+    Shape,
+    Side,
+    Term,
     constant,
     copies,
+    describe,
     experts,
     interleaved_qkv,
+    names,
     rearrange,
     reorder,
     rope_halves,
     separated_qkv,
+    shape_of,
     shift,
     stack,
     transpose,
 )
-from parity.weights.sides import describe, names, shape_of
-from parity.weights.terms import Constant, MisfitError, Shape, Side, Term
+from parity.suggest.matching import Group
+from parity.suggest.units import BIAS, WEIGHT, Reading, Unit, is_norm, is_stack, readings
+
+# Entries where the reference has a weight each for query, key and value, but one bias: all of its parts in turn.
+#
+# ``nn.MultiheadAttention`` with ``kdim`` or ``vdim`` has ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` and
+# ``in_proj_bias``.
+
+
+_Entries = tuple[tuple[Side, Side], ...]
+
+
+def to_three(weights: Sequence[Side], bias: Side, te_weights: Sequence[Side], te_biases: Sequence[Side]) -> _Entries:
+    """For TE's query, key and value by themselves."""
+    return (*zip(weights, te_weights, strict=True), (bias, stack(*te_biases)))
+
+
+def to_one(
+    weights: Sequence[Side], bias: Side, te_weight: Side, te_bias: Side, heads: Sequence[tuple[int, int]]
+) -> Iterator[_Entries]:
+    """For TE's fused weight, by group for each of these groups and head dimensions, or one after the other."""
+    for groups, head_dim in heads:
+        fused = interleaved_qkv(*weights, groups=groups, head_dim=head_dim)
+        yield (fused, te_weight), (bias, separated_qkv(te_bias, groups=groups, head_dim=head_dim))
+    yield (stack(*weights), te_weight), (bias, te_bias)
+
+
+def to_query_beside_key_and_value(
+    weights: Sequence[Side],
+    bias: Side,
+    te_weights: tuple[Side, Side],
+    te_biases: tuple[Side, Side],
+    groups: Sequence[int],
+) -> Iterator[_Entries]:
+    """For TE's cross-attention, whose key and value are fused: one after the other, or by group."""
+    key_value = stack(*weights[1:])
+    yield (weights[0], te_weights[0]), (key_value, te_weights[1]), (bias, stack(*te_biases))
+    for count in groups:
+        by_group = reorder(key_value, tuple(i for group in range(count) for i in (group, count + group)))
+        in_turn = reorder(te_biases[1], (*range(0, 2 * count, 2), *range(1, 2 * count, 2)))
+        yield (weights[0], te_weights[0]), (by_group, te_weights[1]), (bias, stack(te_biases[0], in_turn))
+
+
+# How many heads of what width a module's attention has, which no shape tells.
+
+
+# As modules of TE, Hugging Face and Meta call them.
+_HEAD_DIM = ("hidden_size_per_attention_head", "hidden_size_per_attention_head_k", "head_dim", "attention_head_size")
+_GROUPS = ("num_gqa_groups", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_USUAL_HEAD_DIMS = (128, 64, 32, 256, 192, 160, 112, 96, 80, 48, 16)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers that the modules give for their attention, each without repetitions and the candidate's first.
+
+    Attributes:
+        head_dims: channels of a head.
+        groups: key and value heads.
+    """
+
+    head_dims: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    def layouts(self, query_rows: int | None, key_rows: int | None, all_rows: int) -> Iterator[tuple[int, int]]:
+        """``(groups, head_dim)`` that fit the rows of query, key and value.
+
+        Args:
+            query_rows: None where they are fused.
+            key_rows: ditto.
+            all_rows: of query, key and value together.
+        """
+        for head_dim in self.head_dims or _USUAL_HEAD_DIMS:
+            for groups in self._groups(key_rows, all_rows, head_dim):
+                rest = all_rows - 2 * groups * head_dim
+                if rest > 0 and rest % (groups * head_dim) == 0 and query_rows in (None, rest):
+                    yield groups, head_dim
+
+    def _groups(self, key_rows: int | None, all_rows: int, head_dim: int) -> Sequence[int]:
+        if key_rows is not None:
+            return (key_rows // head_dim,) if key_rows % head_dim == 0 and key_rows >= head_dim else ()
+        as_many_as_heads = all_rows // 3 // head_dim
+        return tuple(dict.fromkeys((*self.groups, as_many_as_heads, 1))) if as_many_as_heads else ()
+
+
+def geometry_of(candidate: nn.Module, reference: nn.Module) -> Geometry:
+    """What the two modules say of their attention, in attributes that are numbers."""
+    modules = (*candidate.modules(), *reference.modules())
+    return Geometry(_numbers(modules, _HEAD_DIM), _numbers(modules, (*_GROUPS, *_HEADS)))
+
+
+def _numbers(modules: Sequence[nn.Module], names: Sequence[str]) -> tuple[int, ...]:
+    found = [getattr(module, name, None) for module in modules for name in names]
+    return tuple(dict.fromkeys(n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0))
+
+
+# The entries by which a group of units can map: each layout in which somebody stores the same numbers.
+
 
 Entries = tuple[tuple[Side, Side], ...]
 
@@ -224,14 +325,14 @@ def _of_one_bias(
     te_weights: list[Side] = [unit.parameters[WEIGHT] for unit in candidate]
     te_biases: list[Side] = [unit.parameters[BIAS] for unit in candidate]
     if len(reference) == len(candidate) == 3:
-        yield one_bias.to_three(weights, bias, te_weights, te_biases)
+        yield to_three(weights, bias, te_weights, te_biases)
     elif len(reference) == 3 and len(candidate) == 2:
         query_first = (te_weights[0], te_weights[1]), (te_biases[0], te_biases[1])
-        yield from one_bias.to_query_beside_key_and_value(weights, bias, *query_first, geometry.groups)
+        yield from to_query_beside_key_and_value(weights, bias, *query_first, geometry.groups)
     elif len(reference) == 3 and len(candidate) == 1:
         query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
         heads = list(geometry.layouts(query_rows, key_rows, candidate[0].shape[0]))
-        yield from one_bias.to_one(weights, bias, te_weights[0], te_biases[0], heads)
+        yield from to_one(weights, bias, te_weights[0], te_biases[0], heads)
 
 
 def _of_query_beside_key_and_value(

@@ -7,10 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parity.suggest.names import GATE, QKV, UP, Parts
-from parity.suggest.readings import flat
-from parity.suggest.units import WEIGHT, Unit, is_stack
-from parity.weights.terms import Shape
+from parity.case.weight_map import Shape
+from parity.suggest.units import GATE, QKV, UP, WEIGHT, Parts, Unit, flat, is_stack
 
 # A part, an expert, and the how-manieth of its kind in the model: the third layer's query, say.
 Key = tuple[str, int | None, int]

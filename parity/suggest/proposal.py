@@ -1,4 +1,4 @@
-"""Proposes a weight map for two modules: by names and shapes, and where these do not tell, by running both."""
+"""Propose a weight map for two modules, and say what has no place in it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,129 @@ from typing import Literal
 import torch
 
 from parity import te
-from parity.case import Case, Pair, Size, as_case
-from parity.declaring.validate import build, located
-from parity.modes import usual_modes
-from parity.suggest.choices import Choice, choices
-from parity.suggest.geometry import geometry_of
-from parity.suggest.layouts import Entries, Shapes
-from parity.suggest.matching import match
-from parity.suggest.names import parts_by_unit
-from parity.suggest.problems import hints_at_norms, of_one_name, parameters_of, problems_of
-from parity.suggest.settle import CLEARLY, Picks, Settled, settle
+from parity.case.case import Case, Pair, Size, as_case
+from parity.case.map_check import (
+    UNTIED,
+    Parameters,
+    Problem,
+    check_entries,
+    lines,
+    norm_without_bias,
+    other_names,
+    tied_elsewhere,
+)
+from parity.case.transfer import parameter_shapes
+from parity.case.validate import build, located
+from parity.case.weight_map import Constant, Side, WeightMap, names
+from parity.passes.modes import usual_modes
+from parity.suggest.layouts import Entries, Shapes, geometry_of
+from parity.suggest.matching import Group, Matching, match
+from parity.suggest.settle import CLEARLY, Choice, Picks, Settled, Trial, choices, prepare_trial, settle
 from parity.suggest.stored import stored
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
-from parity.suggest.trial import Trial, prepare_trial
-from parity.suggest.units import units_of, with_experts
+from parity.suggest.units import BIAS, Unit, is_norm, parts_by_unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
-from parity.weights import terms
-from parity.weights.check import check_entries
-from parity.weights.notation import WeightMap
-from parity.weights.sides import names
+
+# What has no place in a suggested map, and what is probably wrong with the modules: a sentence each.
+
+
+def parameters_of(pair: Pair) -> tuple[Parameters, Parameters]:
+    """What a map may name of the reference and of the candidate."""
+    reference, candidate = (
+        Parameters(kind, parameter_shapes(module), other_names(module))
+        for kind, module in (("reference", pair.reference), ("TE", pair.candidate))
+    )
+    return reference, candidate
+
+
+def of_one_name(matching: Matching) -> Iterator[Group]:
+    """Units of one name that were not put together, since their shapes do not go together."""
+    named = {(unit.path, unit.expert): unit for unit in matching.reference_left}
+    for unit in matching.candidate_left:
+        if (other := named.get((unit.path, unit.expert))) is not None:
+            yield Group((other,), (unit,))
+
+
+def problems_of(
+    misfits: Sequence[Group],
+    reference_left: Sequence[Unit],
+    candidate_left: Sequence[Unit],
+    parameters: tuple[Parameters, Parameters],
+) -> list[str]:
+    """What has no place in the map, that of layers that are alike together.
+
+    Args:
+        misfits: groups that no layout fits.
+        reference_left: units with those parameters that no alternative has.
+        candidate_left: ditto.
+        parameters: of both modules.
+    """
+    told = {
+        name for group in misfits for unit in (*group.reference, *group.candidate) for name in unit.parameters.values()
+    }
+    return lines(
+        [
+            *map(_misfit, dict.fromkeys(misfits)),
+            *(Problem(_of_te(unit, kind)) for unit in candidate_left for kind in unit.without(told).parameters),
+            *(
+                Problem(_of_reference(unit, kind, *parameters))
+                for unit in reference_left
+                for kind in unit.without(told).parameters
+            ),
+        ]
+    )
+
+
+def hints_at_norms(weight_map: WeightMap, reference: Parameters, candidate: Parameters) -> list[str]:
+    """That TE's LayerNorm may have to be an RMSNorm, where a constant stands for its bias."""
+    biases = [bias for left, right in weight_map.items() if isinstance(left, Constant) for bias in names(right)]
+    norms = [(bias, norm_without_bias(bias, weight_map, reference, candidate)) for bias in biases]
+    return lines(
+        Problem(
+            f'the reference\'s norm "{norm}" has no bias and looks like an RMSNorm, where TE has "{bias}"',
+            'is normalization="RMSNorm" meant?',
+        )
+        for bias, norm in norms
+        if norm is not None
+    )
+
+
+def _misfit(group: Group) -> Problem:
+    left, right = _listed(group.reference), _listed(group.candidate)
+    return Problem(
+        f"{left} should hold TE's {right} by name, but no layout fits the shapes; are both modules of one size?"
+    )
+
+
+def _of_te(unit: Unit, kind: str) -> str:
+    return (
+        f'nothing in the reference fits TE\'s "{unit.parameters[kind]}" {unit.shapes[kind]}; build the TE module '
+        "without it, or map it by hand"
+    )
+
+
+def _of_reference(unit: Unit, kind: str, reference: Parameters, candidate: Parameters) -> str:
+    name, shape = unit.parameters[kind], unit.shapes[kind]
+    text = f'the reference\'s "{name}" {shape} has no place in the TE module'
+    if (other := tied_elsewhere(name, shape, candidate, reference)) is not None:
+        return f'{text}, which ties its "{other}" to "{candidate.others.tied[other]}", {UNTIED}'
+    if kind == BIAS:
+        option = 'normalization="LayerNorm"' if is_norm(unit) else "bias=True"
+    else:
+        option = "input_layernorm=True" if is_norm(unit) else ""
+    return (
+        f"{text}; build that with it{f' ({option}, say)' if option else ', if there is an option'}, or map it by hand"
+    )
+
+
+def _listed(units: Sequence[Unit]) -> str:
+    named = [f'"{name}" {unit.shapes[kind]}' for unit in units for kind, name in unit.parameters.items()]
+    return ", ".join(named)
+
+
+# Proposes a weight map for two modules: by names and shapes, and where these do not tell, by running both.
+
 
 MAX_RUNS = 300
 
@@ -168,5 +271,5 @@ def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -
         yield Decision(choice.about, tuple(alternatives), choice.repeats)
 
 
-def _without(entries: Entries, shared: set[tuple[terms.Side, terms.Side]]) -> Entries:
+def _without(entries: Entries, shared: set[tuple[Side, Side]]) -> Entries:
     return tuple(entry for entry in entries if entry not in shared)

@@ -1,12 +1,189 @@
-"""Finds the alternatives under which two modules agree best: a search over choices, bounded in runs."""
+"""Settle what names and shapes leave open, by running both modules under each answer."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, product
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, permutations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.case import transfer
+from parity.case.case import Pair, Rng, Size, draw_inputs
+from parity.case.weight_map import WeightMap, describe, names
+from parity.numerics.errors import measure
+from parity.numerics.golden import in_fp64
+from parity.numerics.rounding import rounded
+from parity.passes.build import cast, vary_constants
+from parity.passes.one_pass import outputs_of
+from parity.suggest.layouts import Entries, Geometry, Layout, Shapes, constant_layouts, copied_entries, layouts
+from parity.suggest.matching import Group, Matching
+from parity.suggest.stored import Stored, with_doubts
+from parity.suggest.units import EMBEDDING, HEAD, Unit, is_norm, parts_by_unit
+from parity.te import Kernels, state
+from parity.te.precision import PRECISIONS
+from parity.te.state import dequantized, moved
+from parity.trace.whose import first_paragraph, users_line
+from parity.user_error import INTERRUPTS, UserError
+
+# The questions that names and shapes leave open, each with the answers to be tried.
+
+
+# Up to this many units that only their order matched, every order is tried; of more, each pair exchanged.
+_ALL_ORDERS_UP_TO = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Alternatives of which one holds.
+
+    Attributes:
+        layouts: the alternatives, the likeliest first.
+        repeats: how many layers of a model have this choice; each alternative has the entries of all, layer by layer.
+    """
+
+    layouts: tuple[Layout, ...]
+    repeats: int = 1
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """TE's parameters of the first layer."""
+        return tuple(name for _, right in self.first(self.layouts[0]) for name in names(right))
+
+    def first(self, layout: Layout) -> Entries:
+        """An alternative's entries for the first layer."""
+        return layout.entries[: len(layout.entries) // self.repeats]
+
+    def usual(self) -> Choice:
+        """The choice without unusual alternatives."""
+        return replace(self, layouts=tuple(layout for layout in self.layouts if layout.usual))
+
+
+def choices(
+    matching: Matching, shapes: Shapes, geometry: Geometry, stored: tuple[Stored, Stored]
+) -> tuple[list[Choice], list[Group]]:
+    """What there is to choose, and the groups that no layout fits.
+
+    Layers that repeat a group repeat its layout: they are one choice. Layouts that contradict what the reference and
+    the candidate say of how they store their weights are unusual.
+    """
+    alternatives = [(group, with_doubts(layouts(group, shapes, geometry), *stored)) for group in matching.groups]
+    misfits = [group for group, found in alternatives if not found]
+    twins = _twins(matching, {name: i for i, name in enumerate(shapes.candidate)})
+    found = [_with_twins(own, group, twins.get(group, [])) for group, own in alternatives if own]
+    single = set(matching.candidate_left).difference(*twins.values())
+    found += [own for unit in matching.candidate_left if unit in single and (own := constant_layouts(unit))]
+    found += [
+        own
+        for groups in matching.exchangeable
+        if (own := with_doubts(list(_orders(groups, shapes, geometry)), *stored))
+    ]
+    return [_joint(members) for members in _families(found)], misfits
+
+
+def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
+    """Units of TE that the reference lacks, by the group that may hold the same numbers.
+
+    A layer of TE whose blocks are parallel has two norms, where the reference may have one: the norm before. A
+    reference may tie its head to its embedding, where TE's module has both.
+    """
+
+    def place(unit: Unit) -> int:
+        return min(declared[name] for name in unit.parameters.values())
+
+    twins: dict[Group, list[Unit]] = {}
+    for unit in matching.candidate_left:
+        alike = [
+            group
+            for group in matching.groups
+            if len(group.reference) == len(group.candidate) == 1 and group.candidate[0].shape == unit.shape
+        ]
+        tied = [group for group in alike if _may_be_tied(group.candidate[0], unit)]
+        norms = [group for group in alike if is_norm(group.candidate[0]) and place(group.candidate[0]) < place(unit)]
+        if is_norm(unit) and norms:
+            twins.setdefault(max(norms, key=lambda group: place(group.candidate[0])), []).append(unit)
+        elif len(tied) == 1:
+            twins.setdefault(tied[0], []).append(unit)
+    return twins
+
+
+def _may_be_tied(one: Unit, other: Unit) -> bool:
+    """Whether both may be an embedding and the head that is tied to it, of which one at least has a telling name."""
+    told = {part for unit in (one, other) for part in parts_by_unit([unit]).get(unit, ("untold",))}
+    return len(one.shape) == 2 and told in ({EMBEDDING, HEAD}, {EMBEDDING, "untold"}, {HEAD, "untold"})
+
+
+def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[Layout]:
+    """A norm's layouts, each with the same numbers in its twins, or with constants in them."""
+    for twin in twins:
+        copied = [replace(layout, entries=copied_entries(layout.entries, group.candidate[0], twin)) for layout in own]
+        apart = [
+            replace(layout, entries=layout.entries + constants.entries)
+            for layout in own
+            for constants in constant_layouts(twin)
+        ]
+        own = copied + apart
+    return own
+
+
+def _orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
+    """Layouts of groups of one shape, whose units of the reference may belong to any of them."""
+    found = list(_all_orders(groups, shapes, geometry))
+    named = [sum(1 for left, _ in layout.entries for _ in names(left)) for layout in found]
+    # An order that leaves a bias of the reference without a place is none.
+    yield from (layout for layout, count in zip(found, named, strict=True) if count == max(named))
+
+
+def _all_orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
+    if len(groups) <= _ALL_ORDERS_UP_TO:
+        orders = list(permutations(range(len(groups))))
+    else:
+        orders = [tuple(range(len(groups))), *_exchanges(len(groups))]
+    for order in orders:
+        own = [
+            layouts(Group(groups[i].reference, group.candidate, group.parts, named=False), shapes, geometry)
+            for i, group in zip(order, groups, strict=True)
+        ]
+        for same in zip(*own, strict=False):
+            yield Layout(tuple(chain.from_iterable(layout.entries for layout in same)))
+
+
+def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
+    for one, other in combinations(range(count), 2):
+        order = list(range(count))
+        order[one], order[other] = order[other], order[one]
+        yield tuple(order)
+
+
+def _families(found: Iterable[Sequence[Layout]]) -> Iterator[list[Sequence[Layout]]]:
+    families: dict[tuple[str, ...], list[Sequence[Layout]]] = {}
+    for own in found:
+        families.setdefault(tuple(_without_numbers(layout.entries) for layout in own), []).append(own)
+    yield from families.values()
+
+
+def _without_numbers(entries: Entries) -> str:
+    """The entries with each number in a name left open, as it counts layers or experts."""
+    written = "; ".join(f"{describe(left)}: {describe(right)}" for left, right in entries)
+    return re.sub(r'"[^"]*"', lambda name: re.sub(r"\d+", "#", name[0]), written)
+
+
+def _joint(members: Sequence[Sequence[Layout]]) -> Choice:
+    joint = tuple(
+        Layout(tuple(chain.from_iterable(layout.entries for layout in same)), same[0].usual)
+        for same in zip(*members, strict=True)
+    )
+    return Choice(joint, len(members))
+
+
+# Finds the alternatives under which two modules agree best: a search over choices, bounded in runs.
+
 
 Picks = tuple[int, ...]
 ErrorOf = Callable[[Picks], float]
@@ -131,3 +308,120 @@ def _restart(counts: Sequence[int], search: _Search, limit: float) -> None:
         if search.error(_descend(start, counts, search, limit)) <= limit:
             return
         start = tuple(generator.randrange(count) for count in counts)
+
+
+# Runs both modules to see how far the candidate's outputs are from the reference's under a weight map.
+
+
+FP32 = PRECISIONS["fp32"]
+# A map fits if the error is at most this many times what rounding costs the reference. Measured over the default suite
+# (TE 2.20.2 on emulated kernels): 1.00 to 1.09 times for right maps, 890 times or more with one entry wrong.
+FITS_WITHIN = 3.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Two modules, ready to be run under one weight map after the other.
+
+    Attributes:
+        candidate: in FP32, in evaluation mode, so that no dropout is drawn.
+        call: how to call it, or None.
+        inputs: as the pair returns them, in FP32.
+        reference_weights: by name, in FP32.
+        golden: the reference's outputs in FP64.
+        expected: relative L2 error that TF32's rounding costs the reference itself, the worst of all outputs.
+        limit: the largest relative L2 error at which a map fits.
+    """
+
+    candidate: nn.Module
+    call: Callable[..., Any] | None
+    inputs: Any
+    reference_weights: Mapping[str, Tensor]
+    golden: Mapping[str, Tensor]
+    expected: float
+    limit: float
+
+    def error(self, weight_map: WeightMap) -> float:
+        """Relative L2 error of the candidate's outputs, the worst of them; infinite where one is not finite.
+
+        Raises:
+            UserError: if the candidate raises or returns outputs of other shapes than the reference's.
+        """
+        shapes = transfer.parameter_shapes(self.candidate)
+        transfer.fill(self.candidate, transfer.to_candidate(weight_map, self.reference_weights, shapes))
+        with state.fresh_caches():
+            return _worst_error(self._run(), self.golden)
+
+    def _run(self) -> dict[str, Tensor]:
+        """The outputs; with gradients only where it does not run without, as TE's offloading of activations."""
+        try:
+            with torch.no_grad():
+                return _outputs("candidate", self.candidate, self.call, self.inputs)
+        except UserError:
+            inputs = tree_map_only(Tensor, lambda x: x.clone().requires_grad_(x.is_floating_point()), self.inputs)
+            with torch.enable_grad():
+                outputs = _outputs("candidate", self.candidate, self.call, inputs)
+            return {name: output.detach() for name, output in outputs.items()}
+
+
+def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
+    """Run the reference in FP64, and under FP32's rounding model.
+
+    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart. Those
+    that TE holds quantized become FP32's: what a format loses of them would hide a wrong entry.
+
+    Args:
+        pair: its modules are changed: cast, moved, and given weights.
+        size: of the case.
+        seed: of the inputs and of that noise.
+        kernels: on which the candidate runs.
+
+    Raises:
+        UserError: if the reference raises, returns no floating-point tensor, or is not finite or all zero.
+    """
+    reference = pair.reference.to(kernels.device).eval()
+    candidate = dequantized(moved(pair.candidate, device=kernels.device)).float().eval()
+    vary_constants(reference, Rng(seed, "weights"))
+    inputs = cast(tree_map_only(Tensor, lambda x: x.to(kernels.device), draw_inputs(pair, size, Rng(seed))), FP32.dtype)
+    held = {name: parameter.detach().float() for name, parameter in reference.named_parameters()}
+    with torch.no_grad():
+        with in_fp64():
+            golden = _outputs("reference", reference.double(), pair.call_reference, cast(inputs, torch.float64))
+        _check_golden(golden)
+        with rounded(FP32.rounding, reference.float().parameters()):
+            modelled = _outputs("reference", reference, pair.call_reference, inputs)
+    errors = {name: measure(output, golden[name], FP32.dtype) for name, output in modelled.items()}
+    expected = max(error.relative_l2 for error in errors.values())
+    limit = FITS_WITHIN * max(expected, torch.finfo(FP32.dtype).eps)
+    return Trial(candidate, pair.call_candidate, inputs, held, golden, expected, limit)
+
+
+def _outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
+    try:
+        return outputs_of(module, call, inputs)
+    except (UserError, *INTERRUPTS):
+        raise
+    except BaseException as error:
+        place = f"; at {users_line(error)}" if users_line(error) else ""
+        raise UserError(f"the {role} raised {type(error).__name__}: {first_paragraph(error)}{place}") from error
+
+
+def _check_golden(golden: Mapping[str, Tensor]) -> None:
+    if not golden:
+        raise UserError("the reference returns no floating-point tensor, so there is nothing to tell maps apart by")
+    for name, output in golden.items():
+        if not output.isfinite().all():
+            raise UserError(f"the reference's {name} is not finite in FP64; look at the weights and inputs")
+        if not output.any():
+            raise UserError(f"the reference's {name} is all zero on these inputs, which tells no map from another")
+
+
+def _worst_error(outputs: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> float:
+    shapes = [{name: tuple(output.shape) for name, output in side.items()} for side in (outputs, golden)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"the candidate returns {shapes[0]} where the reference returns {shapes[1]}; "
+            "bring them to one shape in the pair's call_candidate or call_reference"
+        )
+    errors = [measure(output, golden[name], FP32.dtype) for name, output in outputs.items()]
+    return max(error.relative_l2 if error.finite else float("inf") for error in errors)

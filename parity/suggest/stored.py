@@ -8,10 +8,8 @@ from typing import Literal
 
 from torch import nn
 
-from parity.declaring.outside_te import of_te
-from parity.suggest.layouts import Entries, Layout
-from parity.weights.sides import names
-from parity.weights.terms import (
+from parity.case.validate import of_te
+from parity.case.weight_map import (
     Constant,
     Copies,
     InterleavedQKV,
@@ -22,7 +20,9 @@ from parity.weights.terms import (
     Side,
     Stack,
     Transpose,
+    names,
 )
+from parity.suggest.layouts import Entries, Layout
 
 # How query, key and value (or the latter two) are fused: group by group, or all of one after all of the other.
 Order = Literal["by group", "in turn"]

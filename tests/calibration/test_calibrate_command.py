@@ -4,13 +4,12 @@ import textwrap
 
 import pytest
 
-from parity import registry
+from parity.case import registry
+from parity.judge import differences, limits
+from parity.judge.limits import Law, Table
 from parity.lab.calibration import command
 from parity.lab.calibration.command import Settings, make_table, measure
 from parity.lab.calibration.measure import Measured, Sample
-from parity.limits import against_packaged, table
-from parity.limits.law import Law
-from parity.limits.table import Table
 from parity.user_error import UserError
 
 PAIRS = """
@@ -124,7 +123,7 @@ SETTINGS = Settings((), ("bf16",), (0,), 0, "cpu")
 
 def test_a_table_that_is_there_already_stays_as_it_is_where_the_new_one_is_refused(tmp_path, measured):
     output = tmp_path / "table.json"
-    table.save(Table({("bf16", "output", "norm"): Law(0.0, 0.1, 40, 40, 1.1)}, {}), output)
+    limits.save(Table({("bf16", "output", "norm"): Law(0.0, 0.1, 40, 40, 1.1)}, {}), output)
     before = output.read_text()
     measured += samples(30.0)
     with pytest.raises(
@@ -138,11 +137,11 @@ def test_what_was_accepted_is_told_and_stays_in_the_table(tmp_path, measured, ca
     output = tmp_path / "table.json"
     measured += samples(4.0)
     make_table(SETTINGS, 1, output, tmp_path / "table.md", accept_wider=True)
-    accepted = table.load(output).provenance["bf16"]["accepted"]
+    accepted = limits.load(output).provenance["bf16"]["accepted"]
     assert accepted.startswith("1 limit far outside of the packaged ones, up to ")
     assert f"accepted: {accepted}" in capsys.readouterr().out
     assert accepted in (tmp_path / "table.md").read_text()
-    (found,) = against_packaged.compared(table.load(output))
+    (found,) = differences.compared(limits.load(output))
     assert (found.wider, found.accepted) == (1, accepted)
 
 
@@ -153,9 +152,9 @@ def test_limits_that_the_packaged_table_lacks_are_told_and_not_refused(tmp_path,
 
 
 def test_limits_that_are_much_tighter_are_told(tmp_path, measured, capsys, monkeypatch):
-    packaged = table.packaged()
+    packaged = limits.packaged()
     wide = {key: Law(3.0, 0.1, 400, 400, 30.0) for key in packaged.laws}
-    monkeypatch.setattr(against_packaged, "packaged", lambda: Table(wide, {}))
+    monkeypatch.setattr(differences, "packaged", lambda: Table(wide, {}))
     measured += samples(1.0)
     make_table(SETTINGS, 1, tmp_path / "table.json", None)
     assert "1 less than 1/2 as wide: what passes by the packaged ones may fail" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import parity
 from parity.lab.calibration import drawn_models, right_ports
 from parity.lab.calibration.drawn_models import MODELS
 from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 
 
 def drawn(position: int) -> list:

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from parity import registry, te
-from parity.declaring.validate import check_case
+from parity import te
+from parity.case import registry
+from parity.case.validate import check_case
+from parity.judge.limits import FEWEST_TENSORS
 from parity.lab.calibration.measure import Sample, draw, laws
-from parity.limits.law import FEWEST_TENSORS
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 
 CASES = Path(__file__).parents[2] / "cases"
 

@@ -12,8 +12,9 @@ from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from parity import formats, te
+from parity import te
 from parity.cpu import cuda
+from parity.numerics import formats
 
 # By recipe: the GPU that has it, and what it rounds operands with, as the expected error of a comparison models it.
 RECIPES: dict[str, tuple[str, tuple[Callable[[Tensor, int], Tensor], ...]]] = {

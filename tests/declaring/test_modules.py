@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parity.declaring.modules import check_module
+from parity.case.validate import check_module
 from parity.user_error import UserError
 
 

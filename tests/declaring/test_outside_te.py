@@ -8,11 +8,10 @@ from torch import nn
 
 import parity
 from parity import te
-from parity.case import Pair
-from parity.declaring.outside_te import parameters_outside_te
-from parity.formats import e4m3, e5m2
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
+from parity.case.case import Pair
+from parity.case.validate import parameters_outside_te
+from parity.numerics.formats import Rounding, e4m3, e5m2
+from parity.numerics.rounding import rounded
 
 FP8 = Rounding(torch.bfloat16, e4m3, e4m3, e5m2)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.declaring.source import imports_parity
+from parity.case.files import imports_parity
 
 
 def uses_parity(folder: Path, text: str) -> bool:
@@ -23,7 +23,7 @@ def uses_parity(folder: Path, text: str) -> bool:
         "import parity as p",
         "import parity.te as te",
         "from parity import pair",
-        "from parity.case import Pair",
+        "from parity.case.case import Pair",
         "x = 1; import parity",
         "try:\n    import parity\nexcept ImportError:\n    parity = None",
         "def build():\n    from parity import (\n        Pair,\n    )",

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import parity
-from parity.case import Case, Pair
-from parity.declaring.meta_build import without_memory
-from parity.declaring.validate import check_case
+from parity.case.case import Case, Pair
+from parity.case.validate import check_case, without_memory
 from parity.user_error import UserError
 
 te = parity.te.kernels("cpu").te

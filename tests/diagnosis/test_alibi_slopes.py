@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.attention.alibi import papers_slopes
-from parity.te_state import caches
+from parity.mistakes.masks import papers_slopes
+from parity.te import state
 
 HEADS, HEAD_DIM, SEQ = 6, 16, 24  # of heads no power of 2: the paper's slopes are not one geometric sequence
 SLOPES = 2.0 ** (-8.0 * torch.arange(1.0, HEADS + 1.0) / HEADS)
@@ -55,7 +55,7 @@ def test_the_papers_slopes_are_tes(heads):
     query, key, value = (torch.randn(1, SEQ, heads, HEAD_DIM) for _ in range(3))
     contexts = []
     for slopes in (None, papers_slopes(heads).float()):
-        with caches.fresh():  # TE keeps slopes for the whole process
+        with state.fresh_caches():  # TE keeps slopes for the whole process
             contexts.append(port(query, key, value, core_attention_bias_type="alibi", alibi_slopes=slopes))
     torch.testing.assert_close(*contexts)
 

@@ -7,15 +7,15 @@ import time
 
 from language_model import HIDDEN, Options, result
 
-from parity.diagnosis import budget as module
-from parity.diagnosis.budget import Budget, while_it_lasts
-from parity.nominal_clock import Clock
+from parity.passes.nominal_clock import Clock
+from parity.search import failure
+from parity.search.failure import Budget, while_it_lasts
 
 
 def slow(monkeypatch, factor: float) -> None:
     """Processor time passes so many times as fast, as on a slower machine."""
     usual = time.process_time
-    monkeypatch.setattr(module.time, "process_time", lambda: factor * usual())
+    monkeypatch.setattr(failure.time, "process_time", lambda: factor * usual())
 
 
 def test_a_budget_is_spent_when_its_clock_has_passed_it():

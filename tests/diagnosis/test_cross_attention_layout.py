@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.weights.notation import WeightMap
+from parity.case.weight_map import WeightMap
 
 HIDDEN, FFN, HEADS, QUERIES, KEYS = 48, 80, 3, 20, 12
 FUSED: dict[str, Any] = dict(attention_dropout=0.0, fuse_qkv_params=True)

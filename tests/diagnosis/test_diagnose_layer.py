@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import parity
 from parity import reference
-from parity.reference.rope import rotate_halves, rotate_interleaved
+from parity.reference import rotate_halves, rotate_interleaved
 
 HIDDEN, FFN, HEADS, SEQ = 64, 128, 4, 32
 HEAD_DIM = HIDDEN // HEADS

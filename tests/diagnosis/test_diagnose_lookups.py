@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.functions.lookups import buckets_of
+from parity.mistakes.lookups import buckets_of
 
 HIDDEN, TOKENS, POSITIONS, SEQ, HEADS = 64, 100, 40, 24, 4
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from parity.diagnosis.codes import CODES
+from parity.mistakes.codes import CODES
 
 PAGE = Path(__file__).parents[2] / "docs" / "findings.md"
 

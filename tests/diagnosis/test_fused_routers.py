@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.weights.notation import stack
+from parity.case.weight_map import stack
 
 HIDDEN, FFN, EXPERTS, CHOSEN, TOKENS = 80, 112, 6, 2, 96
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.weights.notation import reorder
+from parity.case.weight_map import reorder
 
 HIDDEN, FFN = 64, 96
 IN_BLOCKS_OF_32 = (0, 3, 1, 4, 2, 5)  # of gate's and up's three blocks each

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.weights.notation import reorder
-from parity.weights.sides import describe
-from parity.weights.terms import Reorder
+from parity.case.weight_map import Reorder, describe, reorder
 
 WIDTH = 64
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity import comparison, nominal_clock
-from parity.nominal_clock import Clock
+from parity import comparison
+from parity.passes import nominal_clock
+from parity.passes.nominal_clock import Clock
 
 NOTE = "the search for the cause ended after {} s; --parity-diagnosis=SECONDS gives it longer"
 WIDTH = 16

@@ -31,7 +31,7 @@ class Reference(nn.Module):
 def found(mask: Any, precision: str, left: bool = False, kind: str = "padding", hides: float = -1e4) -> tuple[str, str]:
     """Title and message of the first finding on TE's attention with the mask that is made of the tokens."""
 
-    def inputs(rng: parity.inputs.Rng, batch: int) -> tuple[Tensor, ...]:
+    def inputs(rng: parity.case.case.Rng, batch: int) -> tuple[Tensor, ...]:
         tokens = torch.arange(SEQ) < rng.integers(batch, low=SEQ // 2, high=SEQ - 1)[:, None]
         tokens = tokens.flip(1) if left else tokens
         return (*(rng.normal(batch, SEQ, HEADS, HEAD_DIM) for _ in range(3)), tokens)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.reference.attention import CoreAttention
-from parity.suggest.text import python
+from parity.reference import CoreAttention
+from parity.suggest.suggestion import python
 
 HIDDEN, FFN, HEADS = 64, 128, 4
 ATTENTION, MLP = "self_attention.layernorm_qkv.", "layernorm_mlp."

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.rope.rope_scaling import scaling_of
+from parity.mistakes.rope_scaling import scaling_of
 
 HIDDEN, HEADS, SEQ, HEAD_DIM = 64, 2, 40, 32
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.diagnosis.rope.rotation import rotations
-from parity.watching.calls import tracing
+from parity.mistakes.rotation import rotations
+from parity.trace.calls import tracing
 
 BATCH, HEADS, SEQ, HEAD_DIM = 2, 3, 12, 24
 BASE = 10_000.0

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 
 import parity
-from parity.diagnosis.scale import readable
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import planted
+from parity.search.localise import readable
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed"])

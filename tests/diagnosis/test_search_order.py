@@ -10,11 +10,11 @@ import torch
 from fakes import tensor
 from torch import nn
 
-from parity.diagnosis.budget import Budget, while_it_lasts
-from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.search import _nearest_first
-from parity.diagnosis.weight_maps.weight_mistakes import weight_hypotheses
-from parity.nominal_clock import Clock
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.weight_maps import weight_hypotheses
+from parity.passes.nominal_clock import Clock
+from parity.search.failure import Budget, while_it_lasts
+from parity.search.search import _nearest_first
 
 
 def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_those_near_the_worst_gradient():

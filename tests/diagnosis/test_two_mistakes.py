@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.hypothesis import Hypothesis
-from parity.diagnosis.pairs import Effects
-from parity.diagnosis.together import together
-from parity.watching.trace import Changed, Edit
+from parity.mistakes.hypothesis import Hypothesis, together
+from parity.search.screen import Effects
+from parity.trace.trace import Changed, Edit
 
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD_DIM, FFN = 96, 64, 4, 2, 16, 128
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}

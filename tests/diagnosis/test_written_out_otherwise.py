@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.reference.rope import rotate_halves
+from parity.reference import rotate_halves
 
 HIDDEN, HEADS, ROWS = 64, 4, 32
 

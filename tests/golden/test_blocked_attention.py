@@ -16,13 +16,13 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parity.golden import blocked_attention, long_sequences
-from parity.golden.blocked_attention import attention
-from parity.golden.long_sequences import attention_in_blocks
-from parity.reference.attention import CoreAttention
-from parity.rounding.freedom import FUSED, UNFUSED, Freedom
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
+from parity.numerics import blocked_attention, golden
+from parity.numerics.blocked_attention import attention
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, UNFUSED, Freedom
+from parity.numerics.golden import attention_in_blocks
+from parity.numerics.rounding import rounded
+from parity.reference import CoreAttention
 
 MASKS = ("none", "causal", "additive", "additive of all dimensions", "boolean", "padding", "lower right", "upper left")
 
@@ -31,7 +31,7 @@ MASKS = ("none", "causal", "additive", "additive of all dimensions", "boolean", 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_attention, "WRITTEN_OUT", 0)
     monkeypatch.setattr(blocked_attention, "_BLOCK", 20)
-    monkeypatch.setattr(long_sequences, "_is_linear_already", lambda **call: False)
+    monkeypatch.setattr(golden, "_is_linear_already", lambda **call: False)
 
 
 def gradients(call: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from parity.golden import placement
-from parity.golden.placement import seconds_of_gemm
+from parity.numerics import golden
+from parity.numerics.golden import seconds_of_gemm
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def forgets_its_choice() -> Iterator[None]:
-    placement.golden_device.cache_clear()
+    golden.golden_device.cache_clear()
     yield
-    placement.golden_device.cache_clear()
+    golden.golden_device.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def forgets_its_choice() -> Iterator[None]:
 def test_the_faster_of_gpu_and_cpu_computes_golden(
     of_gpu: float, of_cpu: float, device: torch.device, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "seconds_of_gemm", {GPU: of_gpu, CPU: of_cpu}.__getitem__)
-    chosen = placement.golden_device(GPU)
+    monkeypatch.setattr(golden, "seconds_of_gemm", {GPU: of_gpu, CPU: of_cpu}.__getitem__)
+    chosen = golden.golden_device(GPU)
     assert chosen.device == device
     assert chosen.reason.startswith(said)
     assert f"{1e3 * of_gpu:.2g} ms on the GPU, {1e3 * of_cpu:.2g} ms on the CPU" in chosen.reason
@@ -37,14 +37,14 @@ def test_the_faster_of_gpu_and_cpu_computes_golden(
 
 def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(placement, "seconds_of_gemm", lambda device: float(len(asked.append(device) or asked)))
-    assert placement.golden_device(GPU) is placement.golden_device(GPU)
+    monkeypatch.setattr(golden, "seconds_of_gemm", lambda device: float(len(asked.append(device) or asked)))
+    assert golden.golden_device(GPU) is golden.golden_device(GPU)
     assert asked == [GPU, CPU]
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(placement, "seconds_of_gemm")
-    assert placement.golden_device(CPU) == placement.GoldenDevice(CPU, "CPU")
+    monkeypatch.delattr(golden, "seconds_of_gemm")
+    assert golden.golden_device(CPU) == golden.GoldenDevice(CPU, "CPU")
 
 
 def test_a_gemm_takes_time() -> None:

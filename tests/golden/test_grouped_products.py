@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.golden.grouped_products import experts_one_by_one
+from parity.numerics.golden import experts_one_by_one
 
 ROWS, WIDTH, EXPERTS = (32, 0, 16), 64, 3
 

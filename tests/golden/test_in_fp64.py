@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import parity
-from parity.golden.in_fp64 import in_fp64
+from parity.numerics.golden import in_fp64
 
 te = parity.te.kernels("cpu").te
 X = torch.randn(4, 8, dtype=torch.float64)

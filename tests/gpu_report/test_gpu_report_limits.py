@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fakes
 
+from parity.judge import limits as table
 from parity.lab.gpu_report import limits
-from parity.limits import table
 from parity.report import record
 from parity.result import Check, Result
 from parity.user_error import UserError

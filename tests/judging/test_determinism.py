@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
-from parity.case import Case
+from parity.case.case import Case
 from parity.comparison import compare
 from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
 from parity.report import markdown
-from parity.report.digest import digest
+from parity.report.markdown import digest
 from parity.report.record import Record
 from parity.result import Determinism, Result, from_json, to_json
-from parity.watching.kernel_trace import Trace, first_difference
+from parity.trace.kernels import Trace, first_difference
 
 _count = itertools.count(1)
 

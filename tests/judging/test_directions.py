@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from parity.diagnosis.hypothesis import Hypothesis
-from parity.judging.component import Component
-from parity.judging.directions import Direction, coefficient, found_by_filter, resemblance
+from parity.judge.directions import Direction, coefficient, found_by_filter, resemblance
+from parity.judge.statistics import Component
+from parity.mistakes.hypothesis import Hypothesis
+from parity.numerics.errors import Summed
 from parity.result import Check, Errors, TensorResult
-from parity.summed import Summed
 
 
 def draw(seed):

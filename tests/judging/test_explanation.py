@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.diagnosis.catalogue import calls_of, hypotheses
-from parity.diagnosis.failure import Failure
-from parity.judging import explanation
+from parity.mistakes.catalogue import calls_of, hypotheses
+from parity.search import explanation
+from parity.search.failure import Failure
 
 WIDTH, TOKENS = 64, 50
 

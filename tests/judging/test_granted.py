@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parity.judging.granted import grant
-from parity.summed import Summed
+from parity.judge.judge import grant
+from parity.numerics.errors import Summed
 
 GENERATOR = torch.Generator().manual_seed(0)
 GOLDEN = torch.randn(64, 64, generator=GENERATOR, dtype=torch.float64)

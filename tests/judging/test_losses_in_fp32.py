@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.judging.statistics import statistics
-from parity.summed import Summed
+from parity.judge.statistics import statistics
+from parity.numerics.errors import Summed
 
 BATCH, SEQ, HIDDEN, CLASSES = 4, 24, 64, 48
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.judging.scatter import allowance
+from parity.judge.statistics import allowance
+from parity.numerics.errors import Summed
 from parity.reference import Attention
-from parity.summed import Summed
 
 HIDDEN, HEADS = 128, 2
 

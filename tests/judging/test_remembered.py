@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.judging.remembered import by_recalling
-from parity.passes import Recalled
+from parity.judge.candidate import by_recalling
+from parity.passes.all_passes import Recalled
 
 HIDDEN = 64
 WEIGHTS = {"layer.weight": "layer.weight", "layer.bias": "layer.bias"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.judging.scatter import scatters
-from parity.summed import Summed
+from parity.judge.statistics import scatters
+from parity.numerics.errors import Summed
 
 RUNS, TOKENS, WIDTH = 16, 8, 128
 

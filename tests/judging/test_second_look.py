@@ -8,18 +8,16 @@ import torch
 from torch import nn
 
 import parity
-from parity.declaring.validate import check_case
-from parity.formats import e4m3
-from parity.judging.second_look import LOOKS, TELLING_LOOKS, second_look
+from parity.case.validate import check_case
+from parity.judge.second_look import LOOKS, TELLING_LOOKS, second_look
 from parity.lab.calibration.drawn_models import MODELS
-from parity.passes import golden_tensors, model_tensors, run_model
-from parity.precision import PRECISIONS
-from parity.prepare import prepare
+from parity.numerics.formats import Rounding, e4m3
+from parity.numerics.freedom import FUSED, UNFUSED, Port, Steps
+from parity.numerics.rounding import rounded
+from parity.passes.all_passes import golden_tensors, model_tensors, run_model
+from parity.passes.prepare import prepare
 from parity.result import Check
-from parity.rounding.freedom import FUSED, UNFUSED, Port
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
-from parity.rounding.steps import Steps
+from parity.te.precision import PRECISIONS
 
 
 class NearKink(nn.Module):

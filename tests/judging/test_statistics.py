@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.judging import statistics
-from parity.judging.second_look import DRAWS
-from parity.judging.statistics import least_error
-from parity.summed import Summed
+from parity.judge import statistics
+from parity.judge.second_look import DRAWS
+from parity.judge.statistics import least_error
+from parity.numerics.errors import Summed
 
 LEAST = 1e-9
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
-from parity.limits.law import FEWEST_TENSORS, SIGNED, Law, fit
+from parity.judge.limits import FALSE_ALARMS_A_RUN, FEWEST_TENSORS, SIGNED, STATISTICS_A_RUN, Law, fit
 from parity.user_error import UserError
 
 LAW = Law(center=0.1, spread=0.2, tensors=40, samples=160, largest=1.8)

@@ -18,17 +18,17 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 PROGRAM = f"""
 import torch
 from pathlib import Path
-from parity.machine import heap
+from parity.machine import process
 
 def resident():
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * {os.sysconf("SC_PAGE_SIZE")}
 
-print(int(heap.keep_freed()))
+print(int(process.keep_freed()))
 before = resident()
 torch.ones({TENSOR}, dtype=torch.uint8)
 print(resident() - before)
-heap.give_back()
+process.give_back()
 print(resident() - before)
 """
 
@@ -63,9 +63,9 @@ def test_what_the_environment_says_of_the_heap_stays(name: str) -> None:
 HUGE_PAGES = """
 import torch
 from pathlib import Path
-from parity.machine import heap
+from parity.machine import process
 
-heap.use_huge_pages()
+process.use_huge_pages()
 tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
 lines = Path("/proc/self/smaps").read_text().splitlines()
 print(sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")))

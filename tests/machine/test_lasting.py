@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from parity.machine.lasting import lasting
+from parity.machine.process import lasting
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 INTERRUPTED = """
 import os, signal, time
-from parity.machine.processes import processes
+from parity.machine.process import processes
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it

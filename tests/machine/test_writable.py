@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.machine.writable import check_file, check_folder
+from parity.plugin.options import check_file, check_folder
 from parity.user_error import UserError
 
 

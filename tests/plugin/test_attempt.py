@@ -11,8 +11,8 @@ import fakes
 import pytest
 
 from parity.plugin import attempt as attempts
-from parity.plugin.device_lock import DeviceLock
-from parity.plugin.workplace import Workplace
+from parity.plugin.attempt import DeviceLock
+from parity.plugin.options import Workplace
 from parity.result import Result
 
 FITS = fakes.result()
@@ -36,7 +36,7 @@ def access(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             taken.append("alone")
             return nullcontext()
 
-    monkeypatch.setattr("parity.plugin.device_lock.DeviceLock", Lock)
+    monkeypatch.setattr("parity.plugin.attempt.DeviceLock", Lock)
     return taken
 
 

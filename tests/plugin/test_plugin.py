@@ -18,8 +18,8 @@ from plugin_runs import (
     write,
 )
 
-from parity.precision import PRECISIONS
 from parity.report import record
+from parity.te.precision import PRECISIONS
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -32,7 +32,7 @@ def test_loading_the_plugin_imports_neither_torch_nor_te() -> None:
 
 def test_recording_results_and_drawing_the_report_imports_neither_torch_nor_te() -> None:
     code = (
-        "import parity.plugin.recorder, parity.report.digest, parity.report.markdown, parity.report.record, sys; "
+        "import parity.plugin.recorder, parity.report.markdown, parity.report.record, sys; "
         "print([name for name in ('torch', 'transformer_engine') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

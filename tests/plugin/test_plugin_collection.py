@@ -15,7 +15,7 @@ from plugin_runs import (
     write,
 )
 
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -130,7 +130,7 @@ def test_pairs_that_a_helper_declares_run_in_workers(pytester: pytest.Pytester) 
 def test_what_parity_did_not_expect_is_a_collection_error_too(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parity.declaring.validate.check_case", lambda case, te: 1 / 0)
+    monkeypatch.setattr("parity.case.validate.check_case", lambda case, te: 1 / 0)
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py")
     assert result.ret == pytest.ExitCode.INTERRUPTED

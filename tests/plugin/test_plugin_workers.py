@@ -17,9 +17,9 @@ from plugin_runs import (
     write,
 )
 
-from parity.plugin import scheduling
-from parity.precision import PRECISIONS
+from parity.plugin.workers import first_input, group_of, size_of
 from parity.report import environment
+from parity.te.precision import PRECISIONS
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -109,13 +109,13 @@ def test_what_is_reported_of_the_gpu_was_asked_before_an_item_could_break_it(
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_items_of_one_case_size_and_dtype_form_a_group(precision: str) -> None:
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[PRECISIONS[precision].dtype]
-    group = scheduling.group_of(f"cases/mlp.py::swiglu-2.1[{precision}-2x64-ffn_8]")
+    group = group_of(f"cases/mlp.py::swiglu-2.1[{precision}-2x64-ffn_8]")
     assert group == f"cases/mlp.py::swiglu-2.1[{dtype}-2x64-ffn_8]"
 
 
 def test_attention_backends_of_one_case_and_size_are_of_its_group() -> None:
     ids = [f"cases/attention.py::causal[bf16-2x64{suffix}]" for suffix in ("", "-flash", "-fused", "-unfused")]
-    assert {scheduling.group_of(node_id) for node_id in ids} == {"cases/attention.py::causal[bf16-2x64]"}
+    assert {group_of(node_id) for node_id in ids} == {"cases/attention.py::causal[bf16-2x64]"}
 
 
 def test_workers_are_given_the_largest_sizes_first(pytester: pytest.Pytester) -> None:
@@ -138,14 +138,14 @@ def test_workers_are_given_the_largest_sizes_first(pytester: pytest.Pytester) ->
     [("cases/mlp.py::mlp[bf16-2x8x64-ffn_8]", 1024), ("cases/mlp.py::mlp[bf16-scalar]", 0), ("test_x.py::y[4x4]", 0)],
 )
 def test_a_size_is_as_large_as_the_shape_in_its_items_id_says(node_id: str, elements: int) -> None:
-    assert scheduling.first_input(node_id) == elements
+    assert first_input(node_id) == elements
 
 
 @pytest.mark.parametrize("size", ["2x64", "scalar", "2x64-ffn_8", "2x64-bf16"])
 def test_a_group_tells_its_case_and_size(size: str) -> None:
-    assert scheduling.size_of(f"cases/mlp.py::swiglu[fp16-{size}]") == f"cases/mlp.py::swiglu[{size}]"
+    assert size_of(f"cases/mlp.py::swiglu[fp16-{size}]") == f"cases/mlp.py::swiglu[{size}]"
 
 
 @pytest.mark.parametrize("node_id", ["tests/test_x.py::test_y", "tests/test_x.py::test_y[a-b]", "t.py::A::test_y[1-2]"])
 def test_any_other_test_is_a_group_of_its_own(node_id: str) -> None:
-    assert scheduling.group_of(node_id) == node_id
+    assert group_of(node_id) == node_id

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import fakes
 import pytest
 
-from parity import registry
+from parity.case import registry
 from parity.machine.devices import Device
-from parity.plugin import staffing
+from parity.plugin.workers import how_many
 
 pytest_plugins = ["pytester"]
 GIB = 2**30
@@ -46,7 +46,7 @@ def test_workers_are_as_many_as_find_a_core_and_memory(
     monkeypatch: pytest.MonkeyPatch, cores: int, memory: int | None, devices: Sequence[Device], expected: int
 ) -> None:
     machine(monkeypatch, cores, memory)
-    assert staffing.how_many(devices) == expected
+    assert how_many(devices) == expected
 
 
 @pytest.mark.parametrize(("largest", "expected"), [(1, 18), (10, 14), (30, 4), (39, 4), (60, 4), (1000, 4)])
@@ -54,7 +54,7 @@ def test_a_worker_has_room_for_the_largest_case_unless_that_needs_more_than_half
     monkeypatch: pytest.MonkeyPatch, largest: int, expected: int
 ) -> None:
     machine(monkeypatch, 64, 512 * GIB)
-    assert staffing.how_many(gpus(79 * GIB, 79 * GIB), largest * GIB) == expected
+    assert how_many(gpus(79 * GIB, 79 * GIB), largest * GIB) == expected
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.rounding.biases_by_hand import ADDED_BIAS, ADDED_TO_SUM
-from parity.rounding.freedom import UNFUSED
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
-from parity.rounding.plain_calls import plain_calls
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import UNFUSED
+from parity.numerics.plain import ADDED_BIAS, ADDED_TO_SUM, plain_calls
+from parity.numerics.rounding import rounded
 
 WIDTH = 64
 SUMS = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.rounding.casts import Casts
+from parity.numerics.plain import Casts
 
 DTYPES = [torch.bfloat16, torch.float16]
 

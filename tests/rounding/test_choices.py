@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 import parity
-from parity.rounding.choices import Choices, choices_seen
-from parity.rounding.freedom import FUSED
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, Choices, choices_seen
+from parity.numerics.rounding import rounded
 
 FP32 = Rounding(torch.float32)
 NOISE = 0.01

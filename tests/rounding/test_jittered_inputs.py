@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from parity.rounding.freedom import FUSED
-from parity.rounding.jittered_inputs import jittered
-from parity.rounding.parts import Rounding
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED
+from parity.passes.all_passes import jittered
 
 FP32, JITTER = Rounding(torch.float32), dataclasses.replace(FUSED, jitter=1)
 

@@ -7,10 +7,9 @@ import torch
 
 from parity.cpu import kernel_choices as names
 from parity.cpu.products import tensor_cores
-from parity.formats import e4m3, tf32, tf32_truncated
-from parity.kernel_choices import CHOICES
-from parity.precision import PRECISIONS
-from parity.rounding.kernel_choices import as_read, in_stored_parts, leaning, lost_in_sums, noisy_sums
+from parity.numerics.formats import e4m3, tf32, tf32_truncated
+from parity.numerics.kernel_choices import CHOICES, as_read, in_stored_parts, leaning, lost_in_sums, noisy_sums
+from parity.te.precision import PRECISIONS
 
 
 def matrices(inner: int, mean: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
-from parity.rounding.freedom import FUSED
-from parity.rounding.kinks import WIDTH, Kinks
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, WIDTH, Kinks
+from parity.numerics.rounding import rounded
 
 NOISE = 0.01
 FP32 = Rounding(torch.float32)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
-from parity.precision import PRECISIONS
-from parity.rounding.freedom import FUSED
-from parity.rounding.model import rounded
+from parity.numerics.freedom import FUSED
+from parity.numerics.rounding import rounded
+from parity.te.precision import PRECISIONS
 
 
 class Similarity(nn.Module):

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parity.formats import e4m3, e5m2, largest, tf32
-from parity.rounding.freedom import FUSED, UNFUSED
-from parity.rounding.model import rounded
-from parity.rounding.operands_read import OperandsRead
-from parity.rounding.parts import PARTS, Rounding
+from parity.numerics.formats import PARTS, Rounding, e4m3, e5m2, largest, tf32
+from parity.numerics.freedom import FUSED, UNFUSED
+from parity.numerics.operands import OperandsRead
+from parity.numerics.rounding import rounded
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, tf32, tf32, tf32)

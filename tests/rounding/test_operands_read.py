@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity.rounding.operands_read import OperandsRead
+from parity.numerics.operands import OperandsRead
 
 
 class Reader:

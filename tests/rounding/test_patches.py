@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.rounding.patches import are_patches, backward, forward, from_rows, rows_of
+from parity.numerics.plain import are_patches, backward, forward, from_rows, rows_of
 
 SHAPES = [
     ((2, 3, 8), (4,)),

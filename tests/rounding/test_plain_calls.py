@@ -12,11 +12,10 @@ from torch import Tensor, nn
 import parity
 from parity.cpu.products import tensor_cores
 from parity.lab.zoo.hosts.mlp import ComposedMLP
-from parity.rounding.casts import CAST
-from parity.rounding.freedom import UNFUSED
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
-from parity.rounding.plain_calls import plain_calls
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import UNFUSED
+from parity.numerics.plain import CAST, plain_calls
+from parity.numerics.rounding import rounded
 
 WIDTH = 64
 

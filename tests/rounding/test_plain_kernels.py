@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
+from parity.numerics.formats import Rounding
+from parity.numerics.rounding import rounded
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])

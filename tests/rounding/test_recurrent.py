@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import parity
-from parity.rounding.recurrent import step_by_step
+from parity.numerics.plain import step_by_step
 
 
 class Tagger(nn.Module):

@@ -2,7 +2,7 @@
 
 import torch
 
-from parity.rounding.stored import Stored
+from parity.numerics.storing import Stored
 
 
 def test_a_rounded_tensor_and_its_views_are_known():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from parity.lab.studies.training_curves.study import dithered, unit_roundoff
-from parity.precision import PRECISIONS
-from parity.rounding.parts import Rounding
+from parity.numerics.formats import Rounding
+from parity.te.precision import PRECISIONS
 
 RECIPES = [name for name, precision in PRECISIONS.items() if precision.rounding.inputs and precision.recipe]
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
-from parity.case import Case, Size
+from parity.case.case import Case, Size
 from parity.lab import flops
 from parity.lab.studies.flops import report as claims
 from parity.lab.studies.flops import study

@@ -18,7 +18,7 @@ from parity.lab.studies.fp8_recipes.module_sqnr import ModuleRun
 from parity.lab.studies.fp8_recipes.stale_scales import Change, Side, Steps, StepsRun
 from parity.lab.studies.fp8_recipes.study import RECIPES, Result, Run, Settings, runs
 from parity.lab.studies.fp8_recipes.tensor_sqnr import TensorLoss, TensorRun
-from parity.rounding.parts import OperandPart
+from parity.numerics.formats import OperandPart
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity import formats
 from parity.lab.studies.stepwise import FORMATS, HARDWARE, UNLIMITED, carrier, full_fp32_products
+from parity.numerics import formats
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 NUMPY = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 pytest.importorskip("scipy")
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies.over_seeds import all_of, between, interval, mean_digits, ratio_interval, ratios_between
 
 

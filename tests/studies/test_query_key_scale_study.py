@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity import te
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies import te_modules
 from parity.lab.studies.query_key_scale import report as claims
 from parity.lab.studies.query_key_scale import study

@@ -10,8 +10,8 @@ import pytest
 from parity.lab import record
 from parity.lab.studies import catalogue
 
-NOW = {"torch": "2", "parity.errors": "a", "parity.te": "b"}
-BEFORE = NOW | {"parity.errors": "c"}
+NOW = {"torch": "2", "parity.numerics.errors": "a", "parity.te": "b"}
+BEFORE = NOW | {"parity.numerics.errors": "c"}
 
 
 @pytest.fixture
@@ -61,7 +61,9 @@ def test_outdated_results_come_with_what_has_changed(path: Path) -> None:
     record.append(path, {"seed": 0}, 0)
     record.append(path, {"seed": 1}, 0, BEFORE)
     record.append(path, {"seed": 2}, 0, NOW)
-    assert record.outdated(path, NOW) == record.Outdated(results=2, of=3, unnamed=1, changed=("parity.errors",))
+    assert record.outdated(path, NOW) == record.Outdated(
+        results=2, of=3, unnamed=1, changed=("parity.numerics.errors",)
+    )
 
 
 def test_a_result_that_was_computed_again_is_outdated_no_more(path: Path) -> None:

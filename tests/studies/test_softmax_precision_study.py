@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity import te
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies.softmax_precision import report, study
 from parity.lab.studies.softmax_precision.study import (
     DTYPES,

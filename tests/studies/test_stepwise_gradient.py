@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from parity.lab.studies.stepwise import ALGORITHMS, Algorithm, Arithmetic, StepwiseCore
-from parity.precision import PRECISIONS
-from parity.reference.attention import Attention, CoreAttention
-from parity.rounding.model import rounded
+from parity.numerics.rounding import rounded
+from parity.reference import Attention, CoreAttention
+from parity.te.precision import PRECISIONS
 
 CASES = list(itertools.product(ALGORITHMS, (False, True)))
 

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from parity import te
+from parity.case.map_check import check_map
 from parity.comparison import compare_at
 from parity.cpu import cuda
+from parity.judge.limits import packaged
 from parity.lab.studies.settings import gpu_with, why_nowhere
 from parity.lab.studies.te_modules import MODULES, Shape, placed
-from parity.limits.table import packaged
-from parity.precision import PRECISIONS, why_unavailable
 from parity.te import Kernels
-from parity.weights.check import check_map
+from parity.te.precision import PRECISIONS, why_unavailable
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
+from parity.case.weight_map import WeightMap, stack
 from parity.lab import record
 from parity.lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
 from parity.lab.studies.training_curves import study
 from parity.lab.studies.training_curves.study import Outcome, Run, Settings, outcomes
 from parity.te import Kernels
 from parity.user_error import UserError
-from parity.weights.notation import WeightMap, stack
 
 SMALL = Settings(
     models=("llama",), precisions=("bf16", "fp8_current", "fp8_delayed"), steps=8, draws=6, batch=2, seq=32,

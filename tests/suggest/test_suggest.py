@@ -13,10 +13,10 @@ from hf_models import FalconLayer, FusedMixtralBlock, GPT2Layer, LlamaLayer, Mix
 from torch import Tensor, nn
 
 import parity
+from parity.case import transfer
 from parity.cli import suite
 from parity.suggest import Suggestion
-from parity.suggest.text import explain, python
-from parity.weights import transfer
+from parity.suggest.suggestion import explain, python
 
 te = parity.te.kernels("cpu").te
 CASES = Path(__file__).parents[2] / "cases"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.reference import CoreAttention
-from parity.suggest.text import explain
+from parity.suggest.suggestion import explain
 
 te = parity.te.kernels("cpu").te
 HIDDEN, FFN, HEADS = 64, 96, 4

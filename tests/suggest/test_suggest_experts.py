@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.suggest.text import explain, python
+from parity.suggest.suggestion import explain, python
 
 te = parity.te.kernels("cpu").te
 HIDDEN, FFN, EXPERTS = 64, 96, 3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.suggest import Suggestion
-from parity.suggest.text import explain, python
+from parity.suggest.suggestion import explain, python
 
 te = parity.te.kernels("cpu").te
 HIDDEN, FFN, HEADS = 64, 96, 4
@@ -49,7 +49,7 @@ def te_attention(**options) -> nn.Module:
     )
 
 
-def hidden(rng: parity.inputs.Rng) -> Tensor:
+def hidden(rng: parity.case.case.Rng) -> Tensor:
     return rng.normal(2, 16, HIDDEN)
 
 

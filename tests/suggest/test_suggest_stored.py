@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.suggest import Suggestion
-from parity.suggest.text import explain, python
+from parity.suggest.suggestion import explain, python
 
 te = parity.te.kernels("cpu").te
 HIDDEN, FFN, HEADS, PATCH = 64, 96, 4, 4

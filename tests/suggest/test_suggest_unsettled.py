@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity import registry
-from parity.cli import maps
+from parity.case import registry
+from parity.cli import reports
 from parity.suggest import Suggestion
-from parity.suggest.text import explain
+from parity.suggest.suggestion import explain
 
 te = parity.te.kernels("cpu").te
 HIDDEN, FFN = 64, 96
@@ -153,7 +153,7 @@ def test_a_hint_is_printed_before_the_map(tmp_path, capsys):
     """
     (tmp_path / "hinted_pairs.py").write_text(textwrap.dedent(text))
     declared = registry.cases()
-    settled = maps.suggest(str(tmp_path / "hinted_pairs.py"), 0, 0, "cpu", keep=True, max_runs=10)
+    settled = reports.suggest(str(tmp_path / "hinted_pairs.py"), 0, 0, "cpu", keep=True, max_runs=10)
     registry.restore(declared)
     told = capsys.readouterr().out
     assert not settled

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 import parity
-from parity.case import Case
+from parity.case.case import Case
 from parity.cpu import versions
 from parity.result import Result
 
@@ -33,7 +33,7 @@ def assert_agree(build: Callable[[ModuleType], parity.Pair], precisions: Sequenc
     """Compare the pair at each precision, with noise on parameters whose elements are all equal.
 
     Both modules get the same weights through the pair's map; the golden values are the plain module's in FP64, and the
-    tolerance is what the plain module itself loses under the precision's rounding model (``parity.tolerance``).
+    tolerance is what the plain module itself loses under the precision's rounding model (``parity.numerics.errors``).
     """
     for result in results(build, precisions):
         assert result.passed, described(result)

@@ -16,8 +16,8 @@ from weight_maps import Projections, cross_attention_weights, norm_weights, self
 
 import parity
 from parity import reference
+from parity.case.weight_map import WeightMap
 from parity.cpu import versions
-from parity.weights.notation import WeightMap
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 BATCH, QUERIES, KEYS = 2, 16, 24

@@ -15,7 +15,7 @@ from weight_maps import Projections, cross_attention_weights, mlp_weights, norm_
 
 import parity
 from parity import reference
-from parity.weights.notation import WeightMap
+from parity.case.weight_map import WeightMap
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM = 64, 96, 4, 2, 16
 BATCH, SEQ, MEMORY = 2, 16, 24
@@ -129,7 +129,7 @@ def agree_with_layer(
     def call_te(module: nn.Module, x: Tensor, memory: Tensor | None = None) -> Tensor:
         return module(x, encoder_output=memory, **call or {})
 
-    def draw(rng: parity.inputs.Rng) -> Any:
+    def draw(rng: parity.case.case.Rng) -> Any:
         x = rng.normal(BATCH, SEQ, HIDDEN)
         return (x, rng.normal(BATCH, MEMORY, HIDDEN)) if arrangement.decoder else x
 

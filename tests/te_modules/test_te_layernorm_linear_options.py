@@ -11,7 +11,7 @@ from agreement import FP32_AND_BF16, assert_agree
 from weight_maps import kinds, norm_weights
 
 import parity
-from parity.weights.notation import WeightMap
+from parity.case.weight_map import WeightMap
 
 IN, OUT = 64, 48
 TOKENS = (2, 16)

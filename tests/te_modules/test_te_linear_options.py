@@ -13,8 +13,8 @@ from packaging.version import Version
 from weight_maps import kinds
 
 import parity
+from parity.case.weight_map import WeightMap
 from parity.cpu import versions
-from parity.weights.notation import WeightMap
 
 IN, OUT = 64, 48
 TOKENS = (2, 16)

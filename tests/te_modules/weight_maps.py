@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import parity
-from parity.weights.notation import WeightMap
+from parity.case.weight_map import WeightMap
 
 Projections = Literal["separate", "interleaved", "concatenated"]
 """Q, K and V: one parameter each; fused head by head (TE's default when it fuses); fused one after the other."""

@@ -12,12 +12,12 @@ from torch import nn
 
 import parity
 from parity import te
-from parity.case import Case
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare
-from parity.declaring.validate import CheckedSize, attention_of, check_case
 from parity.reference import CoreAttention
 from parity.result import Result
-from parity.te_state.attention_backend import NotOffered, attention_backends, has_attention
+from parity.te.attention_backend import NotOffered, attention_backends, has_attention
 from parity.user_error import UserError
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
-from parity.case import Case, Pair
+from parity.case.case import Case, Pair
+from parity.case.validate import check_case
 from parity.comparison import compare_at
-from parity.declaring.validate import check_case
-from parity.limits.table import packaged
-from parity.precision import PRECISIONS
-from parity.te_state import quantization
+from parity.judge.limits import packaged
+from parity.te import state
+from parity.te.precision import PRECISIONS
 
 KERNELS = te.kernels("cpu")
 DELAYED = PRECISIONS["fp8_delayed"]
@@ -60,12 +60,12 @@ def compare(candidate: Any) -> str:
 
 
 def test_modules_that_ran_before_are_unknown_inside_and_known_again_after(manager: Any) -> None:
-    with quantization.fresh():
+    with state.fresh_quantization():
         run_linear()
         once = buffers(manager)
         run_linear()
         assert buffers(manager) == 2 * once > 0
-        with quantization.fresh():
+        with state.fresh_quantization():
             assert buffers(manager) == 0
             run_linear()
         assert buffers(manager) == 2 * once
@@ -127,7 +127,7 @@ def test_small_gradients_are_judged_when_every_layer_has_its_scale(layers: int) 
 def passes_of(layers: int, tokens: int, scale: float) -> int:
     passes: list[int] = []
     torch.manual_seed(0)
-    with quantization.fresh():
+    with state.fresh_quantization():
         module = Deep(KERNELS.te.Linear, layers).bfloat16()
 
         def once() -> None:
@@ -136,7 +136,7 @@ def passes_of(layers: int, tokens: int, scale: float) -> int:
                 loss = scale * module(torch.ones(tokens, 64, dtype=torch.bfloat16))
             loss.backward()
 
-        quantization.settled(once, DELAYED.warmup_passes)
+        state.settled(once, DELAYED.warmup_passes)
     return len(passes)
 
 
@@ -156,7 +156,7 @@ def test_where_scales_move_the_numbers_of_the_next_layer_each_takes_a_pass_more_
 
 def test_without_a_warm_up_one_pass_is_enough() -> None:
     passes: list[int] = []
-    quantization.settled(lambda: passes.append(0), 0)
+    state.settled(lambda: passes.append(0), 0)
     assert passes == [0]
 
 
@@ -171,7 +171,7 @@ def test_without_a_warm_up_one_pass_is_enough() -> None:
 )
 def test_a_pass_counts_whose_largest_number_its_scale_holds(last: float, passes: int) -> None:
     magnitudes: list[float] = []
-    with quantization.fresh():
+    with state.fresh_quantization():
         linear = KERNELS.te.Linear(32, 32, params_dtype=torch.bfloat16)
 
         def once() -> None:
@@ -179,7 +179,7 @@ def test_a_pass_counts_whose_largest_number_its_scale_holds(last: float, passes:
             with DELAYED.autocast(KERNELS):
                 linear(magnitudes[-1] * torch.ones(32, 32, dtype=torch.bfloat16)).sum().backward()
 
-        quantization.settled(once, DELAYED.warmup_passes)
+        state.settled(once, DELAYED.warmup_passes)
     assert len(magnitudes) == passes
 
 

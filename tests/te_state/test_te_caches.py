@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
-from parity.te_state import caches
+from parity.te import state
 
 HEADS, HEAD_DIM, SEQUENCE = 4, 32, 24
 
@@ -59,18 +59,18 @@ def test_slopes_that_a_port_forgets_do_not_come_from_the_port_before() -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(module, name) for module, names in caches._CACHES.items() for name in names] + [caches._ALIBI],
+    [(module, name) for module, names in state._CACHES.items() for name in names] + [state._ALIBI],
 )
 def test_a_cache_holds_nothing_of_before_inside_and_the_same_again_after(module: str, name: str) -> None:
     te.kernels("cpu")
     importlib.import_module(module)
-    cache = caches._held(module, name)
+    cache = state._held(module, name)
     if cache is None:
         pytest.skip("this version of TE has no such cache")
     before = cache.copy()
-    with caches._holding(cache, {"_alibi_slopes": 1} if isinstance(cache, dict) else [1]):
+    with state._holding(cache, {"_alibi_slopes": 1} if isinstance(cache, dict) else [1]):
         content = cache.copy()
-        with caches.fresh():
+        with state.fresh_caches():
             assert not any(cache.values() if isinstance(cache, dict) else cache)
         assert cache == content
     assert cache == before
@@ -80,8 +80,8 @@ def test_how_an_earlier_port_was_checkpointed_is_forgotten() -> None:
     te.kernels("cpu")
     from transformer_engine.pytorch import distributed
 
-    with caches.fresh():
+    with state.fresh_caches():
         distributed._USE_REENTRANT_ACTIVATION_RECOMPUTE = False
-        with caches.fresh():
+        with state.fresh_caches():
             assert distributed.use_reentrant_activation_recompute()
         assert not distributed.use_reentrant_activation_recompute()

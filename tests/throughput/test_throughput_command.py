@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.cli import speed
+from parity.cli import machine
 from parity.lab.throughput import command, record
 from parity.lab.throughput.measure import row_without
 from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload
@@ -82,7 +82,7 @@ def test_the_function_of_a_process_that_ended_returns_none_and_the_next_is_calle
 def test_wrong_options_are_told(tmp_path: Path, option: dict[str, str], told: str) -> None:
     options = dict(precisions="", backend="cpu", sizes="auto", keyword="") | option
     with pytest.raises(UserError, match=told):
-        speed.run(None, **options, repeats=1, compiled="none", minutes=None, folder=tmp_path)
+        machine.run(None, **options, repeats=1, compiled="none", minutes=None, folder=tmp_path)
 
 
 def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:

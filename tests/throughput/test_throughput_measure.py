@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from parity import te
-from parity.declaring.validate import check_case
+from parity.case.validate import check_case
 from parity.lab.throughput import measure, workload
 from parity.lab.throughput.measure import Plan
 from parity.lab.throughput.record import Row
 from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload, implementations
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 
 TINY = Path(__file__).with_name("tiny_pairs.py")
 SIZE = dict(batch=16, hidden=16)

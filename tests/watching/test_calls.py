@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from parity.watching.calls import tracing
+from parity.trace.calls import tracing
 
 
 class Writer(nn.Module):

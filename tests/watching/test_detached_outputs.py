@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.watching.detached_outputs import by_candidate_alone
+from parity.trace.effects import detached_by_candidate_alone
 
 
 class WithLoss(nn.Module):
@@ -50,6 +50,6 @@ def test_one_that_the_reference_alone_detaches_is_right():
 
 
 def test_several_are_told_together():
-    assert by_candidate_alone([], ["output[0]", "output[2]"]).startswith(
+    assert detached_by_candidate_alone([], ["output[0]", "output[2]"]).startswith(
         "output[0], output[2] of the candidate have no gradient"
     )

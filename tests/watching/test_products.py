@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import te
-from parity.declaring.validate import check_case
-from parity.diagnosis.catalogue import calls_of, subtle_hypotheses
-from parity.diagnosis.trial import outputs_under
+from parity.case.validate import check_case
 from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.prepare import prepare
-from parity.watching.products import Products
+from parity.mistakes.catalogue import calls_of, subtle_hypotheses
+from parity.mistakes.trial import outputs_under
+from parity.passes.prepare import prepare
+from parity.trace.products import Products
 
 Gemm = Callable[..., Tensor]
 GEMMS = {"mm": torch.mm, "addmm": torch.addmm, "bmm": torch.bmm, "baddbmm": torch.baddbmm}

@@ -14,7 +14,7 @@ import torch
 import parity
 from parity.report import failure
 from parity.report.items import Item
-from parity.watching.raised import submodule, users_line, way_there
+from parity.trace.whose import submodule, users_line, way_there
 
 MODELS = """\
 import torch

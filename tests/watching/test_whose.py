@@ -16,9 +16,8 @@ import torch
 import transformer_engine.pytorch.utils as te_utils
 
 import parity
-from parity.rounding.plain_calls import plain_calls
-from parity.watching.raised import submodule, users_line, way_there
-from parity.watching.whose import PORTS, Owner, is_of_te, module_of, whose
+from parity.numerics.plain import plain_calls
+from parity.trace.whose import PORTS, Owner, is_of_te, module_of, submodule, users_line, way_there, whose
 
 ROOT = Path(parity.__file__).parents[1]
 PORT = '''\

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from parity import copies, stack
-from parity.weights.separate_norms import separate_norms
+from parity.case.transfer import separate_norms
 
 WEIGHTS = {
     "ln.weight": copies("attention.layer_norm_weight", "mlp.layer_norm_weight"),

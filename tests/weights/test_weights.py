@@ -10,24 +10,27 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.weights import notation, transfer
-from parity.weights.check import check_map
-from parity.weights.notation import (
+from parity.case import transfer
+from parity.case.map_check import check_map
+from parity.case.weight_map import (
+    Shape,
+    Side,
+    WeightMap,
     constant,
     copies,
     experts,
     interleaved_qkv,
+    names,
     rearrange,
     reorder,
     rope_halves,
     separated_qkv,
+    shape_of,
     shift,
     stack,
     transpose,
     under,
 )
-from parity.weights.sides import names, shape_of
-from parity.weights.terms import Shape, Side
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
 Shapes = dict[str, Shape]
@@ -100,7 +103,7 @@ MOVES = frozenset({"name", "transpose", "experts", "stack", "reorder", "qkv", "s
 
 
 @st.composite
-def maps(draw: st.DrawFn, extra: frozenset[str] = frozenset()) -> tuple[notation.WeightMap, Shapes, Shapes]:
+def maps(draw: st.DrawFn, extra: frozenset[str] = frozenset()) -> tuple[WeightMap, Shapes, Shapes]:
     """A random map of one to three entries, with the shapes of both sides' parameters."""
     reference: Shapes = {}
     candidate: Shapes = {}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights.alike import MOST_LETTERS, MOST_LINES
-from parity.weights.check import check_map
-from parity.weights.notation import experts, under
-from parity.weights.terms import Shape, Side, WeightMapError
+from parity.case.map_check import MOST_LETTERS, MOST_LINES, check_map
+from parity.case.weight_map import Shape, Side, WeightMapError, experts, under
 
 LAYERS = 12
 MLP: dict[Side, Side] = {"up.weight": "fc1_weight", "down.weight": "fc2_weight"}

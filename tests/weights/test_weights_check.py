@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights.check import check_map
-from parity.weights.notation import (
+from parity.case.map_check import check_map
+from parity.case.weight_map import (
+    Shape,
+    Side,
+    WeightMapError,
     constant,
     copies,
     experts,
@@ -19,7 +22,6 @@ from parity.weights.notation import (
     transpose,
     under,
 )
-from parity.weights.terms import Shape, Side, WeightMapError
 
 Shapes = dict[str, Shape]
 REFERENCE = {"norm.weight": (8,), "gate.weight": (16, 8), "up.weight": (16, 8), "down.weight": (8, 16)}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from parity.weights.check import check_map
-from parity.weights.notation import shift
-from parity.weights.other_names import other_names
-from parity.weights.terms import Shape, Side, WeightMapError
+from parity.case.map_check import check_map, other_names
+from parity.case.weight_map import Shape, Side, WeightMapError, shift
 
 RMS_NORM = 'normalization="RMSNorm"'
 Shapes = dict[str, Shape]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parity.weights.check import check_map
-from parity.weights.notation import copies
-from parity.weights.other_names import OtherNames
-from parity.weights.terms import Shape, Side, WeightMapError
+from parity.case.map_check import OtherNames, check_map
+from parity.case.weight_map import Shape, Side, WeightMapError, copies
 
 TOKENS, HEAD = "tokens.weight", "lm_head.weight"
 TWO: dict[str, Shape] = {TOKENS: (96, 64), "mid.weight": (64, 64), HEAD: (96, 64)}

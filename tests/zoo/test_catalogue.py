@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from parity import te
-from parity.case import Case
+from parity.case.case import Case
+from parity.case.validate import check_case
 from parity.cpu.products import tensor_cores
-from parity.declaring.validate import check_case
 from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS, chosen, subject
 from parity.lab.zoo.hosts.case import SIZES
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import Bug, planted
-from parity.precision import PRECISIONS, Precision
-from parity.prepare import Prepared, prepare
+from parity.passes.prepare import Prepared, prepare
+from parity.te.precision import PRECISIONS, Precision
 from parity.user_error import UserError
 
 # Far above what another order of FP32 sums changes, far below the weakest bug: another eps on inputs of variance 1.

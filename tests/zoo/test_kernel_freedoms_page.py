@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parity.kernel_choices import CHOICES
 from parity.lab.zoo.kernel_freedoms import Asked, _sections, is_rejected, plan, shown
 from parity.lab.zoo.trial import CLEAN, Trial
+from parity.numerics.kernel_choices import CHOICES
 
 LINEAR = Trial(CLEAN, "linear", "small", "fp32", 0)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from parity import te
+from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
-from parity.declaring.validate import check_case
+from parity.judge.limits import packaged
 from parity.lab.zoo import runner
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import planted
 from parity.lab.zoo.trial import CLEAN, Trial, from_json, judge, to_json
-from parity.limits.table import packaged
-from parity.precision import PRECISIONS
+from parity.te.precision import PRECISIONS
 
 
 def plan(*bugs, precisions=("fp32",)):
@@ -71,7 +71,7 @@ def test_sums_in_bf16_are_not_told_as_a_cap_that_changes_one_element_enough(seed
 
 
 def test_sums_in_bf16_are_what_a_faithful_kernel_may_compute():
-    """cuBLASLt may add the parts of a sum in the output's type (``parity.kernel_choices``, split-k-in-output-type)."""
+    """cuBLASLt may add the parts of a sum in the output's type (split-k-in-output-type)."""
     assert verdict("product-accumulated-in-bf16", "square_linear", "bf16", 1).status == "passed"
 
 

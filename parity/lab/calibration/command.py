@@ -14,23 +14,22 @@ from typing import Any, Literal
 from rich.progress import track
 
 from parity import te
-from parity.case import Case
-from parity.declaring.validate import check_case
+from parity.case.case import Case
+from parity.case.validate import check_case
+from parity.judge import differences
+from parity.judge import limits as table
+from parity.judge.differences import TIMES, Difference, OfPrecision
+from parity.judge.limits import Key, Law, Table, packaged
 from parity.lab.calibration import right_ports
 from parity.lab.calibration.measure import LeftOut, Measured, Sample, check_enough, draw, laws
 from parity.lab.calibration.right_ports import drawn
-from parity.limits import against_packaged, table
-from parity.limits.difference import TIMES, Difference, OfPrecision
-from parity.limits.law import Law
-from parity.limits.table import Key, Table, packaged
-from parity.machine.processes import processes
-from parity.one_line import one_line
-from parity.precision import PRECISIONS, Precision, why_unavailable
-from parity.prepare import forget
+from parity.machine.process import processes
+from parity.passes.prepare import forget
 from parity.report import environment
 from parity.report.numbers import plural, short
 from parity.te import Backend
-from parity.user_error import UserError
+from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.user_error import UserError, one_line
 
 # What is said of limits that differ from the packaged ones, when a table is made.
 
@@ -73,7 +72,7 @@ def told(strays: Sequence[Difference]) -> str:
 
 def summary(table: Table, precisions: Sequence[str]) -> Iterator[str]:
     """A line for each of these precisions of a table: how its limits compare with the packaged ones."""
-    for found in against_packaged.compared(table):
+    for found in differences.compared(table):
         if found.precision in precisions:
             yield f"{found.precision}: {'; '.join(_facts(found))}"
 
@@ -170,7 +169,7 @@ def make_table(
     kept = {key: law for key, law in before.laws.items() if key[0] not in precisions}
     provenance = {**before.provenance, **dict.fromkeys(precisions, _provenance(settings))}
     fitted = laws(samples)
-    strays = against_packaged.far_outside(fitted)
+    strays = differences.far_outside(fitted)
     if strays and not accept_wider:
         raise UserError(refusal(strays, samples, fitted, output))
     for key, law in fitted.items():

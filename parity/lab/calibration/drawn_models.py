@@ -19,11 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.case import Case, Pair
-from parity.inputs import Rng
+from parity.case.case import Case, Pair, Rng
+from parity.case.weight_map import Side, under
 from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.weights.notation import under
-from parity.weights.terms import Side
 
 COUNT = 60
 SIZE = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4, groups=2)

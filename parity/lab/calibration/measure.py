@@ -9,20 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from parity.case import Case
-from parity.declaring.validate import CheckedSize, check_case
-from parity.judging.directions import directions
-from parity.judging.judge import observe
-from parity.judging.second_look import kinks_moved
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, check_case
+from parity.judge.directions import directions
+from parity.judge.judge import observe
+from parity.judge.limits import FEWEST_TENSORS, Key, Law, fit, too_few
+from parity.judge.second_look import kinks_moved
 from parity.lab.calibration.right_ports import drawn
-from parity.limits.law import FEWEST_TENSORS, Law, fit, too_few
-from parity.limits.table import Key
-from parity.passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
-from parity.precision import Precision
-from parity.prepare import prepare
+from parity.numerics.freedom import FUSED, UNFUSED, Freedom
+from parity.passes.all_passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
+from parity.passes.prepare import prepare
 from parity.result import Kind
-from parity.rounding.freedom import FUSED, UNFUSED, Freedom
 from parity.te import Kernels
+from parity.te.precision import Precision
 from parity.user_error import UserError
 
 # Whether cases have enough tensors for a law, as far as that is known before anything runs.
@@ -84,7 +83,7 @@ class Sample:
         port: ``model`` or ``te``.
         seed: of weights and inputs.
         statistic: its name.
-        value: as ``parity.judging.statistics`` defines it.
+        value: as ``parity.judge.statistics`` defines it.
     """
 
     case: str

@@ -11,14 +11,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
+from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, Table
 from parity.lab.calibration.measure import LeftOut, Measured, Sample
-from parity.limits.aim import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
-from parity.limits.table import Table
-from parity.report.numbers import short
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table, short
 
 _INTRODUCTION = f"""\
-How far faithful ports stray from the rounding model, by statistic (`parity/judging/statistics.py`), kind of tensor and
+How far faithful ports stray from the rounding model, by statistic (`parity/judge/statistics.py`), kind of tensor and
 precision. A port is the reference itself with the freedom of a kernel drawn at random (what it stores, into how many
 parts it splits a sum), or a TransformerEngine module of the cases. `center` and `spread` are those of the ratio's
 logarithm, or of the signed statistic; the limit is what a faithful port exceeds with probability

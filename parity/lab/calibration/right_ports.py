@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 
-from parity import registry
-from parity.case import Case, Size
+from parity.case import registry
+from parity.case.case import Case, Size
 from parity.lab.calibration.drawn_models import MODELS
 from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.precision import Precision
+from parity.te.precision import Precision
 
 # Sizes that nobody chose: a right port must pass at any.
 

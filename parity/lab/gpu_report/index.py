@@ -11,12 +11,11 @@ from parity.lab.gpu_report import limits
 from parity.lab.gpu_report.step import Outcome, Step
 from parity.lab.kernel_table import table
 from parity.lab.throughput.record import read
-from parity.precision import PRECISIONS
 from parity.report import markdown, record
-from parity.report.digest import digest
 from parity.report.environment import Environment
-from parity.report.numbers import short
-from parity.report.tables import markdown_table
+from parity.report.markdown import digest
+from parity.report.numbers import markdown_table, short
+from parity.te.precision import PRECISIONS
 
 # What each step came to, in one sentence, read from the files that it left.
 

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parity.limits import table
-from parity.limits.table import Key
+from parity.judge import limits
+from parity.judge.limits import Key
 from parity.report import record
-from parity.report.numbers import short
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table, short
 from parity.result import Result
 from parity.user_error import UserError
 
@@ -59,7 +58,7 @@ def read(file: Path) -> dict[Key, Deviations]:
 
 def deviations(results: Iterable[Result]) -> dict[Key, Deviations]:
     """By precision, kind of tensor and statistic; what has no law is left out."""
-    laws = table.packaged().laws
+    laws = limits.packaged().laws
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for result in results:
         for tensor in result.tensors:
@@ -76,7 +75,7 @@ def widest(file: Path) -> tuple[float, Key]:
     Raises:
         UserError: if the file is no table, or shares no law with the packaged one.
     """
-    other, packaged = table.load(file), table.packaged()
+    other, packaged = limits.load(file), limits.packaged()
     ratios = {key: other.limit(*key) / packaged.limit(*key) for key in other.laws if key in packaged.laws}
     if not ratios:
         raise UserError(f"{file} shares no law with the packaged table")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parity.declaring import built_in
+from parity.case import files as built_in
 from parity.lab.gpu_report import index, limits
 from parity.lab.gpu_report.step import Step
 from parity.machine import host

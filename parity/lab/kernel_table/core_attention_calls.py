@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parity.lab.kernel_table.bench import DTYPES, Bench, KernelCall
-from parity.te_state.attention_backend import AttentionBackend, attention_backends
+from parity.te.attention_backend import AttentionBackend, attention_backends
 
 _BATCH, _SEQUENCE, _HEADS, _FEATURES = 2, 128, 8, 64
 _BACKENDS: dict[AttentionBackend, tuple[str, ...]] = {"unfused": ("FP32", "BF16", "FP16"), "fused": ("BF16", "FP16")}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.device_errors import cuda_works
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
-from parity.one_line import one_line
+from parity.te.device_errors import cuda_works
+from parity.user_error import one_line
 
 GPU_LOST = 3  # exit code
 _TIMED = 5

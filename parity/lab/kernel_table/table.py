@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.errors import relative_l2
 from parity.lab.kernel_table.bench import KernelCall
 from parity.lab.kernel_table.catalogue import NOT_CALLED
 from parity.lab.kernel_table.measure import Outcome
-from parity.report import environment as environments
-from parity.report.environment import Environment
-from parity.report.numbers import short
-from parity.report.tables import markdown_table
+from parity.numerics.errors import relative_l2
+from parity.report.environment import Environment, to_json
+from parity.report.numbers import markdown_table, short
 
 # How far two tensors of one dtype are apart: elements that differ in a bit, numbers in between, and in norm.
 
@@ -109,7 +107,7 @@ def write(comparisons: Iterable[Comparison], environment: Environment, emulated_
         emulated_gpu: the GPU that the CPU kernels emulated.
         file: written anew.
     """
-    lines: list[Entry] = [{"environment": environments.to_json(environment), "emulated_gpu": emulated_gpu}]
+    lines: list[Entry] = [{"environment": to_json(environment), "emulated_gpu": emulated_gpu}]
     lines += [line for comparison in comparisons for line in _lines(comparison)]
     text = "".join(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n" for line in lines)
     file.write_text(text, encoding="utf-8")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import stats
 
-from parity.errors import relative_l2
-from parity.passes import Tensors
+from parity.numerics.errors import relative_l2
+from parity.passes.all_passes import Tensors
 from parity.report.numbers import short
 
 # The error of all tensors of a kind taken together: a bias whose gradient is nearly 0 does not stand for a module.

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from parity import te
+from parity.case.case import Rng
 from parity.cpu import cuda
 from parity.cpu.emulated_gpu import emulated
-from parity.inputs import Rng
-from parity.precision import PRECISIONS, Precision, why_unavailable
 from parity.report.environment import cpu_model, gpu_name
 from parity.te import Backend, BackendUnavailable, Kernels
+from parity.te.precision import PRECISIONS, Precision, why_unavailable
 from parity.user_error import UserError
 
 # Names that a study's settings may hold.

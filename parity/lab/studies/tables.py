@@ -9,7 +9,7 @@ import torch
 
 from parity import te
 from parity.report import environment
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table
 from parity.te import Kernels
 
 

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from parity.case import Case, Pair
+from parity.case.case import Case, Pair
+from parity.case.validate import CheckedSize
+from parity.case.weight_map import renamed
 from parity.cases import attention, layer, linear, mlp, norm
-from parity.declaring.validate import CheckedSize
-from parity.rounding.freedom import Freedom
+from parity.numerics.freedom import Freedom
 from parity.te import Kernels
-from parity.te_state.variables import te_variables
+from parity.te.attention_backend import te_variables
 from parity.user_error import UserError
-from parity.weights.sides import renamed
 
 # TE's ``DotProductAttention`` on a backend of the caller's choice.
 

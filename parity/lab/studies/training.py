@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from parity.inputs import Rng
-from parity.precision import Precision
+from parity.case import transfer
+from parity.case.case import Rng
+from parity.case.map_check import check_map
+from parity.case.weight_map import WeightMap, stack
+from parity.numerics.formats import Rounding
+from parity.numerics.rounding import rounded
 from parity.reference import GPTLayer, LlamaLayer, NormLinear
-from parity.rounding.model import rounded
-from parity.rounding.parts import Rounding
 from parity.te import Kernels
+from parity.te.precision import Precision
 from parity.user_error import UserError
-from parity.weights import transfer
-from parity.weights.check import check_map
-from parity.weights.notation import WeightMap, stack
 
 # The text that small language models train on, byte by byte.
 

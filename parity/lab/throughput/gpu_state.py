@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parity.machine import nvidia_smi
+from parity.machine import devices
 
 # Bits of NVML's "clocks event reasons" (nvml.h, nvmlClocksEventReason...) that slow a GPU that has work to do.
 _THROTTLES = {
@@ -38,7 +38,7 @@ class GpuState:
     throttles: tuple[str, ...] = ()
 
 
-def query(uuid: str, ask: Callable[[Sequence[str]], str | None] = nvidia_smi.ask) -> GpuState | None:
+def query(uuid: str, ask: Callable[[Sequence[str]], str | None] = devices.ask) -> GpuState | None:
     """The state of the GPU with this UUID; None if ``nvidia-smi`` is not there or does not know it.
 
     Args:

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from parity import memory
-from parity.case import Case
-from parity.declaring.validate import CheckedSize, check_case
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, check_case
 from parity.lab import flops
 from parity.lab.throughput import gpu_state
 from parity.lab.throughput.clock import Clock, Passes, clock_of, time_passes
@@ -34,9 +33,10 @@ from parity.lab.throughput.workload import (
     passes,
     subject,
 )
-from parity.one_line import one_line
-from parity.precision import PRECISIONS, why_unavailable
+from parity.passes import memory
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS, why_unavailable
+from parity.user_error import one_line
 
 _LOADED_SECONDS = 0.5  # of work behind which the driver is asked for the clocks
 

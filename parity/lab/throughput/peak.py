@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.lab.flops import linear
 from parity.lab.throughput.clock import Clock, Mark
 from parity.lab.throughput.record import Peak, Spread
-from parity.one_line import one_line
+from parity.user_error import one_line
 
 SIZES = {"cuda": (4096, 8192), "cpu": (256, 1024)}
 _DTYPES = {

@@ -17,8 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from parity.lab.throughput.gpu_state import GpuState
-from parity.report import environment as environments
-from parity.report.environment import Environment
+from parity.report.environment import Environment, from_json, to_json
 
 # What was measured, as plain data: a row for each implementation of a workload, and the device's peaks.
 
@@ -91,7 +90,7 @@ class Row:
         workload: the case's name.
         size: its size in words.
         implementation: ``eager`` or ``compiled`` for the plain module, ``TE`` for the candidate.
-        precision: of ``parity.precision``, or ``tf32`` for a plain FP32 module whose products are allowed TF32.
+        precision: of ``parity.te.precision``, or ``tf32`` for a plain FP32 module whose products are allowed TF32.
         peak_format: whose peak bounds it, see ``Peak``; None for none.
         flops_forward, flops_backward: of a pass's matrix products, the same for each implementation.
         times: None where there are none.
@@ -169,7 +168,7 @@ def append(file: Path, content: Environment | Peak | Row) -> None:
     if isinstance(content, Environment):
         emulated = content.backend == "cpu"
         line = {
-            "environment": environments.to_json(content),
+            "environment": to_json(content),
             "emulated": emulated,
             "note": EMULATED if emulated else "",
         }
@@ -187,7 +186,7 @@ def read(file: Path) -> Record:
     entries = [entry for entry in map(_parse, text.splitlines()) if entry]
     found = [entry["environment"] for entry in entries if "environment" in entry]
     return Record(
-        environments.from_json(found[-1]) if found else None,
+        from_json(found[-1]) if found else None,
         TypeAdapter(tuple[Peak, ...]).validate_python([entry["peak"] for entry in entries if "peak" in entry]),
         TypeAdapter(tuple[Row, ...]).validate_python([entry["row"] for entry in entries if "row" in entry]),
     )

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 
 from parity.lab.throughput.gpu_state import GpuState
 from parity.lab.throughput.record import EMULATED, Peak, Record, Row, Spread
-from parity.report.numbers import short
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table, short
 
 # The plot of speed against error: what each precision buys and costs, a panel a workload.
 

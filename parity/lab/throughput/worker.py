@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from parity import te
-from parity.device_errors import cuda_works
 from parity.lab.throughput import peak, record
 from parity.lab.throughput.clock import clock_of
 from parity.lab.throughput.measure import Plan, measure
 from parity.lab.throughput.workload import Implementation, Workload
 from parity.report import environment
 from parity.te import Backend, BackendUnavailable
+from parity.te.device_errors import cuda_works
 
 Asked = Backend | Literal["auto"]
 

@@ -19,24 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity import errors, execute, registry
-from parity.build import build, rounded_inputs, share_rounded_weights, vary_constants
-from parity.case import Case, Pair
-from parity.cast import cast
-from parity.declaring.built_in import folder as built_in_folder
-from parity.declaring.validate import CheckedSize
-from parity.golden.band import Band
-from parity.golden.in_fp64 import in_fp64
-from parity.inputs import Rng
+from parity.case import registry, transfer
+from parity.case.case import Case, Pair, Rng
+from parity.case.files import folder as built_in_folder
+from parity.case.validate import CheckedSize
 from parity.lab.throughput.clock import Passes
 from parity.lab.throughput.peak import allow_tf32
-from parity.one_line import one_line
-from parity.precision import PRECISIONS
+from parity.numerics import errors
+from parity.numerics.blocked_attention import Band
+from parity.numerics.golden import in_fp64
+from parity.passes import one_pass
+from parity.passes.build import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.reference import CoreAttention
 from parity.te import Kernels
-from parity.te_state.quantized_parameters import moved
-from parity.user_error import UserError
-from parity.weights import transfer
+from parity.te.precision import PRECISIONS
+from parity.te.state import moved
+from parity.user_error import UserError, one_line
 
 # The attention that a plain module is timed with: PyTorch's fused one, as whoever cares for speed would have written.
 #
@@ -210,7 +208,7 @@ def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: 
     is what TE computes.
 
     Args:
-        precisions: names of ``parity.precision``.
+        precisions: names of ``parity.te.precision``.
         compiled: those of them in which the plain module is also compiled; ``fp32`` stands for ``tf32`` too.
         on_gpu: whether they run on a GPU.
     """
@@ -296,7 +294,7 @@ def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kerne
     why = ""
     try:
         with torch.no_grad(), in_fp64():
-            golden = execute.outputs_of(pair.reference, pair.call_reference, cast(first, torch.float64))
+            golden = one_pass.outputs_of(pair.reference, pair.call_reference, cast(first, torch.float64))
     except (RuntimeError, NotImplementedError) as error:
         why = f"the plain module in FP64: {one_line(error)}"
     return Subject(pair, dtype, [first, *rest], candidate_weights, golden, why)
@@ -339,10 +337,10 @@ def passes(
                 leaf.grad = None
 
     def forward(i: int) -> list[Tensor]:
-        args, kwargs = execute.as_arguments(leaves[i % len(leaves)])
+        args, kwargs = one_pass.as_arguments(leaves[i % len(leaves)])
         with forward_context():
             returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
-        return [leaf for leaf in execute.leaves_of(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return [leaf for leaf in one_pass.leaves_of(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
     def backward(outputs: list[Tensor], i: int) -> None:
         reached = [output for output in outputs if output.requires_grad]

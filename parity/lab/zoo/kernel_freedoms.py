@@ -1,7 +1,8 @@
 """What it costs to grant what other faithful kernels may do: right ports that are rejected, and bugs that are detected.
 
-Each choice of ``parity.kernel_choices`` is switched on in the CPU kernels. The zoo's right ports must pass on them; the
-zoo's bugs are judged with and without what is granted, on kernels that do nothing of the kind and on those that do.
+Each choice of ``parity.numerics.kernel_choices`` is switched on in the CPU kernels. The zoo's right ports must pass on
+them; the zoo's bugs are judged with and without what is granted, on kernels that do nothing of the kind and on those
+that do.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parity import te
+from parity.case.validate import check_case
 from parity.comparison import judge_at
 from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
-from parity.declaring.validate import check_case
-from parity.kernel_choices import CHOICES, KernelChoice
+from parity.judge.limits import packaged
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import planted
 from parity.lab.zoo.runner import Plan, hosts_of
 from parity.lab.zoo.trial import CLEAN, Trial, at_size
-from parity.limits.table import packaged
-from parity.machine.processes import processes
-from parity.precision import PRECISIONS, why_unavailable
+from parity.machine.process import processes
+from parity.numerics.kernel_choices import CHOICES, KernelChoice
 from parity.report.environment import cpu_model, emulated_gpu_name
-from parity.report.tables import markdown_table
-from parity.te_state.attention_backend import AttentionBackend
+from parity.report.numbers import markdown_table
+from parity.te.attention_backend import AttentionBackend
+from parity.te.precision import PRECISIONS, why_unavailable
 
 _NONE = ""  # kernels as they are by default
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.case import Case, Pair
+from parity.case.case import Case, Pair
+from parity.case.weight_map import Side, WeightMap
 from parity.reference import Attention
-from parity.weights.notation import WeightMap
-from parity.weights.terms import Side
 
 # What a planted bug is.
 

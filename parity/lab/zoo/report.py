@@ -21,8 +21,7 @@ from parity.lab.zoo.rivals import RULES
 from parity.lab.zoo.runner import Plan
 from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_ratio
 from parity.report.environment import KERNELS, cpu_model, emulated_gpu_name, gpu_name
-from parity.report.numbers import plural, short
-from parity.report.tables import markdown_table
+from parity.report.numbers import markdown_table, plural, short
 
 # Counts over trials: what each rule detects, and how often it rejects a right port.
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parity import passes
-from parity.case import Case
-from parity.cast import cast, cast_module
-from parity.declaring.validate import CheckedSize
-from parity.execute import outputs_of, run
-from parity.precision import Precision
-from parity.prepare import Prepared
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
+from parity.passes import all_passes
+from parity.passes.build import cast, cast_module
+from parity.passes.one_pass import outputs_of, run
+from parity.passes.prepare import Prepared
 from parity.result import PROBED, Kind
 from parity.te import Kernels
+from parity.te.precision import Precision
 
 # The tensors that rules of comparison judge: of a candidate, of its golden reference, of low-precision PyTorch.
 
@@ -30,7 +30,7 @@ def candidate(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
 ) -> Tensors:
     """The candidate's, in the reference's layout and in the dtypes that it returns."""
-    tensors, _ = passes.run_candidate(case, checked, prepared, precision, seed, kernels)
+    tensors, _ = all_passes.run_candidate(case, checked, prepared, precision, seed, kernels)
     return {
         _label(*key): tensor.to(precision.dtype) if key[0] == "weight gradient" else tensor
         for key, tensor in tensors.items()
@@ -39,7 +39,7 @@ def candidate(
 
 def golden(prepared: Prepared) -> Tensors:
     """The reference's, in FP64."""
-    return _labelled(passes.golden_tensors(prepared))
+    return _labelled(all_passes.golden_tensors(prepared))
 
 
 def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
@@ -52,7 +52,7 @@ def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
         prepared.input_names,
         lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
     )
-    tensors = _labelled(passes.tensors_of(ran))
+    tensors = _labelled(all_passes.tensors_of(ran))
     if prepared.probed:
         with torch.no_grad():
             outputs = outputs_of(module, prepared.probe_call, cast(prepared.probe, dtype))
@@ -71,7 +71,7 @@ def is_output(label: str) -> bool:
     return not label.startswith("d ")
 
 
-def _labelled(tensors: passes.Tensors) -> Tensors:
+def _labelled(tensors: all_passes.Tensors) -> Tensors:
     return {_label(*key): tensor for key, tensor in tensors.items()}
 
 

@@ -19,8 +19,8 @@ from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import Bug
 from parity.lab.zoo.trial import CLEAN, Trial, Verdict, from_json, judge, to_json
-from parity.machine.processes import processes
-from parity.precision import PRECISIONS, why_unavailable
+from parity.machine.process import processes
+from parity.te.precision import PRECISIONS, why_unavailable
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case import Case
-from parity.cast import cast
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at
 from parity.cpu.products import tensor_cores
-from parity.declaring.validate import CheckedSize, check_case
+from parity.judge.limits import Table, packaged
 from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.hosts.case import SIZES
 from parity.lab.zoo.hosts.catalogue import HOSTS
 from parity.lab.zoo.planting import Bug, planted
 from parity.lab.zoo.rivals import Tensors
-from parity.limits.table import Table, packaged
-from parity.precision import PRECISIONS, Precision
-from parity.prepare import Prepared, forget, prepare
+from parity.passes.build import cast
+from parity.passes.prepare import Prepared, forget, prepare
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS, Precision
 
 # How strong a bug is against the rounding noise that hides it.
 #
@@ -111,7 +111,7 @@ class Trial:
         bug: a name of the catalogue, or ``CLEAN``.
         host: a name of the hosts.
         size: ``small`` or ``large``.
-        precision: a name of ``parity.precision.PRECISIONS``.
+        precision: a name of ``parity.te.precision.PRECISIONS``.
         seed: of weights, inputs and output gradients.
     """
 

@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional as F
 
 from parity import te
-from parity.build import build, rounded_inputs, share_rounded_weights
+from parity.case import transfer
+from parity.case.case import Rng
+from parity.case.validate import CheckedSize
 from parity.cases.mlp import issue_407
-from parity.declaring.validate import CheckedSize
-from parity.inputs import Rng
 from parity.lab import record
+from parity.passes.build import build, rounded_inputs, share_rounded_weights
 from parity.te import Kernels
-from parity.weights import transfer
 
 FIGURE, AFTER_REPAIR = -0.1887, -140.2
 # Features and input of linear layers: the reporter's, and the MLP's first.

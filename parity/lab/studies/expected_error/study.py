@@ -21,21 +21,21 @@ from typing import Any
 import torch
 
 from parity import te
+from parity.case.case import Rng
+from parity.case.validate import CheckedSize
 from parity.cases import mlp
 from parity.cpu.products import tensor_cores
-from parity.declaring.validate import CheckedSize
-from parity.inputs import Rng
 from parity.lab import record
 from parity.lab.studies.expected_error import issue_407
 from parity.lab.studies.expected_error.issue_407 import Drawn
 from parity.lab.studies.over_seeds import Law, Sizes, fit, pooled_relative_l2
 from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed
-from parity.passes import Tensors, model_tensors, run_candidate, tensors_of
-from parity.precision import PRECISIONS, Precision
-from parity.prepare import Prepared, prepare
-from parity.rounding.parts import PARTS
+from parity.numerics.formats import PARTS
+from parity.passes.all_passes import Tensors, model_tensors, run_candidate, tensors_of
+from parity.passes.prepare import Prepared, prepare
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS, Precision
 from parity.user_error import UserError
 
 RECORD = "expected_error.jsonl"
@@ -56,7 +56,7 @@ class Settings:
 
     Attributes:
         modules: names of ``te_modules.MODULES``.
-        precisions: names of ``parity.precision.PRECISIONS``.
+        precisions: names of ``parity.te.precision.PRECISIONS``.
         hidden, seq, depth: the sizes that the others are measured by.
         hiddens, seqs, depths: that each of them takes in its turn.
         held_out_hidden, held_out_seq, held_out_depth: sizes that the law is to predict and was not fitted to.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies.stepwise import FORMATS
 
 # normal: outputs are means of numbers that cancel, and shrink with the number of keys.

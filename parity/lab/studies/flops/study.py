@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from parity import cases as built_in
-from parity import execute, registry, te
-from parity.case import Case, Pair, Size, draw_inputs
-from parity.inputs import Rng
+from parity import te
+from parity.case import registry
+from parity.case.case import Case, Pair, Rng, Size, draw_inputs
 from parity.lab import flops
+from parity.passes import one_pass
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -107,9 +108,9 @@ def count(case: Case, size: Size, kernels: Kernels) -> Count:
 
 
 def _counted(pair: Pair, inputs: Any) -> int:
-    names = execute.positional_names(pair.reference, pair.call_reference, inputs)
+    names = one_pass.positional_names(pair.reference, pair.call_reference, inputs)
     with FlopCounterMode(display=False) as counter:
-        execute.run(pair.reference, pair.call_reference, inputs, names, _ones)
+        one_pass.run(pair.reference, pair.call_reference, inputs, names, _ones)
     return counter.get_total_flops()
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.case.case import Rng
 from parity.cpu.products import tensor_cores
 from parity.cpu.products.tensor_cores import HOPPER, Factor
 from parity.cpu.quantized import float8
-from parity.errors import measure
-from parity.inputs import Rng
 from parity.lab import record
 from parity.lab.studies.settings import Draw, check_names, normal, outliers
+from parity.numerics.errors import measure
 from parity.user_error import UserError
 
 RECORD = "fp8_accumulation.jsonl"

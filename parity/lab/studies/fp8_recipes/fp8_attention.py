@@ -1,6 +1,7 @@
 """Attention of FP8 queries, keys and values, quantized in the ways that FlashAttention-3 compares.
 
-Follows arXiv 2407.08608, sections 3.3 and 4.3, in plain FP32 with E4M3 roundings (``parity.formats``); no TE, no GPU.
+Follows arXiv 2407.08608, sections 3.3 and 4.3, in plain FP32 with E4M3 roundings (``parity.numerics.formats``); no TE,
+no GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.formats import e4m3
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies.settings import DISTRIBUTIONS
+from parity.numerics.formats import e4m3
 
 BLOCK = 128  # rows that share a scale in block quantization
 _LARGEST_PROBABILITY = 256.0  # unnormalised probabilities are scaled to it before they are cast to E4M3

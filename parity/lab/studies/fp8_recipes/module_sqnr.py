@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from parity.case import Case, Pair
-from parity.declaring.validate import CheckedSize
-from parity.errors import sqnr_db
+from parity.case.case import Case, Pair
+from parity.case.validate import CheckedSize
 from parity.lab.studies.over_seeds import pooled_relative_l2
 from parity.lab.studies.settings import DISTRIBUTIONS, gpu_with
 from parity.lab.studies.te_modules import AS_TE, Shape, placed
-from parity.passes import model_tensors, run_candidate, tensors_of
-from parity.precision import PRECISIONS
-from parity.prepare import prepare
+from parity.numerics.errors import sqnr_db
+from parity.passes.all_passes import model_tensors, run_candidate, tensors_of
+from parity.passes.prepare import prepare
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

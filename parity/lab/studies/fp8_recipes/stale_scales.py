@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.errors import measure as errors_of
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies.settings import gpu_with
-from parity.precision import PRECISIONS
+from parity.numerics.errors import measure as errors_of
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS
 
 Change = Literal["up", "down", "spike"]
 CHANGES: tuple[Change, ...] = ("up", "down", "spike")

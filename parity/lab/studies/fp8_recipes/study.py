@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from parity import te
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab import record
 from parity.lab.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, tensor_sqnr
 from parity.lab.studies.fp8_recipes.fp8_attention import AttentionLoss, AttentionRun
@@ -26,8 +26,8 @@ from parity.lab.studies.fp8_recipes.stale_scales import CHANGES, SIDES, Steps, S
 from parity.lab.studies.fp8_recipes.tensor_sqnr import ROLES, TensorLoss, TensorRun
 from parity.lab.studies.settings import DISTRIBUTIONS, check_names, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES
-from parity.precision import PRECISIONS
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
 
 RECORD = "fp8_recipes.jsonl"

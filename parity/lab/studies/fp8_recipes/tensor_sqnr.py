@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.errors import measure as errors_of
-from parity.inputs import Rng
+from parity.case.case import Rng
 from parity.lab.studies.settings import DISTRIBUTIONS, gpu_with
-from parity.precision import PRECISIONS
-from parity.rounding.parts import OperandPart
+from parity.numerics.errors import measure as errors_of
+from parity.numerics.formats import OperandPart
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS
 
 # Where a TE module keeps the quantizer of each tensor.
 _QUANTIZERS: Mapping[str, tuple[str, int]] = {

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity import errors, te
-from parity.inputs import Rng
+from parity import te
+from parity.case.case import Rng
 from parity.lab import record
 from parity.lab.studies import te_modules
 from parity.lab.studies.settings import check_names
+from parity.numerics import errors
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parity import errors, te
-from parity.inputs import Rng
+from parity import te
+from parity.case.case import Rng
 from parity.lab import record
 from parity.lab.studies.settings import check_names
 from parity.lab.studies.softmax_precision.ways import Precision, Traffic, Way, measure_traffic, ways
+from parity.numerics import errors
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parity.te import Kernels
-from parity.te_state.variables import te_variables
+from parity.te.attention_backend import te_variables
 
 
 @dataclass(frozen=True)

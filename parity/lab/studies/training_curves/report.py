@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from parity import te
 from parity.lab.studies.training_curves.study import Outcome, Settings
 from parity.report.environment import KERNELS
-from parity.report.matrix import FAILED, PASSED
-from parity.report.numbers import short
-from parity.report.tables import markdown_table
+from parity.report.items import FAILED, PASSED
+from parity.report.numbers import markdown_table, short
 from parity.te import Kernels
 
 _OTHER_GPU = """\

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from parity import te
 from parity.cpu import cuda
-from parity.formats import Format
 from parity.lab import record
 from parity.lab.studies import training
 from parity.lab.studies.settings import check_names
@@ -48,9 +47,9 @@ from parity.lab.studies.training import (
     te_pass,
     train,
 )
-from parity.precision import PRECISIONS, why_unavailable
-from parity.rounding.parts import Rounding
+from parity.numerics.formats import Format, Rounding
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS, why_unavailable
 from parity.user_error import UserError
 
 # Other realisations of a rounding model: errors of the same size, with other signs and elsewhere on the grid.

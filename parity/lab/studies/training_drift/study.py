@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.inputs import Rng
+from parity.case import transfer
+from parity.case.case import Rng
 from parity.lab import record
 from parity.lab.studies import training
 from parity.lab.studies.settings import check_names, gpu_with, kernels_on, why_nowhere
@@ -40,10 +41,9 @@ from parity.lab.studies.training import (
     te_pass,
     train,
 )
-from parity.precision import PRECISIONS
 from parity.te import Kernels
+from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
-from parity.weights import transfer
 
 # How far apart the weights of two models are.
 

@@ -9,8 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from parity.case import Pair
-from parity.formats import tf32
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.core_attention import WINDOW, slopes
 from parity.lab.zoo.planting import (
     Bug,
@@ -23,6 +22,7 @@ from parity.lab.zoo.planting import (
     with_argument,
     with_inputs,
 )
+from parity.numerics.formats import tf32
 
 CORE = ("causal_attention",)
 LAYER_NUMBER = 12

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from parity.case import Pair
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.linear import LowRankLinear
 from parity.lab.zoo.hosts.model import TEModel
 from parity.lab.zoo.planting import Bug, Plant, both, constructed_with, edited, with_output

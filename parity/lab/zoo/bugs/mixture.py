@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from parity.case import Pair
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.mixture import Route, TEMixture, route, weights_in
 from parity.lab.zoo.planting import Bug, Plant, constructed_with, edited
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from parity.case import Pair
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.optimizer import SETTINGS, Trained
 from parity.lab.zoo.planting import Bug, Plant
 

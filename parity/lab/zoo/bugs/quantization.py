@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.case import Pair
-from parity.inputs import Rng
+from parity.case.case import Pair, Rng
 from parity.lab.zoo.planting import ONE_SCALE_A_TENSOR, QUANTIZED, Bug, Call, Plant, called
 
 DELAYED = ("fp8_delayed",)

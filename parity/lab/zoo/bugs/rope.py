@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from parity.formats import tf32
 from parity.lab.zoo.hosts.model import TEModel
 from parity.lab.zoo.hosts.rope import TELongAttention
 from parity.lab.zoo.planting import STORED_IN_16_BITS, Bug, Plant, both, constructed_with, edited, with_argument
+from parity.numerics.formats import tf32
 
 SELF_ATTENTION = ("attention", "llama_layer")
 RIGHT_BASE, WRONG_BASE = 10_000.0, 500_000.0

@@ -6,7 +6,18 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from parity.case import Pair
+from parity.case.case import Pair
+from parity.case.weight_map import (
+    InterleavedQKV,
+    RopeHalves,
+    Shift,
+    Side,
+    Stack,
+    interleaved_qkv,
+    reorder,
+    stack,
+    transpose,
+)
 from parity.lab.zoo.hosts.attention import QKV
 from parity.lab.zoo.planting import (
     Bug,
@@ -22,8 +33,6 @@ from parity.lab.zoo.planting import (
     parameter,
     parameter_filled,
 )
-from parity.weights.notation import interleaved_qkv, reorder, stack, transpose
-from parity.weights.terms import InterleavedQKV, RopeHalves, Shift, Side, Stack
 
 GATED = ("swiglu_mlp", "llama_layer")
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.case import Pair
+from parity.case.case import Pair
+from parity.case.weight_map import Side, WeightMap, interleaved_qkv, rope_halves, stack
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.planting import construct
 from parity.reference import Attention, RotaryEmbedding, rotate_interleaved
-from parity.weights.notation import WeightMap, interleaved_qkv, rope_halves, stack
-from parity.weights.terms import Side
 
 SMALL = dict(batch=2, seq=32, hidden=64, heads=4, groups=2)
 LARGE = dict(batch=2, seq=128, hidden=256, heads=8, groups=2)

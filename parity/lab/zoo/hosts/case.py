@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parity.case import Case, Pair
+from parity.case.case import Case, Pair
 
 SIZES = ("small", "large")
 

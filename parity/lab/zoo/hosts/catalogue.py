@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parity.case import Case
+from parity.case.case import Case
 from parity.lab.zoo.hosts import (
     attention,
     core_attention,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.case import Pair
-from parity.inputs import Rng
+from parity.case.case import Pair, Rng
 from parity.lab.zoo.hosts.case import UNQUANTIZED, host
 from parity.lab.zoo.planting import construct
 from parity.reference import CoreAttention

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity import reference
-from parity.case import Pair
+from parity.case.case import Pair
+from parity.case.weight_map import WeightMap, copies, stack
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.planting import construct
-from parity.weights.notation import WeightMap, copies, stack
 
 SMALL = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4)
 LARGE = dict(batch=2, seq=128, hidden=256, ffn=512, heads=8)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parity.case import Pair
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.planting import construct
 from parity.reference import NormLinear

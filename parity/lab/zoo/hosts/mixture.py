@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.case import Pair
+from parity.case import weight_map
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.case import UNQUANTIZED, host
 from parity.lab.zoo.planting import construct
-from parity.weights import notation
 
 SMALL = dict(tokens=64, hidden=64, ffn=96, experts=4)
 LARGE = dict(tokens=256, hidden=256, ffn=384, experts=8)
@@ -87,13 +87,13 @@ def mixture(te: ModuleType, hidden: int, ffn: int, experts: int, **_: Any) -> Pa
     )
 
 
-def weights_in(order: Iterable[int]) -> notation.WeightMap:
+def weights_in(order: Iterable[int]) -> weight_map.WeightMap:
     """The map that fills TE's experts in this order."""
     order = list(order)
     return {
         "router.weight": "router.weight",
-        "gate_up": notation.experts(*(f"fc1.weight{expert}" for expert in order)),
-        "down": notation.experts(*(f"fc2.weight{expert}" for expert in order)),
+        "gate_up": weight_map.experts(*(f"fc1.weight{expert}" for expert in order)),
+        "down": weight_map.experts(*(f"fc2.weight{expert}" for expert in order)),
     }
 
 

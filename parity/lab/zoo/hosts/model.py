@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from parity.case import Pair
-from parity.inputs import Rng
+from parity.case.case import Pair, Rng
+from parity.case.weight_map import Side, under
 from parity.lab.zoo.hosts.case import host
 from parity.lab.zoo.hosts.layer import LLAMA_WEIGHTS, te_llama_layer
 from parity.reference import LlamaLayer
-from parity.weights.notation import under
-from parity.weights.terms import Side
 
 SMALL = dict(batch=2, seq=32, vocabulary=96, hidden=64, ffn=128, heads=4, groups=2)
 LARGE = dict(batch=2, seq=128, vocabulary=256, hidden=256, ffn=512, heads=8, groups=2)

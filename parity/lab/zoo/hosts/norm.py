@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from parity.case import Pair
+from parity.case.case import Pair
+from parity.case.weight_map import shift
 from parity.lab.zoo.hosts.case import UNQUANTIZED, host
 from parity.lab.zoo.planting import construct
-from parity.weights.notation import shift
 
 SIZES = (dict(batch=2, seq=32, width=128), dict(batch=2, seq=128, width=512))
 # Standard deviation of embeddings in GPT-2 and Llama when training begins: what the first norm reads.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from parity.case import Pair
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.case import UNQUANTIZED, host
 
 SMALL = dict(batch=64, width=64, out=96)

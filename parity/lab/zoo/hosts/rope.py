@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.case import Pair
-from parity.inputs import Rng
+from parity.case.case import Pair, Rng
 from parity.lab.zoo.hosts.case import UNQUANTIZED, host
 from parity.lab.zoo.hosts.core_attention import query_key_value
 from parity.reference import CoreAttention, RotaryEmbedding, rotate_halves

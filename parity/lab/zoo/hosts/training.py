@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from parity.case import Pair
+from parity.case.case import Pair
 from parity.lab.zoo.hosts.case import host
 
 # A row is a microbatch; MXFP8 wants a multiple of 32 tokens in each.

@@ -1,0 +1,186 @@
+"""Declare a pair: the reference, the candidate, their sizes and inputs; a case is a pair that was registered."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.case.map_check import share_memory_alike
+from parity.case.weight_map import WeightMap
+from parity.te.attention_backend import AttentionBackend
+from parity.user_error import UserError
+
+# Seeded random inputs, the same on every device and for every precision.
+
+
+class Rng:
+    """A stream of random tensors, drawn on the CPU in FP32.
+
+    Args:
+        seed: of the run.
+        purpose: streams of one seed with different purposes are independent.
+    """
+
+    def __init__(self, seed: int, purpose: str = "inputs") -> None:
+        # The CPU's generator takes 32 bits of a seed and drops the rest: mix seed and purpose into those.
+        digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=4).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+    def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+        """Gaussian values of the given shape."""
+        drawn = torch.empty(shape, dtype=torch.float32).normal_(generator=self._generator)  # ``draws`` sees the method
+        return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # a step takes long where nothing is drawn
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Values evenly spread over [low, high)."""
+        return torch.rand(shape, generator=self._generator, dtype=torch.float32) * (high - low) + low
+
+    def integers(self, *shape: int, low: int = 0, high: int) -> Tensor:
+        """Int64 values from low to high - 1."""
+        return torch.randint(low, high, shape, generator=self._generator)
+
+    def permutation(self, n: int) -> Tensor:
+        """The numbers from 0 to n - 1 in random order, int64."""
+        return torch.randperm(n, generator=self._generator)
+
+
+# What a user declares: a pair of modules, and the case that builds it at a size.
+
+
+Size = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A plain PyTorch module and the TE module that is to replace it.
+
+    Attributes:
+        reference: the PyTorch module, as its author wrote it; it must run in FP64.
+        candidate: the TE module, built in FP32 (parity casts it to each precision's dtype).
+        inputs: called as ``inputs(rng, **sizes)`` with those sizes that it names; returns a tensor, a tuple (passed by
+            position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get
+            gradients.
+        weights: which reference parameters hold which TE parameters, see ``parity.weights``.
+        call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
+        call_candidate: ditto for the candidate, e.g. to pass TE its mask arguments.
+        fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it
+            runs with the weights that it holds, and the comparison fails where these are not what the map says. None
+            is False for a pair that is handed to ``parity.compare``, and True for one that ``@parity.pair``'s function
+            returns.
+    """
+
+    reference: nn.Module
+    candidate: nn.Module
+    inputs: Callable[..., Any]
+    weights: WeightMap = field(default_factory=dict)
+    call_reference: Callable[..., Any] | None = None
+    call_candidate: Callable[..., Any] | None = None
+    fill: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A registered pair with the sizes and precisions at which it is compared.
+
+    Attributes:
+        name: unique over all cases of a run.
+        factory: ``factory(te, **size)`` builds the Pair; ``te`` is ``transformer_engine.pytorch``.
+        sizes: keyword arguments of the factory, one mapping for each size.
+        precisions: names from ``parity.te.precision``; None means each that the run asks for.
+        marks: pytest marks, besides the precision's own.
+        vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
+            that one that was never copied shows.
+        probe: whether the outputs are compared on probing inputs, too, see ``parity.passes.draws``; False where
+            floating-point inputs may not take any value, such as probabilities.
+        attention: the attention backends that TE is to take, each in an item of its own; empty lets TE choose.
+        path: the file that declares the case.
+        line: the line of the declaration, from 1.
+        part_of: the case whose outputs are compared in parts, of which this one is some; None for all outputs.
+        outputs: names of those of this part; empty for all.
+    """
+
+    name: str
+    factory: Callable[..., Pair]
+    sizes: Sequence[Size]
+    precisions: tuple[str, ...] | None = None
+    marks: tuple[str, ...] = ()
+    vary_constants: bool = True
+    probe: bool = True
+    attention: tuple[AttentionBackend, ...] = ()
+    path: Path = Path()
+    line: int = 0
+    part_of: Case | None = None
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> Case:
+        """The case that was declared, also of a part of it."""
+        return self.part_of or self
+
+    def build(self, te: ModuleType, size: Size) -> Pair:
+        """Build the pair at one size."""
+        return self.factory(te, **size)
+
+    def runs_at(self, precision: str) -> bool:
+        """Whether the case is compared at the precision of this name where a run asks for it."""
+        return self.precisions is None or precision in self.precisions
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.path.name}:{self.line})"
+
+
+def as_case(pair: Case | Pair) -> Case:
+    """The case itself, or one whose builds are copies of the user's own modules, with the weights that both hold.
+
+    Raises:
+        UserError: if it is neither; from the build, if a module cannot be copied.
+    """
+    if isinstance(pair, Case):
+        return pair
+    if not isinstance(pair, Pair):
+        raise UserError(f"what @parity.pair made of a function is due, or a parity.Pair, not {type(pair).__name__}")
+    return Case("pair", lambda te: _copied(pair), sizes=({},), vary_constants=False, path=Path("pair"))
+
+
+def _copied(pair: Pair) -> Pair:
+    try:
+        copied = replace(copy.deepcopy(pair), fill=False if pair.fill is None else pair.fill)
+        for module, original in ((copied.reference, pair.reference), (copied.candidate, pair.candidate)):
+            share_memory_alike(module, original)
+        return copied
+    except Exception as error:
+        raise UserError(
+            f"its modules cannot be copied, as each comparison needs its own (copy.deepcopy raised "
+            f"{type(error).__name__}: {error}); build them in a function under @parity.pair"
+        ) from error
+
+
+def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
+    """Call the pair's ``inputs`` with the sizes that it names.
+
+    Raises:
+        UserError: if it asks for a size that the case does not have.
+    """
+    parameters = list(inspect.signature(pair.inputs).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return _plain(pair.inputs(rng, **size))
+    named = [parameter for parameter in parameters if parameter.name in size or parameter.default is parameter.empty]
+    missing = [parameter.name for parameter in named if parameter.name not in size]
+    if missing:
+        has = f"has only {', '.join(size)}" if size else "is empty: name it in sizes=[dict(...)]"
+        raise UserError(f"inputs() asks for {missing[0]!r}, but the size {has}")
+    return _plain(pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named}))
+
+
+def _plain(inputs: Any) -> Any:
+    """A mapping as a dict, since PyTorch finds no tensors in others, such as what a tokenizer returns."""
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs

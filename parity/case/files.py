@@ -1,0 +1,179 @@
+"""Find the files that declare pairs, without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib import util
+from pathlib import Path
+from types import CodeType, FrameType
+
+# Tells from a file's text whether it uses parity, before anything is imported.
+
+
+_NAME = "parity"
+# Of a file that cannot be parsed: its error is told when it is imported.
+_LOOKS_LIKE_AN_IMPORT = re.compile(rf"(?m)^[^#\n]*\b(import|from)\s[^#\n]*\b{_NAME}\b")
+
+
+def imports_parity(file: Path) -> bool:
+    """Whether the file imports parity or something of it, in whatever form, or a module beside it does that it imports.
+
+    Such a module may declare pairs for the file. Beside it are the modules in its folder, and those below the folder
+    of its outermost package.
+    """
+    seen: set[Path] = set()
+    front = [file]
+    while front:
+        current = front.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        modules = list(_imported(current))
+        if any(module.partition(".")[0] == _NAME for module in modules):
+            return True
+        front += [found for module in modules for found in _beside(current, module)]
+    return False
+
+
+def that_import_parity(
+    paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]
+) -> Iterator[Path]:
+    """Those of these files that do, and of those below these folders.
+
+    Args:
+        paths: files and folders.
+        patterns: of the files that count in a folder, as in pytest's ``python_files``.
+        ignored_folders: patterns of names, as in pytest's ``norecursedirs``.
+    """
+    for path in paths:
+        if path.is_file():
+            if imports_parity(path):
+                yield path
+            continue
+        for folder, subfolders, files in os.walk(path):
+            subfolders[:] = [name for name in subfolders if not any(fnmatch(name, p) for p in ignored_folders)]
+            candidates = (Path(folder, name) for name in files)
+            yield from (file for file in candidates if any(file.match(p) for p in patterns) and imports_parity(file))
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Modules that a file imports, with leading dots where they are relative; names of functions among them."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the file's text, such as invalid escapes; its import gives them
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        yield from [_NAME] if _LOOKS_LIKE_AN_IMPORT.search(text) else []
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from [module] if node.module else []
+            yield from (f"{module}{'.' if node.module else ''}{alias.name}" for alias in node.names)
+
+
+def _beside(file: Path, module: str) -> Iterator[Path]:
+    """The files that a module's name can mean from this file."""
+    name = module.lstrip(".")
+    level = len(module) - len(name)
+    for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _root(file)]:
+        place = base.joinpath(*name.split("."))
+        yield from (found for found in (place.with_suffix(".py"), place / "__init__.py") if found.is_file())
+
+
+def _root(file: Path) -> Path:
+    """The folder that holds the outermost package that the file is in, from which its absolute imports start."""
+    folder = file.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+# Which file a declaration belongs to: the one that is being imported, wherever the declaring function is written.
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a pair is declared.
+
+    Attributes:
+        path: the file.
+        line: its innermost line that led to the declaration, from 1.
+        module: the name under which the file is imported.
+        body: the code of the module whose import declares the pair, another object each time that the file is
+            imported; None where no import does, but a function that is called later.
+    """
+
+    path: Path = Path()
+    line: int = 0
+    module: str = ""
+    body: CodeType | None = None
+
+
+def place_of(caller: FrameType | None) -> Place:
+    """The place of a declaration that this frame makes.
+
+    Outside of an import it is the frame's own, in a script, a notebook or a test.
+    """
+    if caller is None:
+        return Place()
+    body = _being_imported(caller)
+    if body is None:
+        return _place(caller, None)
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_filename != body.f_code.co_filename:
+        frame = frame.f_back
+    return _place(frame or body, body.f_code)
+
+
+def _place(frame: FrameType, body: CodeType | None) -> Place:
+    name = str(frame.f_globals.get("__name__", ""))
+    return Place(Path(frame.f_code.co_filename).resolve(), frame.f_lineno, name, body)
+
+
+def _being_imported(frame: FrameType | None) -> FrameType | None:
+    """The body of the innermost module that is being imported; a main program is not."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and _is_import(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_import(body: FrameType) -> bool:
+    """Whether it runs a module's own file; ``exec`` runs a text under the module's name."""
+    origin = getattr(body.f_globals.get("__spec__"), "origin", None)
+    if origin is None or body.f_globals.get("__name__") == "__main__":
+        return False
+    return Path(origin).resolve() == Path(body.f_code.co_filename).resolve()
+
+
+# Where the built-in cases lie: beside the package in a checkout, inside it where it is installed.
+
+
+MODULE = "parity.cases"
+
+
+def checkout() -> Path | None:
+    """The folder of the cases in the checkout whose package is running, or None if it runs from an installation."""
+    root = Path(__file__).resolve().parents[2]
+    return root / "cases" if (root / "pyproject.toml").is_file() else None
+
+
+def folder() -> Path:
+    """The folder of the cases that belong to the running package."""
+    found = checkout()
+    if found is not None:
+        return found
+    spec = util.find_spec(MODULE)
+    assert spec is not None  # the package is installed with it
+    return Path(next(iter(spec.submodule_search_locations or ())))

@@ -1,0 +1,425 @@
+"""Collect the pairs that ``@parity.pair`` declares, in a file or in installed packages."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from parity import te
+from parity.case.case import Case, Pair, Size
+from parity.case.files import Place, place_of
+from parity.te.attention_backend import BACKENDS, AttentionBackend
+from parity.user_error import INTERRUPTS, UserError
+
+# What ``@parity.pair`` accepts: each function returns an argument as ``Case`` holds it, or says why it cannot.
+
+
+MARKS_BELONG = 'marks of pytest have no effect around a pair; name them in its declaration: marks=["slow"]'
+_VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def checked_name(name: object) -> str:
+    """A case's name, of letters, digits, ``_``, ``-`` and ``.``."""
+    if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
+        raise UserError("a name consists of letters, digits, '_', '-' and '.'")
+    return name
+
+
+def checked_factory(factory: Any) -> Callable[..., Pair]:
+    """A function whose first parameter is ``te``."""
+    if isinstance(factory, Case):
+        raise UserError(
+            f"@pair decorates a function, not the pair {factory.name!r}; declare two pairs by calling "
+            "parity.pair(...)(function) for each"
+        )
+    if not callable(factory):
+        raise UserError(f"@pair decorates a function, not {factory!r}")
+    if getattr(factory, "pytestmark", ()):
+        raise UserError(MARKS_BELONG)
+    _parameters_after_te(factory)
+    return factory
+
+
+def checked_switch(argument: str, value: object) -> bool:
+    """True or False; a text such as ``"no"`` would count as true."""
+    if not isinstance(value, bool):
+        raise UserError(f"{argument} must be True or False, not {value!r}")
+    return value
+
+
+def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ...]:
+    """The sizes, each of which ``factory(te, **size)`` accepts."""
+    if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Iterable):
+        raise UserError(f"sizes is a list of dicts, one for each size, not {sizes!r}")
+    chosen = tuple(sizes)
+    if not chosen:
+        raise UserError("sizes is empty; leave it out for a factory that needs none")
+    parameters = _parameters_after_te(factory)
+    for i, size in enumerate(chosen):
+        if not isinstance(size, Mapping) or not all(isinstance(key, str) for key in size):
+            raise UserError(f"size {size!r} is no dict with names as keys")
+        if any(are_same(size, other) for other in chosen[:i]):
+            raise UserError(f"size {dict(size)!r} is there twice")
+        _check_accepts(parameters, size)
+    return tuple(dict(size) for size in chosen)
+
+
+def checked_precisions(precisions: object) -> tuple[str, ...] | None:
+    """Names that ``parity.te.precision`` knows; None stays None."""
+    if precisions is None:
+        return None
+    from parity.te.precision import PRECISIONS
+
+    chosen = _strings("precisions", precisions)
+    if not chosen:
+        raise UserError("precisions is empty; leave it out for each that the run asks for")
+    for name in chosen:
+        if name not in PRECISIONS:
+            close = difflib.get_close_matches(name, PRECISIONS, n=1)
+            advice = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"there is no precision {name!r}, only {', '.join(PRECISIONS)}{advice}")
+    return chosen
+
+
+def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
+    """Names of attention backends."""
+    chosen = _strings("attention", backends)
+    unknown = [name for name in chosen if name not in BACKENDS]
+    if unknown:
+        raise UserError(f"there is no attention backend {unknown[0]!r}, only {', '.join(BACKENDS)}")
+    return tuple(backend for backend in BACKENDS if backend in chosen)
+
+
+def checked_marks(marks: object) -> tuple[str, ...]:
+    """Names of pytest marks."""
+    chosen = _strings("marks", marks)
+    for mark in chosen:
+        if not mark.isidentifier():
+            raise UserError(f"mark {mark!r} is no valid name of a pytest mark")
+    return chosen
+
+
+def are_same(entry: object, other: object) -> bool:
+    """Whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
+    try:
+        return bool(entry == other)
+    except (RuntimeError, ValueError):  # they compare element by element
+        return False
+
+
+def _strings(argument: str, values: object) -> tuple[str, ...]:
+    listed = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
+    if listed is None or not all(isinstance(value, str) for value in listed):
+        raise UserError(f"{argument} is a list of names, not {values!r}")
+    return listed
+
+
+def _parameters_after_te(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # of functions that are not written in Python
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].name != "te" or parameters[0].kind not in positional:
+        raise UserError("the factory's first parameter must be te, which is transformer_engine.pytorch")
+    return parameters[1:]
+
+
+def _check_accepts(parameters: list[inspect.Parameter], size: Size) -> None:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    missing = [name for name in required if name not in size]
+    if missing:
+        raise UserError(f"size {dict(size)!r} lacks {', '.join(missing)}, which the factory requires")
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = [p.name for p in parameters if p.kind in by_keyword]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [key for key in size if key == "te" or (key not in accepted and not takes_any)]
+    if unknown:
+        raise UserError(
+            f"size {dict(size)!r} has {', '.join(unknown)}, which the factory does not take; "
+            "add a parameter, or **_ for what only inputs needs"
+        )
+
+
+# The cases of a run: declared with ``@parity.pair``, found in a user's files and in installed packages.
+#
+# A case belongs to the file that is being imported when it is declared, also where a function of another file does it.
+
+
+ENTRY_POINT_GROUP = "parity.pairs"
+
+
+class NoPairError(UserError):
+    """A file that declares no pair."""
+
+
+_CASES: dict[str, Case] = {}
+_PLACES: WeakKeyDictionary[Case, Place] = WeakKeyDictionary()
+
+
+def pair(
+    name: str,
+    *,
+    sizes: Iterable[Size] = ({},),
+    precisions: Iterable[str] | None = None,
+    marks: Iterable[str] = (),
+    vary_constants: bool = True,
+    probe: bool = True,
+    attention: Iterable[str] = (),
+) -> Callable[[Callable[..., Pair]], Case]:
+    """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
+
+    Args:
+        name: unique over all cases; letters, digits, ``_``, ``-`` and ``.``.
+        sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
+        precisions: names from ``parity.te.precision.PRECISIONS``; None means each that the run asks for.
+        marks: names of pytest marks.
+        vary_constants, probe: see ``Case``.
+        attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
+
+    Returns:
+        A decorator that returns the ``Case`` in the factory's place.
+
+    Raises:
+        UserError: if it decorates the function itself, without parentheses. From the decorator, if an argument is not
+            as above, the factory does not take the sizes, or another declaration has the name. A second import of the
+            file, or calling the same lines again later, replaces the case.
+    """
+    written = _callers_place(inspect.currentframe())
+    if callable(name):
+        raise UserError(f'{written.path}:{written.line}: @parity.pair needs a name: @parity.pair("{_own_name(name)}")')
+
+    def declare(factory: Callable[..., Pair]) -> Case:
+        applied = _callers_place(inspect.currentframe())
+        place = written if written.path == applied.path else applied
+        try:
+            case = Case(
+                name=checked_name(name),
+                factory=checked_factory(factory),
+                sizes=checked_sizes(sizes, factory),
+                precisions=checked_precisions(precisions),
+                marks=checked_marks(marks),
+                vary_constants=checked_switch("vary_constants", vary_constants),
+                probe=checked_switch("probe", probe),
+                attention=checked_attention(attention),
+                path=place.path,
+                line=place.line,
+            )
+        except UserError as error:
+            raise UserError(f"{place.path}:{place.line}: pair {name!r}: {error}") from None
+        _register(case, place)
+        return case
+
+    return declare
+
+
+def cases() -> list[Case]:
+    """Every declared case, in the order of declaration."""
+    return list(_CASES.values())
+
+
+def restore(declared: Sequence[Case]) -> None:
+    """Make these the declared cases; undoes what was declared since ``declared = cases()``."""
+    _CASES.clear()
+    _CASES.update({case.name: case for case in declared})
+
+
+def load_file(path: str | Path) -> list[Case]:
+    """Import a Python file and return the cases that it declares; a file that is imported already stays as it is.
+
+    As under pytest, the module has the file's stem as name (its path, where another file took that name) and finds
+    the modules beside it while it is imported.
+
+    Raises:
+        UserError: if there is no such file, it cannot be imported, or it declares no case (``NoPairError``).
+    """
+    path = Path(path).resolve()
+    if path.is_dir():
+        raise UserError(f"{path}: that is a folder; name one of its files of pairs")
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file")
+    if path.suffix != ".py":
+        raise UserError(f"{path}: a file of pairs is a Python file, its name ends in .py")
+    module = _imported_from(path)
+    if module is None:
+        te.serve_imports()  # the file, or a model that it imports, may import TransformerEngine
+        with _undone_on_failure(), _on_sys_path(path.parent):
+            module = _import_file(path)
+    found = _cases_of(module)
+    if not found:
+        raise NoPairError(f"{path}: the file declares no pair; decorate a function with @parity.pair(...)")
+    return found
+
+
+def load_case(path: str | Path, name: str) -> Case:
+    """The case of this name that a file declares.
+
+    Raises:
+        UserError: as ``load_file``, and if the file declares no such case; lists those that it does.
+    """
+    found = {case.name: case for case in load_file(path)}
+    if name not in found:
+        ids = ", ".join(f"{path}::{declared}" for declared in found)
+        raise UserError(f"there is no pair {name!r} in {path}; name one of {ids}")
+    return found[name]
+
+
+def load(target: str) -> list[Case]:
+    """The cases of a file, or the one that a pytest id such as ``my_pairs.py::my_mlp[bf16-2x64]`` names.
+
+    Raises:
+        UserError: as ``load_file`` and ``load_case``.
+    """
+    path, _, item = target.partition("::")
+    return [load_case(path, item.partition("[")[0])] if item else load_file(path)
+
+
+def load_entry_points() -> list[Case]:
+    """The cases of installed packages, whose entry points in the group ``parity.pairs`` name modules.
+
+    Raises:
+        UserError: if such a module cannot be imported or declares no case; names the package and the module.
+    """
+    found: list[Case] = []
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        package = entry.dist.name if entry.dist else "an unknown package"
+        try:
+            with _undone_on_failure():
+                module = importlib.import_module(entry.module)
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise UserError(
+                f"the package {package} announces pairs in the module {entry.module}, but importing it raised "
+                f"{_told(error)}"
+            ) from error
+        declared = _cases_of(module)
+        if not declared:
+            raise UserError(f"the package {package} announces pairs in the module {entry.module}, which declares none")
+        found += [case for case in declared if case not in found]
+    return found
+
+
+def _own_name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "my_pair")
+
+
+def _callers_place(frame: FrameType | None) -> Place:
+    """Where the function that has this frame is called."""
+    return place_of(frame.f_back if frame else None)
+
+
+def _register(case: Case, place: Place) -> None:
+    other = _CASES.get(case.name)
+    if other is not None and not _same_declaration(case, place, other):
+        raise UserError(
+            f"{case.path}:{case.line}: pair {case.name!r} is declared already at {other.path}:{other.line}; "
+            "rename one of them"
+        )
+    _CASES[case.name] = case
+    _PLACES[case] = place
+
+
+def _place(case: Case) -> Place:
+    return _PLACES.get(case, Place(case.path, case.line))
+
+
+def _same_declaration(case: Case, place: Place, other: Case) -> bool:
+    """Whether a file was imported again, a function called again, or typed again into an interpreter or notebook."""
+    if case.path == other.path:
+        bodies = place.body, _place(other).body
+        if None not in bodies:
+            return bodies[0] is not bodies[1]
+        if case.line == other.line:
+            return True
+    typed = not case.path.is_file() and not other.path.is_file()
+    return typed and _qualified_name(case.factory) == _qualified_name(other.factory)
+
+
+def _qualified_name(factory: Callable[..., Any]) -> tuple[str, str]:
+    return getattr(factory, "__module__", ""), getattr(factory, "__qualname__", repr(factory))
+
+
+def _cases_of(module: ModuleType) -> list[Case]:
+    """The cases that are declared in a module's file, or in its submodules."""
+    file = getattr(module, "__file__", None)
+    path = Path(file).resolve() if file else None
+
+    def belongs(case: Case) -> bool:
+        home = _place(case).module
+        return case.path == path or home == module.__name__ or home.startswith(module.__name__ + ".")
+
+    return [case for case in _CASES.values() if belongs(case)]
+
+
+def _imported_from(path: Path) -> ModuleType | None:
+    """The module that was imported from this file, unless what it declared has been undone."""
+    for name in {_place(case).module for case in _CASES.values() if case.path == path}:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
+            return module
+    return None
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = path.stem if path.stem not in sys.modules else str(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # there is a loader for every name that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, (UserError, *INTERRUPTS)):
+            raise
+        raise UserError(import_failure(path, error)) from error
+    return module
+
+
+def import_failure(path: Path, error: BaseException) -> str:
+    """What a file raised while it was imported, and in which of its lines."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {_told(error)}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1] if lines else 1}: importing the file raised {_told(error)}"
+
+
+def _told(error: BaseException) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _undone_on_failure() -> Iterator[None]:
+    """A module that could not be imported has declared nothing."""
+    before = cases()
+    try:
+        yield
+    except BaseException:
+        restore(before)
+        raise
+
+
+@contextmanager
+def _on_sys_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))

@@ -1,0 +1,156 @@
+"""Carry weights and gradients from one layout to the other by a weight map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.case.weight_map import Copies, Shape, Side, WeightMap, holds, linear_part, names, pack, unpack
+
+# What a weight map moves: parameters to TE's layout and back, and gradients by the same map.
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, Shape]:
+    """The shapes of a module's parameters, by name."""
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def to_candidate(
+    weights: WeightMap, reference_tensors: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """TE's parameters from the reference's.
+
+    Exact but where the map shifts. Results have the arguments' dtype and device and may share their memory.
+
+    Args:
+        weights: a map that ``check.check_map`` accepts.
+        reference_tensors: the reference's parameters, all of one dtype.
+        candidate_shapes: of TE's parameters.
+    """
+    like = next(iter(reference_tensors.values()), torch.empty(0))
+    return {
+        name: tensor
+        for left, right in weights.items()
+        for name, tensor in unpack(right, pack(left, reference_tensors, like), candidate_shapes).items()
+    }
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the module's parameters of these names, in the parameters' dtypes."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+def to_reference(
+    weights: WeightMap, candidate_tensors: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """The inverse of ``to_candidate``, but constants are dropped, and of copies the first counts."""
+    inverse = ((right, left) for left, right in weights.items())
+    like = torch.empty(0)
+    return {
+        name: tensor
+        for right, left in inverse
+        for name, tensor in unpack(left, pack(right, candidate_tensors, like), reference_shapes).items()
+    }
+
+
+def gradients_to_reference(
+    weights: WeightMap, candidate_gradients: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """Gradients with respect to the reference's parameters from those with respect to TE's.
+
+    A map moves elements and adds numbers, so gradients move alike and what is added vanishes; those of copies add up.
+    An entry none of whose TE parameters has a gradient is left out.
+
+    Raises:
+        KeyError: if only some of an entry's parameters have one.
+    """
+    linear = {left: right for left, right in _linear(weights).items() if _any_in(right, candidate_gradients)}
+    return to_reference(linear, candidate_gradients, reference_shapes)
+
+
+def _linear(weights: WeightMap) -> dict[Side, Side]:
+    return {linear_part(left): linear_part(right) for left, right in weights.items()}
+
+
+def _any_in(side: Side, tensors: Mapping[str, Tensor]) -> bool:
+    return any(name in tensors for name in names(side))
+
+
+# The reference with one norm for each of TE's, where TE's modules each have a norm that the reference has once.
+#
+# Attention and MLP side by side may read one norm (GPT-J, Phi, Cohere). TE's layer has two that hold the same, and each
+# returns its own gradient, rounded, where the reference's one norm is given the sum of both: more is rounded, and
+# partly cancels. The rounding model computes as TE does.
+
+
+@contextmanager
+def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
+    """Within the context, one pass of the reference has as many norms as TE has by this map.
+
+    Args:
+        reference: whose submodules hold the norms and the layers that read them.
+        weights: in which a norm that TE has several times is mapped to ``copies``.
+    """
+    with ExitStack() as hooks:
+        for norm, others in _norms(weights).items():
+            for te_module in others:
+                own = _OwnNorm(reference.get_submodule(norm))
+                hooks.callback(own.norm.register_forward_hook(own.note).remove)
+                for reader in _submodules_in(te_module, weights) - {norm}:
+                    module = reference.get_submodule(reader)
+                    hooks.callback(module.register_forward_pre_hook(own.read).remove)
+        yield
+
+
+def _norms(weights: WeightMap) -> dict[str, list[str]]:
+    """The submodules that TE has several times, each with TE's modules but the first, which reads the reference's."""
+    found: dict[str, list[str]] = {}
+    for left, right in weights.items():
+        if isinstance(left, str) and isinstance(right, Copies):
+            _, *others = dict.fromkeys(map(_holder, names(right)))
+            found[_holder(left)] = others
+    return found
+
+
+def _submodules_in(te_module: str, weights: WeightMap) -> set[str]:
+    """The reference's submodules whose parameters a module of TE holds alone."""
+    return {
+        _holder(name)
+        for left, right in weights.items()
+        if not holds(right, Copies) and all(_holder(parameter) == te_module for parameter in names(right))
+        for name in names(left)
+    }
+
+
+def _holder(parameter: str) -> str:
+    """The module that has a parameter of this name."""
+    return parameter.rpartition(".")[0]
+
+
+class _OwnNorm:
+    """Computed once in a pass, so that all of its readers' gradients add up before its own backward pass."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+        self._given: tuple[Any, ...] = ()
+        self._returned: Tensor | None = None
+        self._own: Tensor | None = None
+
+    def note(self, norm: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
+        """As a hook of the norm: what it was given and returned last."""
+        self._given, self._returned, self._own = given, returned, None
+
+    def read(self, reader: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """As a hook of a layer: this norm's result in the place of the reference's."""
+        if self._returned is None or not any(x is self._returned for x in given):
+            return given
+        if self._own is None:
+            self._own = self.norm.forward(*self._given)
+        return tuple(self._own if x is self._returned else x for x in given)

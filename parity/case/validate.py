@@ -1,0 +1,380 @@
+"""Check what a pair builds before anything is allocated, on the meta device, and say what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from parity.case import transfer
+from parity.case.case import Case, Pair, Rng, Size, draw_inputs
+from parity.case.map_check import check_map, other_names
+from parity.case.registry import are_same
+from parity.case.weight_map import WeightMapError, names
+from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
+from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
+from parity.user_error import INTERRUPTS, UserError
+
+# Runs code that builds modules and tensors so that they get shapes and dtypes, but neither memory nor values.
+
+
+_META = torch.device("meta")
+_MOVES = (Tensor.cpu, Tensor.cuda)
+# Values that nothing holds need not be drawn; on the meta device PyTorch goes a long way to draw none.
+_DRAWS = (Tensor.normal_, Tensor.uniform_)
+_INITS = (init.normal_, init.uniform_, init.kaiming_uniform_)
+_DRAWN = (torch.randn, torch.rand)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Every tensor that is created or moved inside lies on the meta device, whatever device the code names.
+
+    Code that reads a tensor's values, or that mixes in real tensors, raises inside as it does on any meta tensor.
+    """
+    with torch.device("meta"), _EveryDeviceIsMeta():
+        yield
+
+
+class _EveryDeviceIsMeta(TorchFunctionMode):
+    """Replaces devices in the arguments of PyTorch's functions; ``torch.device("meta")`` alone yields to them."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _MOVES or func in _DRAWS:
+            return args[0]
+        named = dict(kwargs or {})
+        if func in _INITS:
+            return named["tensor"] if "tensor" in named else args[0]
+        # A CPU generator cannot draw on the meta device, and nothing is drawn there.
+        named.pop("generator", None)
+        if named.get("device") is not None:
+            named["device"] = _META
+        if func in _DRAWN:
+            func = torch.empty
+        if func is torch.empty_like and not named.keys() - {"device"} and args[0].is_contiguous():
+            return torch.empty(args[0].shape, dtype=args[0].dtype)  # which PyTorch makes in a twentieth of the time
+        moves = func is Tensor.to
+        return func(*[_META if _names_device(arg, moves) else arg for arg in args], **named)
+
+
+def _names_device(argument: Any, moves: bool) -> bool:
+    """Whether a positional argument is a device; ``Tensor.to`` takes one as a string or index, too."""
+    if isinstance(argument, torch.device):
+        return True
+    return moves and isinstance(argument, (str, int)) and not isinstance(argument, bool)
+
+
+# Which modules can be a pair's at all: their parameters have shapes, are real, and stay the module's own.
+
+
+def check_module(role: str, module: Any) -> None:
+    """Make sure that a module is one that can be compared.
+
+    Args:
+        role: ``reference`` or ``candidate``, for the message.
+        module: what the pair has in that place.
+
+    Raises:
+        UserError: if it is no module, is TorchScript's, or has parameters without a shape or of complex numbers.
+    """
+    if not isinstance(module, nn.Module):
+        kind = "None" if module is None else type(module).__name__
+        raise UserError(f"the {role} must be a torch.nn.Module, not {kind}")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"the {role}'s {name}" if name else f"the {role}"
+            raise UserError(
+                f"{what} is compiled by TorchScript, which hands out copies of its parameters; give the module that it "
+                "was made of"
+            )
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise UserError(
+                f"the {role}'s {name} has no shape before the first call of the {role}; call it once, on a tensor of "
+                "zeros, before you hand it over"
+            )
+        if parameter.is_complex():
+            raise UserError(
+                f"the {role}'s {name} holds complex numbers, which no precision of TransformerEngine has; hold it as "
+                "torch.view_as_real(...) and compute with torch.view_as_complex(...)"
+            )
+
+
+# Which of a port's parameters lie outside of TransformerEngine's modules, as a router's or a head's often do.
+#
+# PyTorch's own layers multiply in the dtype that they hold: no autocast of TE's makes FP8 of them, nor do they read
+# FP32 in TF32 unless they are told to.
+
+
+def parameters_outside_te(pair: Pair) -> frozenset[str]:
+    """Names of the reference's parameters that the candidate holds in no module of TE's, nor in one derived from these.
+
+    A parameter that is tied to one of TE's, as a head's to an embedding's, is within.
+    """
+    within = {id(parameter) for module in of_te(pair.candidate).values() for parameter in module.parameters()}
+    parameters = dict(pair.candidate.named_parameters())
+    inside = {
+        name
+        for left, right in pair.weights.items()
+        if any(id(parameters[parameter]) in within for parameter in names(right))
+        for name in names(left)
+    }
+    return frozenset(name for left in pair.weights for name in names(left)) - inside
+
+
+def of_te(module: nn.Module) -> dict[str, nn.Module]:
+    """The module itself and those in it that are TE's, or derived from these, by their names in it."""
+    return {name: part for name, part in module.named_modules() if _is_te(part)}
+
+
+def has_te(module: nn.Module) -> bool:
+    """Whether there is one."""
+    return bool(of_te(module))
+
+
+def _is_te(module: nn.Module) -> bool:
+    return any(is_of_te(base) for base in type(module).__mro__)
+
+
+# Finds a case's mistakes before anything runs: built at each size without memory, its parts must fit together.
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSize:
+    """A size at which a case fits together.
+
+    Attributes:
+        size: as the case declares it.
+        label: the shape of the first input tensor, e.g. ``2x1024x512``, and where sizes of the case share it, the
+            entries in which they differ, e.g. ``2x1024x512-ffn1536``; unique in the case.
+        has_attention: whether TE picks an attention backend in the candidate.
+        has_te: whether the candidate has a module of TE's.
+        inputs: how many floating-point tensors the reference is given.
+        trained: how many of the reference's parameters get gradients.
+    """
+
+    size: Size
+    label: str
+    has_attention: bool = False
+    has_te: bool = True
+    inputs: int = 0
+    trained: int = 0
+
+
+def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
+    """Check a case at each of its sizes.
+
+    Both modules are built without memory or values. Where the factory or ``inputs`` needs values, both are called again
+    for real. Neither may keep tensors in a cache of its own across calls: without memory they are useless later.
+
+    Args:
+        case: the case.
+        te: the module ``transformer_engine.pytorch``.
+
+    Returns:
+        The sizes, in the case's order.
+
+    Raises:
+        UserError: if the factory raises or returns no two modules, the weight map does not fit them, or ``inputs``
+            raises or returns no tensor; names the case, its file and line, and the size.
+    """
+    checked = [_check_size(case, te, size) for size in case.sizes]
+    labels = _labels([each.label for each in checked], case.sizes)
+    return [dataclasses.replace(each, label=label) for each, label in zip(checked, labels, strict=True)]
+
+
+def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[AttentionBackend | None]:
+    """The attention backends to force, each in an item of its own; None lets TE choose.
+
+    Args:
+        case: may demand some, where the run leaves it open.
+        checked: a candidate without attention is one item, whatever is asked for.
+        asked: of the run, one of ``CHOICES``.
+
+    Raises:
+        UserError: if it is none of them.
+    """
+    checked_choice(asked)
+    if not checked.has_attention:
+        return (None,)
+    if asked == "auto":
+        return case.attention or (None,)
+    return [backend for backend in BACKENDS if asked in (backend, "all")]
+
+
+def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
+    """The size, with the shape of the first input tensor as label."""
+    with located(case, size):
+        pair, drawn = _build_without_memory(case, te, size)
+        _check_plain(pair)
+        try:
+            check_map(
+                pair.weights,
+                transfer.parameter_shapes(pair.reference),
+                transfer.parameter_shapes(pair.candidate),
+                other_names(pair.reference),
+                other_names(pair.candidate),
+            )
+        except WeightMapError as error:
+            raise WeightMapError(f"{error}\n{_advice(case)}") from None
+        tensors = list(_tensors(drawn))
+        if not tensors:
+            raise UserError(f"inputs returned no tensor but {_type_name(drawn)}")
+    return CheckedSize(
+        size,
+        label="x".join(map(str, tensors[0].shape)) or "scalar",
+        has_attention=has_attention(pair.candidate),
+        has_te=has_te(pair.candidate),
+        inputs=sum(tensor.is_floating_point() for tensor in tensors),
+        trained=sum(parameter.requires_grad for parameter in pair.reference.parameters()),
+    )
+
+
+def _advice(case: Case) -> str:
+    if case.path.suffix != ".py":
+        return "parity.suggest_map(pair) proposes a map"
+    return f"`parity suggest-map {case.path.name}::{case.name}` proposes a map"
+
+
+@contextmanager
+def located(case: Case, size: Size) -> Iterator[None]:
+    """Within the context, a ``UserError`` names the case, its file and line, and the size."""
+    try:
+        yield
+    except UserError as error:
+        at_size = f", size ({', '.join(f'{key}={value!r}' for key, value in size.items())})" if size else ""
+        where = f"{case.path}:{case.line}: pair {case.name!r}{at_size}" if case.line else "the pair"
+        raise type(error)(f"{where}:{_indented(str(error))}") from error.__cause__
+
+
+def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
+    """The pair and its inputs, without memory if they can be built so."""
+    try:
+        with without_memory():
+            pair = case.build(te, size)
+            _check_pair(pair)
+            return pair, draw_inputs(pair, size, Rng(0))
+    except (UserError, *INTERRUPTS):
+        raise
+    except BaseException:
+        # Sound code can need values; whether it does, only the real call tells, and it tells the real cause.
+        pass
+    return build(case, te, size)
+
+
+def build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
+    """The pair at a size, and its inputs.
+
+    Raises:
+        UserError: if the factory or ``inputs`` raises, or the factory returns no pair of two modules.
+    """
+    with _as_user_error("the factory", case.path):
+        pair = case.build(te, size)
+    _check_pair(pair)
+    with _as_user_error("inputs", case.path):
+        return pair, draw_inputs(pair, size, Rng(0))
+
+
+@contextmanager
+def _as_user_error(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, *INTERRUPTS):
+        raise
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # The user looks for the mistake in the file that declares the case, even if code further down raised.
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+        place = f" in line {lines[-1]}" if lines else ""
+        innermost = users_frame(error)
+        deeper = innermost is not None and Path(innermost.filename).resolve() != path
+        further = f"; at {users_line(error)}" if deeper else ""
+        raise UserError(f"{what} raised {type(error).__name__}{place}: {first_paragraph(error)}{further}") from error
+
+
+def _check_pair(pair: Any) -> None:
+    if not isinstance(pair, Pair):
+        raise UserError(f"the factory must return a parity.Pair, not {_type_name(pair)}")
+    check_module("reference", pair.reference)
+    check_module("candidate", pair.candidate)
+    if pair.reference is pair.candidate:
+        raise UserError("reference and candidate are the same module, which compares it with itself")
+    for role, function in (
+        ("inputs", pair.inputs),
+        ("call_reference", pair.call_reference),
+        ("call_candidate", pair.call_candidate),
+    ):
+        if not (callable(function) or (function is None and role != "inputs")):
+            raise UserError(f"{role} must be a function, not {_type_name(function)}")
+    if pair.fill not in (True, False, None):
+        raise UserError(f"fill must be True, False or None, not {pair.fill!r}")
+
+
+def _check_plain(pair: Pair) -> None:
+    """A reference that computes with TE's kernels would be compared with these; they know no FP64, either."""
+    for name, part in of_te(pair.reference).items():
+        if list(part.parameters(recurse=False)) or has_attention(part):
+            what = f"its {name}" if name else "it"
+            advice = "" if has_te(pair.candidate) else "; are reference and candidate exchanged?"
+            raise UserError(
+                f"the reference must be plain PyTorch, which runs in FP64, but {what} is TransformerEngine's "
+                f"{_type_name(part)}{advice}"
+            )
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, (tuple, list, Mapping)):
+        for entry in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _tensors(entry)
+
+
+def _labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
+    """Each shape, made unique by the entries in which the sizes that share it differ."""
+    sharing = [[other for j, other in enumerate(sizes) if shapes[j] == shape] for shape in shapes]
+    labels = [
+        "-".join([shape, *(_entry_label(key, size) for key in _differing(group) if key in size)])
+        for shape, size, group in zip(shapes, sizes, sharing, strict=True)
+    ]
+    counts = Counter(labels)
+    return [label if counts[label] == 1 else f"{label}-size{i}" for i, label in enumerate(labels)]
+
+
+def _differing(sizes: Sequence[Size]) -> list[str]:
+    """The keys, in order of appearance, whose values are not the same in all sizes."""
+    keys = dict.fromkeys(key for size in sizes for key in size)
+    return [key for key in keys if not all(key in size and are_same(size[key], sizes[0].get(key)) for size in sizes)]
+
+
+def _entry_label(key: str, size: Size) -> str:
+    return key + re.sub(r"[^A-Za-z0-9_.-]+", "_", str(size[key])).strip("_")
+
+
+def _indented(text: str) -> str:
+    """Several lines, as a weight map's problems are, each on its own below the first."""
+    lines = text.splitlines()
+    return f" {text}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+
+
+def _type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__

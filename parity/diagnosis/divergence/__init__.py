@@ -1,1 +1,0 @@
-"""The first module of a candidate that computes something that its reference does not."""

@@ -1,1 +1,0 @@
-"""Single functions of a reference, and ports that have others: activations, factors, biases, lookups."""

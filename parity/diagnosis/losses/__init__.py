@@ -1,1 +1,0 @@
-"""Losses in a reference, and what ports get wrong about averages and labels."""

@@ -1,1 +1,0 @@
-"""What shows when the candidate runs again, otherwise than before."""

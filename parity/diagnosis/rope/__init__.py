@@ -1,1 +1,0 @@
-"""Rotary embeddings in a reference, and what ports get wrong about them."""

@@ -1,1 +1,0 @@
-"""Steps of an optimizer in a reference, and ports whose optimizer makes others."""

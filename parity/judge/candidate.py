@@ -1,0 +1,289 @@
+"""Judge what a candidate does besides its numbers.
+
+Which TE modules run, what it remembers, whether it repeats itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parity.case.validate import of_te
+from parity.case.weight_map import WeightMap
+from parity.mistakes.codes import finding
+from parity.passes.all_passes import Recalled, Tensors
+from parity.passes.refusals import gradients_missed
+from parity.result import Determinism, Finding, TensorResult, label_of
+from parity.trace.effects import RandomState, kept, other_numbers
+from parity.trace.kernels import Trace, as_bytes, first_difference
+from parity.trace.whose import is_below, is_te, line_running
+
+# Return whether a candidate that is built again gives the same bytes, and if not, where it first did not.
+#
+# What one module keeps from call to call is ``remembered``'s.
+
+
+Run = Callable[[Callable[[nn.Module], None]], Tensors]
+# A kernel that adds in the order in which its blocks finish does not differ each time.
+_ATTEMPTS = 3
+
+
+def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) -> Determinism:
+    """Build and run the candidate again from the same random state, and if nothing differs, from another.
+
+    Args:
+        run: the candidate's pass, calls its argument with the newly built module.
+        first: what it returned before.
+        before: the random state that it started from.
+        device: the kernels'.
+    """
+    with kept(device):
+        before.restore(device)
+        differing = _differing(first, run(lambda module: None))
+        if differing:
+            return Determinism(differing, first=_located(run, before, device))
+    with other_numbers(device):
+        return Determinism(drawn=_differing(first, run(lambda module: None)))
+
+
+def _differing(one: Tensors, other: Tensors) -> tuple[str, ...]:
+    return tuple(
+        label_of(kind, name)
+        for (kind, name), tensor in one.items()
+        if not torch.equal(as_bytes(tensor), as_bytes(other[kind, name]))
+    )
+
+
+def _located(run: Run, before: RandomState, device: torch.device) -> str:
+    for _ in range(_ATTEMPTS):
+        traces = Trace(), Trace()
+        for trace in traces:
+            before.restore(device)
+            with trace.of_kernels():
+                run(trace.watch)
+        place = first_difference(*traces)
+        if place:
+            return place
+    return ""
+
+
+# Whether a candidate keeps something from one call to the next that its outputs hang on, as no reference may.
+
+
+_TITLE = "state-between-calls"
+
+
+def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[Finding, ...]:
+    """Return a finding where the same inputs, before and after the pass, gave outputs that no rounding makes differ.
+
+    Two outputs that are both within a tolerance of golden are within twice that of each other.
+
+    Args:
+        recalled: of the candidate's calls.
+        tensors: the verdicts on its pass.
+    """
+    tolerance = {tensor.name: tensor.tolerance_relative_l2 for tensor in tensors if tensor.kind == "output"}
+    for name, one in recalled.before.items():
+        other = recalled.after.get(name)
+        if other is None or other.shape != one.shape:
+            return (told(recalled, f"it does not return {name} as before"),)
+        apart = torch.linalg.vector_norm((other.double() - one.double()).nan_to_num())
+        size = torch.linalg.vector_norm(one.double().nan_to_num())
+        if name in tolerance and apart > 2 * tolerance[name] * size:
+            moved = f"{(apart / size).item():.2g} of its norm" if size else f"{apart.item():.2g}"
+            return (told(recalled, f"its {name} moves by {moved}"),)
+    return ()
+
+
+def told(recalled: Recalled, evidence: str) -> Finding:
+    """Return the finding, with what shows it."""
+    where = f" in {', '.join(recalled.changed)}" if recalled.changed else ""
+    return finding(
+        _TITLE,
+        f"the candidate remembers its last call{where}: called again, {evidence}; let each call compute from its own "
+        "inputs and the weights alone, and forget the rest where it begins",
+    )
+
+
+# Which of TransformerEngine's modules a candidate runs, and who reads the weights of those that it does not run.
+
+
+# Whose own parameters, if they have any, are of the user's class that is derived from them.
+_WITHOUT_PARAMETERS = (
+    *("TransformerLayer", "MultiheadAttention", "Sequential", "TransformerEngineBaseModule"),
+    *("FusibleOperation", "BasicOperation", "FusedOperation"),
+)
+_KERNELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # ours among them, which TE calls
+_MARK = "_parity_name"  # a module's name in the candidate, which a copy of it keeps
+_COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # which compute nothing of a weight
+_MOST_TOLD = 4
+
+Rerun = Callable[[Callable[[nn.Module], None]], object]
+"""Runs the candidate again, after a change to its newly built module."""
+
+
+class TeModules:
+    """Which of a candidate's TE modules have run."""
+
+    def __init__(self, caller: CodeType) -> None:
+        """Watch what runs below this code, in this thread, inside of ``watched``."""
+        self._caller = caller
+        self._candidate: nn.Module | None = None
+        self._ran: set[str] = set()
+        self._used: set[int] = set()
+
+    def of(self, candidate: nn.Module) -> None:
+        """Watch this candidate's modules, and copies that it makes of them; of several the first is asked about."""
+        self._candidate = candidate if self._candidate is None else self._candidate
+        for name, module in of_te(candidate).items():
+            vars(module)[_MARK] = name
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note within the context whose forward TE's own code begins; a method of a derived class may never call it."""
+        before = sys.getprofile()
+
+        def see(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call" and frame.f_code.co_name in ("forward", "new_fwd") and is_te(frame):
+                # The latter replaces the forward of a module that is captured in a graph (``pytorch/graph.py``).
+                module = frame.f_locals.get("self", frame.f_locals.get("func"))
+                if isinstance(module, nn.Module) and is_below(frame, self._caller):
+                    self._note(module)
+
+        sys.setprofile(see)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _note(self, module: nn.Module) -> None:
+        name = vars(module).get(_MARK)
+        if name is not None:
+            self._ran.add(name)
+        # A module that is none of the candidate's own may compute with the weights of one that is.
+        self._used.update(map(id, module.parameters(recurse=name is None)))
+
+    def idle(self) -> dict[str, list[str]]:
+        """Return the TE modules that hold parameters and did not run, by name, with the parameters' names."""
+        if self._candidate is None:
+            return {}
+        names = {id(parameter): name for name, parameter in self._candidate.named_parameters()}
+        found: dict[str, list[str]] = {}
+        for name, module in of_te(self._candidate).items():
+            own = [x for x in module.parameters(recurse=False) if id(x) not in self._used]
+            if own and name not in self._ran and not _holds_users(module) and not self._runs_within(name, module):
+                found[name] = [names[id(x)] for x in own]
+        return found
+
+    def _runs_within(self, name: str, module: nn.Module) -> bool:
+        """Return whether a TE module around it has run, which computes for it, as fused operations do."""
+        parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)] + [""] * bool(name)
+        is_tes = str(getattr(module.forward, "__module__", "")).partition(".")[0] == "transformer_engine"
+        return is_tes and any(parent in self._ran for parent in parents)
+
+    def left_out(self, weights: WeightMap, golden: Mapping[str, Tensor], rerun: Rerun) -> str:
+        """Say which TE modules the candidate leaves out, and who reads their weights; empty where it leaves out none.
+
+        One is left out that did not run though its weight has a gradient in the reference, or PyTorch's functions read
+        it: an expert that no token reached, or a layer that both sides skip, is not.
+
+        Args:
+            weights: the pair's map.
+            golden: the gradients of the reference's parameters, but for frozen ones.
+            rerun: runs the candidate again, after a change to its newly built module.
+        """
+        idle = self.idle()
+        self._candidate = None  # its memory is needed
+        if not idle:
+            return ""
+        of_idle = tuple(name for parameters in idle.values() for name in parameters)
+        trained = set(gradients_missed(of_idle, weights, golden))
+        again, reads = TeModules(self._caller), _Reads(of_idle, self._caller)
+
+        def watch(candidate: nn.Module) -> None:
+            again.of(candidate)
+            reads.of(candidate)
+
+        with _uncompiled(), again.watched(), reads:  # where a module is compiled, its forward never shows
+            rerun(watch)
+        still = {name: parameters for name, parameters in idle.items() if name in again.idle()}
+        found = {
+            name: parameters
+            for name, parameters in still.items()
+            if not reads.by_te.intersection(parameters)
+            and (trained.intersection(parameters) or reads.of_any(parameters))
+        }
+        if not found:
+            return ""
+        named = [_told(name, reads.of_any(parameters)) for name, parameters in list(found.items())[:_MOST_TOLD]]
+        more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
+        return (
+            f"TransformerEngine's modules hold weights and did not run: {', '.join(named)}{more}; call the modules, or "
+            "leave to plain PyTorch modules what TransformerEngine is not to compute"
+        )
+
+
+def _holds_users(module: nn.Module) -> bool:
+    """Return whether a module's own parameters are those of a user's class."""
+    of_tes = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine")]
+    return of_tes[0] in _WITHOUT_PARAMETERS
+
+
+def _told(name: str, line: str) -> str:
+    return f"{name or 'the candidate itself'} (its weight is read by PyTorch at {line})" if line else name
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    stance = getattr(torch.compiler, "set_stance", None)  # new in PyTorch 2.6
+    return nullcontext() if stance is None else stance("force_eager")
+
+
+class _Reads(TorchDispatchMode):
+    """Notes who computes with certain parameters in the forward pass.
+
+    Attributes:
+        by_te: names of the parameters that TE's own code computes with.
+    """
+
+    def __init__(self, names: Sequence[str], caller: CodeType) -> None:
+        super().__init__()
+        self._caller = caller
+        self._names = names
+        self._parameters: dict[int, str] = {}
+        self._lines: dict[str, str] = {}
+        self.by_te: set[str] = set()
+
+    def of(self, candidate: nn.Module) -> None:
+        """Note reads of this candidate's parameters of those names."""
+        self._parameters.update((id(x), name) for name, x in candidate.named_parameters() if name in self._names)
+
+    def of_any(self, parameters: list[str]) -> str:
+        """Return the line at which PyTorch first reads one of the parameters; empty where it reads none."""
+        return next(filter(None, map(self._lines.get, parameters)), "")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in _COPIES:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, Tensor) and id(x) in self._parameters:
+                    self._note(self._parameters[id(x)])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        if not is_below(frame, self._caller):
+            return
+        while frame is not None and frame.f_code.co_filename.startswith(_KERNELS):
+            frame = frame.f_back
+        if frame is not None and is_te(frame):
+            self.by_te.add(name)
+        else:
+            self._lines.setdefault(name, line_running() or "a line of its own")

@@ -1,0 +1,154 @@
+"""Matched filters: how each subtle mistake would change golden, and whether the error points there.
+
+Rounding errors point everywhere; a mistake's error points where the mistake sends it. Their component along that
+direction averages the noise of all elements out, so a mistake shows that is far smaller than the noise of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.judge.statistics import Component, Statistic, has_component
+from parity.mistakes.catalogue import calls_of, subtle_hypotheses
+from parity.mistakes.codes import CODES
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.trial import outputs_under
+from parity.numerics.errors import Summed, difference, in_fp32
+from parity.passes.build import size_in_bytes
+from parity.passes.prepare import Prepared
+from parity.result import Check, Finding, TensorResult
+
+# Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
+_SAME = 0.9
+# Of golden: what is less, sums in another order change in FP64.
+_FP64 = 1e-12
+# A coefficient this near to 1 says that the mistake is there, and not something that resembles it.
+PRESENT = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """What one mistake would do.
+
+    Attributes:
+        mistake: the hypothesis.
+        changes: golden under the hypothesis minus golden, by output, those that it changes; FP32 where that holds it.
+    """
+
+    mistake: Hypothesis
+    changes: Mapping[str, Summed]
+
+
+def directions(prepared: Prepared) -> tuple[Direction, ...]:
+    """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
+    if directions not in prepared.kept:
+        began = time.process_time()
+        found = prepared.kept[directions] = tuple(_directions(prepared))
+        changes = [change.values for direction in found for change in direction.changes.values()]
+        prepared.held["directions"] = 2 * size_in_bytes(changes)  # their squares are kept as well
+        prepared.spent["directions"] = time.process_time() - began
+    return prepared.kept[directions]
+
+
+def _directions(prepared: Prepared) -> Iterator[Direction]:
+    calls = prepared.calls.pop() if prepared.calls else calls_of(prepared)
+    prepared.held.pop("calls", None)
+    norms = {name: torch.linalg.vector_norm(golden).item() for name, golden in prepared.golden.outputs.items()}
+    for mistake in subtle_hypotheses(prepared, calls.trace):
+        with calls.products.reused():
+            outputs = outputs_under(prepared, (mistake,), torch.float64)
+        if outputs is None:
+            continue
+        changes = {name: in_fp32(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
+        changes = {name: x for name, x in changes.items() if x.is_finite and x.norm > _FP64 * norms[name]}
+        if changes:
+            yield Direction(mistake, changes)
+
+
+def resemblance(
+    output: str,
+    error: Summed,
+    model_errors: Sequence[Summed],
+    golden: Summed,
+    expected_norm: float,
+    known: Sequence[Direction],
+) -> Statistic | None:
+    """The mistake that an output's error resembles most; None if none changes this output.
+
+    Args:
+        output: its name.
+        error, model_errors, golden: as for ``parity.judge.statistics.statistics``.
+        expected_norm: of the error.
+        known: all directions.
+    """
+    along = [d for d in known if output in d.changes and has_component(d.changes[output])]
+    if not along:
+        return None
+    components = [(Component(error, model_errors, d.changes[output], golden, expected_norm), d) for d in along]
+    components.sort(key=lambda entry: entry[0].at_most, reverse=True)
+    largest, judged = 0.0, []
+    for component, direction in components:
+        if component.at_most < _SAME * largest:
+            break
+        largest = max(largest, abs(component.value))
+        judged.append((component.value, direction))
+    close = [entry for entry in judged if abs(entry[0]) >= _SAME * largest]
+    value, likeliest = min(close, key=lambda entry: abs(coefficient(error, entry[1].changes[output]) - 1.0))
+    share = coefficient(error, likeliest.changes[output])
+    return Statistic("mistake", value, likeliest.mistake.name, share)
+
+
+def coefficient(error: Summed, change: Summed) -> float:
+    """How much of the change the error contains: near 1 where the mistake was made, near 0 where it was not."""
+    return error.dot(change) / change.total
+
+
+def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
+    """The coefficient of a change in what a computation loses.
+
+    Args:
+        change: of an output, by a mistake.
+        computed: the output.
+        golden: in FP64.
+    """
+    return coefficient(Summed(difference(computed, golden).to(change.values.dtype)), change)
+
+
+def found_by_filter(
+    tensors: Sequence[TensorResult], known: Sequence[Direction]
+) -> Iterator[tuple[TensorResult, Check, Direction]]:
+    """The mistakes that failed checks have found, and no output lacks, with the tensor and the check that show each."""
+    by_name = {direction.mistake.name: direction for direction in known}
+    checks = [(tensor, check) for tensor in tensors for check in tensor.checks if check.statistic == "mistake"]
+    lacked = {check.where for _, check in checks if _is_lacking(check)}
+    for tensor, check in checks:
+        if check.margin > 1 and abs(check.coefficient - 1.0) <= PRESENT and check.where not in lacked:
+            yield tensor, check, by_name[check.where]
+
+
+def _is_lacking(check: Check) -> bool:
+    """Whether an output's error contains so little of a mistake that it cannot have been made.
+
+    The statistic is the coefficient in its standard deviations, so that it says how far the coefficient is from 1.
+    """
+    return abs(check.value) * (1.0 - check.coefficient) > check.limit * abs(check.coefficient)
+
+
+def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> list[Finding]:
+    """The mistakes that failed checks have found, each once."""
+    found: dict[str, Finding] = {}
+    for tensor, check, direction in found_by_filter(tensors, known):
+        mistake = direction.mistake
+        found[mistake.name] = Finding(
+            CODES[mistake.title],
+            mistake.title,
+            f"the error of {tensor.label} contains {check.coefficient:.2g} times what {mistake.name} would change, "
+            f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
+            f"{mistake.repair}",
+        )
+    return list(found.values())

@@ -1,0 +1,357 @@
+"""Hold the statistics of each tensor against their limits, after what kernels may do that leans is taken out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.judge.directions import Direction, resemblance
+from parity.judge.limits import Table
+from parity.judge.statistics import Statistic, allowance, least_error, scatters, slices_scatter, statistics
+from parity.numerics.errors import Deviations, Summed, Truths
+from parity.passes.all_passes import Tensors, returned_dtype
+from parity.passes.refusals import overflows_within
+from parity.result import Check, Kind, TensorResult
+from parity.te.precision import Precision
+
+# Grant what kernels may do that leans, along the change that it makes and nowhere else.
+#
+# Some faithful kernels change all results in one direction: those that cut TF32 operands shrink every product, and a
+# tensor core's short sums lose the low bits of terms of one sign (``parity.numerics.kernel_choices``). To expect an
+# error of that size everywhere would hide mistakes of that size. So the rounding model runs once more as such a kernel
+# does: what it computes differently is a direction, and what the candidate's error contains of it is taken out before
+# the rest is judged.
+
+
+# A kernel may do it in one product and not in the next, and somewhat more than the model of it does.
+_MOST = 1.25
+# An error that contains more of the change than that is not made by such kernels.
+_TOO_MUCH = 2.0
+# What the model of it may be off by, of the change, in each element: instructions that add fewer products at a time, or
+# promote sums at other lengths.
+_UNSURE = 0.25
+_FEWEST_ELEMENTS = 32
+# A kernel does it in a whole product: some tensor contains much of the change, or none does but by chance, as where a
+# mistake happens to lean alike. Of several products in a row of which one does it, this much is left.
+_EVIDENCE = 0.3
+# Of the expected error: what less is granted is as good as nothing.
+_NOTHING = 0.05
+
+
+@dataclass(frozen=True)
+class Granted:
+    """What is granted to one tensor's error.
+
+    Attributes:
+        index: of the kernels' run that explains most of the error.
+        coefficient: how much of its change the error contains, 0 to 1.25.
+        norm: of what is granted.
+        max_abs: the largest element of what is granted.
+        left: the error without it.
+        models: errors to be expected beside the models' own, as the change is not known exactly.
+    """
+
+    index: int
+    coefficient: float
+    norm: float
+    max_abs: float
+    left: Summed
+    models: tuple[Summed, Summed]
+
+    @property
+    def is_evidence(self) -> bool:
+        """Return whether kernels that lean are the likely cause."""
+        return self.coefficient >= _EVIDENCE and self.left.values.numel() >= _FEWEST_ELEMENTS
+
+
+def grant(error: Summed, base: Summed, kernels: Sequence[Summed]) -> Granted | None:
+    """Take out of an error what one of several kinds of kernels makes of it.
+
+    Args:
+        error: candidate minus golden.
+        base: the rounding model's, with kernels that do nothing of the kind.
+        kernels: the rounding model's with each kind of kernel, otherwise as ``base``.
+
+    Returns:
+        None where next to nothing is to be granted, or where something is not finite.
+    """
+    if not all(x.is_finite for x in (error, base, *kernels)):
+        return None
+    found = [_granted_share(index, error, base, one) for index, one in enumerate(kernels)]
+    told = [one for one in found if one is not None]
+    return min(told, key=lambda one: one.left.norm, default=None)
+
+
+def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> Granted | None:
+    dtype = torch.promote_types(error.values.dtype, kernel.values.dtype)
+    change = kernel.values.to(dtype) - base.values
+    norm = torch.linalg.vector_norm(change).item()
+    if norm == 0.0 or not math.isfinite(norm):
+        return None
+    contained = _contained(error.values.to(dtype), base.values.to(dtype), change)
+    if not 0.0 < contained <= _TOO_MUCH or contained * norm <= _NOTHING * base.norm:
+        return None
+    coefficient = min(contained, _MOST)
+    change *= coefficient
+    # Of several products, some of which do it and others not, the share is what is known, and not which: each is a
+    # toss whose standard deviation that is.
+    unsure = max(_UNSURE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
+    left = Summed(error.values - change)
+    if left.norm >= error.norm:
+        return None
+    models = Summed(base.values + unsure), Summed(base.values - unsure)
+    return Granted(index, coefficient, coefficient * norm, change.abs().max().item(), left, models)
+
+
+def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
+    """Return how much of the change an error contains that has a part in common with the model's.
+
+    The two are told apart by regressing on both at once: the change goes from roundings that the model made, and an
+    error without these contains as little of one as of the other.
+    """
+    if change.numel() < _FEWEST_ELEMENTS:  # too few to tell the two apart
+        return float(torch.dot((error - base).flatten(), change.flatten()) / change.square().sum())
+    known = torch.stack([change.flatten(), base.flatten()])
+    known = known[known.square().sum(-1) > 0]
+    products, with_error = known @ known.T, known @ error.flatten()
+    return float(torch.linalg.lstsq(products.double(), with_error.double()[:, None]).solution[0])
+
+
+# Golden, model and candidate tensors in, verdicts out: every statistic of every tensor against its limit.
+
+
+_VANISHING = 1e-12
+"""Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Models that round independently.
+
+    Attributes:
+        count: how many of the models, the last ones.
+        of_outputs: whether all outputs are judged by them as well. Gradients are in any case, since few numbers of a
+            loss scale them all, and outputs on which few roundings decide.
+    """
+
+    count: int = 0
+    of_outputs: bool = False
+
+
+NONE_DRAWN = Drawn()
+
+
+def judge(
+    golden: Truths,
+    models: Sequence[Tensors],
+    candidate: Tensors,
+    precision: Precision,
+    table: Table,
+    known: Sequence[Direction],
+    drawn: Drawn = NONE_DRAWN,
+    leaning: Sequence[Tensors] = (),
+    by_average: bool = False,
+) -> tuple[TensorResult, ...]:
+    """Judge every tensor.
+
+    Args:
+        golden: by kind and name of the tensor.
+        models: the rounding model's tensors, one for each way in which faithful kernels compute.
+        candidate: the candidate's tensors, in the reference's layout.
+        precision: at which they were computed.
+        table: what faithful ports show.
+        known: directions of subtle mistakes.
+        drawn: which of the models round independently.
+        leaning: the first model's tensors with what kernels may do that leans, which is granted along its change.
+        by_average: whether no slice is expected to err less than the average of its tensor. So it is where no second
+            look follows, since two models may be lucky in a slice that few roundings decide.
+    """
+    floors = _floors(golden, models)
+    granted = _granted(golden, candidate, models[0], leaning) if leaning else {}
+    return tuple(
+        _judged(key, golden, models, candidate, precision, table, known, floors, drawn, granted.get(key), by_average)
+        for key in golden
+    )
+
+
+def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
+    """By gradient that is 0 but for rounding: the root mean square error that the precision costs the worst of others.
+
+    What is left of terms that cancel, as in the gradient of a bias in front of a softmax, or of queries that see one
+    key, is the rounding of these terms, which may cancel in the model or in the candidate and not in the other.
+    """
+    sizes = {key: truth.root_mean_square for key, truth in golden.items() if key[0].endswith("gradient")}
+    largest = max(sizes.values(), default=0.0)
+    vanishing = [key for key, size in sizes.items() if size < _VANISHING * largest]
+    if not vanishing:
+        return {}
+    errors = (
+        error.root_mean_square
+        for key in sizes
+        if key not in vanishing
+        for error in golden[key].deviations([model[key] for model in models]).errors
+    )
+    return dict.fromkeys(vanishing, max((error for error in errors if math.isfinite(error)), default=0.0))
+
+
+def observe(
+    key: tuple[Kind, str],
+    golden: Truths,
+    models: Sequence[Tensors],
+    candidate: Tensors,
+    dtype: torch.dtype,
+    known: Sequence[Direction],
+) -> list[Statistic]:
+    """The statistics of one tensor for a law; none where candidate, golden or every model has a NaN or an infinity.
+
+    The two models of a first look may be lucky by any factor in a slice that few roundings decide, and a law that
+    bounds this would bound nothing: that is left to the second look, and no slice is expected to err less than average.
+
+    Args:
+        key: kind and name of the tensor.
+        golden, models, candidate, known: as for ``judge``.
+        dtype: in which the candidate returns it.
+    """
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, _floors(golden, models))
+    least = least_error(dtype, summed_terms(key[0], truth.values, golden))
+    return _observed(key, error, model_errors, truth, least, known, terms=math.inf)
+
+
+def _terms(kind: Kind, precision: Precision, least: float) -> float:
+    """The relative error of the terms of which a slice may be the difference.
+
+    A gradient is one behind a softmax, of which a kernel may store what the model holds in FP32, such as the output of
+    attention (flash kernels take the sum that they subtract from it). Where gradients are quantized, as much is lost
+    of these terms as of the tensor.
+    """
+    if not kind.endswith("gradient"):
+        return 0.0
+    return least if precision.recipe is None else math.inf
+
+
+def _deviations(
+    key: tuple[Kind, str],
+    golden: Truths,
+    candidate: Tensors,
+    models: Sequence[Tensors],
+    floors: Mapping[tuple[Kind, str], float],
+    drawn: Drawn = NONE_DRAWN,
+) -> Deviations:
+    """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
+    found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
+    first_drawn = len(found.errors) - drawn.count
+    of_drawn = found.errors[first_drawn:]
+    leans = key[0].endswith("gradient") or scatters(of_drawn)
+    if not leans and not drawn.of_outputs and not slices_scatter(of_drawn):
+        del found.errors[first_drawn:]
+    for error in of_drawn:
+        error.is_drawn, error.leans = True, leans
+    if key in floors:
+        found.errors.append(Summed(torch.full_like(found.golden.values, floors[key])))
+    return found
+
+
+def _observed(
+    key: tuple[Kind, str],
+    error: Summed,
+    model_errors: Sequence[Summed],
+    truth: Summed,
+    least: float,
+    known: Sequence[Direction],
+    terms: float,
+) -> list[Statistic]:
+    finite = [model_error for model_error in model_errors if model_error.is_finite]
+    if not finite or not error.is_finite:
+        return []
+    kind, name = key
+    found = list(statistics(error, finite, truth, least, kind == "weight gradient", terms))
+    if kind == "output":
+        expected = max(*(model_error.norm for model_error in finite), least * truth.norm)
+        mistake = resemblance(name, error, finite, truth, expected, known)
+        found += [mistake] if mistake else []
+    return found
+
+
+def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
+    """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
+    if kind != "weight gradient":
+        return tensor.shape[-1] if tensor.dim() else 1
+    outputs = [output.exact for (k, _), output in golden.items() if k == "output"]
+    return max(output.numel() // max(1, output.shape[-1]) if output.dim() else 1 for output in outputs)
+
+
+def _judged(
+    key: tuple[Kind, str],
+    golden: Truths,
+    models: Sequence[Tensors],
+    candidate: Tensors,
+    precision: Precision,
+    table: Table,
+    known: Sequence[Direction],
+    floors: Mapping[tuple[Kind, str], float],
+    drawn: Drawn,
+    granted: Granted | None,
+    by_average: bool,
+) -> TensorResult:
+    kind, name = key
+    truth, (error, *model_errors) = _deviations(key, golden, candidate, models, floors, drawn)
+    measures = golden[key].measures(truth, precision.dtype)
+    returned = returned_dtype(kind, candidate[key], precision.dtype)
+    least = least_error(returned, summed_terms(kind, truth.values, golden))
+    errors = measures.of(candidate[key], error)
+    if granted is not None:
+        error, model_errors = granted.left, [*model_errors, *granted.models]
+    most = _most(error, model_errors)
+    loses_most = models[most][key] if most < len(models) else truth.values + model_errors[most].values
+    expected = measures.of(loses_most, model_errors[most])
+    terms = math.inf if by_average else _terms(kind, precision, least)
+    found = _observed(key, error, model_errors, truth, least, known, terms)
+    limits = {one.name: table.limit(precision.name, kind, one.name) for one in found}
+    if found and kind.endswith("gradient"):
+        allowed = allowance(truth, [x for x in model_errors if x.is_finite], limits["norm"])
+        limits = {name: allowed * limit for name, limit in limits.items()}
+    checks = tuple(Check(one.name, one.value, limits[one.name], one.where, one.coefficient) for one in found)
+    nothing_to_judge = 0.0 if errors.finite and not truth.values.numel() else math.inf
+    return TensorResult(
+        name=name,
+        kind=kind,
+        shape=tuple(truth.values.shape),
+        errors=errors,
+        expected=expected,
+        tolerance_relative_l2=limits.get("norm", 0.0) * max(expected.relative_l2, least)
+        + (granted.norm / truth.norm if granted and truth.norm else 0.0),
+        tolerance_max_abs=limits.get("largest", 0.0) * max(expected.max_abs, least * expected.golden_rms)
+        + (granted.max_abs if granted else 0.0),
+        checks=checks,
+        margin=max((check.margin for check in checks), default=nothing_to_judge),
+    )
+
+
+def _granted(
+    golden: Truths, candidate: Tensors, base: Tensors, leaning: Sequence[Tensors]
+) -> dict[tuple[Kind, str], Granted]:
+    """Return what each tensor's error is granted for kernels that lean; nothing where no tensor shows that they do."""
+    found = {}
+    for key, truth in golden.items():
+        error, first, *others = truth.deviations([tensors[key] for tensors in (candidate, base, *leaning)]).errors
+        one = grant(error, first, others)
+        if one is not None:
+            found[key] = one
+    return found if any(one.is_evidence for one in found.values()) else {}
+
+
+def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
+    """Which model's error is expected: the largest that is finite, since a faithful port may compute as any does.
+
+    Where the candidate overflows, that of a model which overflows there, too, if there is one.
+    """
+    finite = [model_error.is_finite for model_error in model_errors]
+    if not error.is_finite:
+        for m, model_error in enumerate(model_errors):
+            if not finite[m] and overflows_within(error.values, model_error.values):
+                return m
+    return max(range(len(model_errors)), key=lambda m: model_errors[m].norm if finite[m] else -1.0)

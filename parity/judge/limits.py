@@ -1,0 +1,265 @@
+"""Derive limits: how rare a false alarm is to be, the law of a statistic over right ports, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from parity.user_error import UserError
+
+# How often a run may raise a false alarm, from which all limits follow.
+
+
+# A whole run of the default suite is to raise a false alarm less often than once in a thousand runs.
+FALSE_ALARMS_A_RUN = 1e-3
+# Statistics that such a run judges, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
+STATISTICS_A_RUN = 20_000
+
+
+def describe() -> str:
+    """How limits are set, in two sentences."""
+    return (
+        "Each tensor is judged by several statistics of its error: the norm, the largest element, the worst row and "
+        "slice, what leans, what resembles a known mistake; on Gaussian and on probing inputs. A limit is what a "
+        "faithful port exceeds so rarely that a whole run of the default suite raises a false alarm less often than "
+        f"once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs."
+    )
+
+
+# The distribution of one statistic over faithful ports, and the limit that it sets.
+#
+# The logarithm of a ratio is taken as normal above its center, the median or 0 where that is lower: an error below the
+# model's is none too many, so the lower side, which has another shape, does not count. A signed statistic is taken as
+# normal around zero. Tensors differ, so tails are heavier than normal near the top: the spread is that of the narrowest
+# normal distribution whose upper tail lies nowhere below the measured one. The limit is the quantile of Student's t
+# distribution, which allows for the spread being known from finitely many tensors; tensors count once, however many
+# seeds they were measured with, since one tensor's values resemble each other.
+
+
+SIGNED = ("gain", "mistake")
+# No model of rounding is trusted more closely than this: a spread of the logarithm, wider for the worst of many, which
+# a few errors decide, and of standard deviations.
+_LEAST_SPREAD = 0.1
+_LEAST_SPREADS = {"largest": 0.15, "row": 0.15, "slice": 0.15, "gain": 1.0, "mistake": 1.0}
+# With fewer the quantiles of Student's distribution are astronomic, and a limit that nothing exceeds is none.
+FEWEST_TENSORS = 8
+# In standard deviations; nearer to the center a law need not fit.
+_TAIL_BEGINS = 1.0
+# Ratios below count as this one: they have no logarithm, and do not matter.
+SMALLEST_RATIO = 1e-3
+
+
+@dataclass(frozen=True)
+class Law:
+    """What faithful ports show.
+
+    Attributes:
+        center: median of the ratio's logarithm, at least 0; 0 for a signed statistic.
+        spread: standard deviation of a normal distribution around the center that bounds the upper tail.
+        tensors: how many different tensors were measured.
+        samples: how many values.
+        largest: the largest value that was seen, as a ratio or in standard deviations.
+    """
+
+    center: float
+    spread: float
+    tensors: int
+    samples: int
+    largest: float
+
+    def limit(self, statistic: str, probability: float = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN) -> float:
+        """The value that a faithful port exceeds with this probability.
+
+        Args:
+            statistic: its name; the limit of one of ``SIGNED`` holds for its magnitude.
+            probability: of a false alarm from one statistic of one tensor.
+        """
+        signed = statistic in SIGNED
+        quantile = -special.stdtrit(self.tensors - 1, probability / 2 if signed else probability)
+        distance = float(quantile * self._trusted(statistic))
+        return distance if signed else _exp(self.center + distance)
+
+    def deviations(self, value: float, statistic: str) -> float:
+        """How many standard deviations a value lies above the center; the magnitude of a signed one."""
+        signed = statistic in SIGNED
+        distance = abs(value) if signed else math.log(max(value, SMALLEST_RATIO)) - self.center
+        return distance / self._trusted(statistic)
+
+    def _trusted(self, statistic: str) -> float:
+        return max(self.spread, _LEAST_SPREADS.get(statistic, _LEAST_SPREAD))
+
+
+def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
+    """The law of values that faithful ports gave.
+
+    Args:
+        values: finite, at least one.
+        tensors: the tensor that each value is of, by any name.
+        statistic: its name.
+
+    Raises:
+        UserError: if there are too few different tensors to extrapolate from.
+    """
+    count = len(set(tensors))
+    if count < FEWEST_TENSORS:
+        raise UserError(too_few(count))
+    signed = statistic in SIGNED
+    measured = np.asarray(values, dtype=float)
+    if signed:
+        center, distances = 0.0, np.abs(measured)
+    else:
+        logarithms = np.log(np.maximum(measured, SMALLEST_RATIO))
+        center = max(0.0, float(np.median(logarithms)))
+        distances = logarithms - center
+    return Law(center, _spread(np.sort(distances), signed), count, len(measured), float(np.abs(measured).max()))
+
+
+def _exp(exponent: float) -> float:
+    """Of what no float can hold, infinity."""
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
+def too_few(count: int) -> str:
+    """Why so many tensors are not enough."""
+    return (
+        f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
+        f"{FEWEST_TENSORS} of each kind"
+    )
+
+
+def _spread(distances: NDArray[np.float64], signed: bool) -> float:
+    """Of the narrowest normal distribution (half-normal for magnitudes) that bounds the tail of sorted distances."""
+    ranks = (np.arange(len(distances)) + 0.5) / len(distances)
+    quantiles = special.ndtri((1 + ranks) / 2 if signed else ranks)
+    tail = quantiles >= _TAIL_BEGINS
+    return max(0.0, float(np.max(distances[tail] / quantiles[tail], initial=0.0)))
+
+
+# Laws by precision, kind of tensor and statistic, as a JSON file with its provenance.
+
+
+PACKAGED = Path(__file__).with_name("packaged.json")
+_FORMAT = 1
+# A limit as large passes zeros in the place of any tensor: not even FP32's own rounding is a smaller part of it.
+_PASSES_ALL = 2.0**24
+
+Key = tuple[str, str, str]
+"""Precision, kind of tensor, statistic."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What ``parity calibrate`` has measured.
+
+    Attributes:
+        laws: by precision, kind of tensor and statistic.
+        provenance: versions, device, cases, sizes and seeds.
+    """
+
+    laws: Mapping[Key, Law]
+    provenance: Mapping[str, Any]
+
+    def limit(self, precision: str, kind: str, statistic: str) -> float:
+        """The largest value that passes.
+
+        Raises:
+            UserError: if the table has no law for it.
+        """
+        law = self.laws.get((precision, kind, statistic))
+        if law is None:
+            raise UserError(
+                f"the calibration table has no law for {statistic!r} of the kind {kind!r} in {precision}; "
+                f"make one with: parity calibrate --precision {precision}"
+            )
+        return _limit(law, statistic)
+
+
+@lru_cache(maxsize=1024)
+def _limit(law: Law, statistic: str) -> float:
+    return law.limit(statistic)
+
+
+def save(table: Table, file: Path) -> None:
+    """Write the table, sorted, one law a line, so that two tables can be compared by eye."""
+    laws = [
+        json.dumps({"precision": key[0], "kind": key[1], "statistic": key[2], **_rounded(dataclasses.asdict(law))})
+        for key, law in sorted(table.laws.items())
+    ]
+    provenance = json.dumps(dict(table.provenance), indent=2).replace("\n", "\n  ")
+    text = f'{{\n  "format": {_FORMAT},\n  "provenance": {provenance},\n  "laws": [\n    '
+    file.write_text(text + ",\n    ".join(laws) + "\n  ]\n}\n", encoding="utf-8")
+
+
+@lru_cache(maxsize=4)
+def load(file: Path) -> Table:
+    """Read a table.
+
+    Raises:
+        UserError: if there is none in the file, it cannot be read, or one of its laws gives no limit.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise UserError(f"{file} has format {record['format']}; make a new table with: parity calibrate")
+        laws = {(law.pop("precision"), law.pop("kind"), law.pop("statistic")): Law(**law) for law in record["laws"]}
+        loaded = Table(laws, record["provenance"])
+    except FileNotFoundError:
+        raise UserError(f"there is no calibration table {file}; make one with: parity calibrate --out {file}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the calibration table {file}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is no calibration table: {_wrong(error)}; make one with: parity calibrate") from None
+    for key, law in laws.items():
+        why = why_no_limit(key, law)
+        if why:
+            raise UserError(f"{file} has a law that gives no limit: {why}; make another table with: parity calibrate")
+    return loaded
+
+
+def why_no_limit(key: Key, law: Law) -> str:
+    """Say why nothing can be judged by a law; empty if something can."""
+    what = f"{key[2]!r} of the kind {key[1]!r} in {key[0]}"
+    for field in dataclasses.fields(law):
+        value = getattr(law, field.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"{what} has the {field.name} {value!r}, which is no number"
+        if value < 0 and field.name != "center":
+            return f"{what} has the {field.name} {value:g}, which is below 0"
+    if law.tensors != int(law.tensors) or law.tensors < 2:
+        return f"{what} was measured on {law.tensors:g} tensors, of which none can be told"
+    limit = law.limit(key[2])
+    if not 0 < limit < _PASSES_ALL:
+        return f"{what} would be {limit:.2g}, where {'nothing passes' if limit <= 0 else 'everything would pass'}"
+    return ""
+
+
+def _wrong(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno} is not JSON"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    if isinstance(error, KeyError):
+        return f"it lacks {error.args[0]!r}"
+    return "its JSON is laid out otherwise"
+
+
+def packaged() -> Table:
+    """The table that comes with parity."""
+    return load(PACKAGED)
+
+
+def _rounded(law: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in law.items()}

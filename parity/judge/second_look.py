@@ -1,0 +1,268 @@
+"""Look at a failure a second time: may faithful kernels have made these numbers?"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from parity.judge.directions import PRESENT, Direction, found_by_filter, share_of
+from parity.judge.judge import NONE_DRAWN, Drawn
+from parity.judge.statistics import SMALLEST_SLICE, is_lost
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, Chosen, Freedom, Kinks, Port
+from parity.numerics.kernel_choices import leaning
+from parity.passes.all_passes import Tensors, golden_tensors, run_model, unrounded_choices
+from parity.passes.build import cast, cast_module
+from parity.passes.one_pass import outputs_of
+from parity.passes.prepare import Prepared
+from parity.result import TensorResult
+from parity.trace.trace import optimizers_recorded
+
+# Looks again at a tensor beyond its limits: would a faithful port whose roundings fell otherwise be there, too?
+#
+# A port's own lines between TE's modules are no fused kernel. Where it calls PyTorch's functions by itself, the model
+# runs once more with what they round (``parity.numerics.plain``).
+#
+# Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by
+# rounding alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So
+# before a port fails, the model runs with every such value above its kink that may be, with every one below
+# (``parity.numerics.freedom``), and a few times with jitter (``parity.numerics.freedom.Freedom``), and what any of
+# these runs loses is expected as well. A mistake is none that these make: its error stays where it is.
+#
+# Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
+# average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
+# leans otherwise. So do the scores of a saturated softmax, on which outputs hang as well. Nor do the roundings of a few
+# tokens average out, and a port that scales tokens before a layer, where the reference does after it, rounds other
+# numbers. So last the model runs with roundings that are drawn independently, which says how large such errors are, and
+# how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude: where rounding decides a
+# gradient's sign, it decides a whole step. So where the reference makes steps of an optimizer, what these runs lose is
+# expected as well.
+
+
+BY_CHANCE = "no farther than chance moves a faithful computation"
+LOOKS = 8
+# Half of them as each kind of kernel.
+DRAWS = 16
+# Jitter multiplies no error by so much: it moves single values, whose share of a tensor's error is expected.
+HOPELESS_MARGIN = 10.0
+# So many noisy runs tell what more of them may still do: where the errors of faithful runs differ by threefold, and
+# their logarithm by 1.2 deviations with that, the largest of two dozen is expected to be thrice the largest of four.
+TELLING_LOOKS = 4
+STILL_HOPELESS_MARGIN = 3.0
+# Of these the margin counts deviations, which are small where a few scores of a saturated softmax scale all gradients.
+_IN_DEVIATIONS = frozenset({"gain", "mistake"})
+# One rounding may be all of a small slice's error, so that another's is many times as large: where terms cancel, or
+# where a format has few numbers as small. Only several runs tell that, and of a format only those that are drawn.
+_OF_A_SLICE = frozenset({"row", "slice"})
+
+
+def second_look(
+    tensors: tuple[TensorResult, ...],
+    models: Sequence[Tensors],
+    judge: Callable[[Sequence[Tensors], Drawn], tuple[TensorResult, ...]],
+    prepared: Prepared,
+    rounding: Rounding,
+    port: Port,
+    noisy_kernels: tuple[str, ...] = (),
+) -> tuple[TensorResult, ...]:
+    """The verdicts with more models, if every tensor passes then; else beside what the port's own lines round alone.
+
+    The first ones where all passed before.
+
+    Args:
+        tensors: the verdicts at first look.
+        models: the rounding model's tensors at first look; where the port chose the largest of many numbers, those of
+            runs that choose as it did.
+        judge: from models, and which of them round independently, to verdicts.
+        prepared: what is compared.
+        rounding: the precision's.
+        port: what the port rounds by itself.
+        noisy_kernels: names of what its kernels may do that is noise (``parity.numerics.kernel_choices``).
+    """
+    if all(tensor.passed for tensor in tensors):
+        return tensors
+    looked, judged, both = list(models), tensors, port.freedoms
+    if port.plain:
+        looked.append(run_model(prepared, rounding, both[1], chosen=_following(prepared, port)))
+        judged = judge(looked, NONE_DRAWN)
+    if not _are_finite(judged) or all(tensor.passed for tensor in judged):
+        return judged
+    tensors, noisy = _not_cleared(tensors, judged), 0
+    if noisy_kernels and not _is_hopeless(judged, noisy, False, rounding):
+        other = dataclasses.replace(both[1], kernels=noisy_kernels)
+        looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))
+        judged = judge(looked, NONE_DRAWN)
+        if all(tensor.passed for tensor in judged):
+            return judged
+    with optimizers_recorded() as optimizers:
+        for kinks, freedom in _looks(prepared, both):
+            if freedom.jitter is not None and _is_hopeless(judged, noisy, bool(optimizers), rounding):
+                return tensors
+            noisy += freedom.jitter is not None
+            looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
+            judged = judge(looked, NONE_DRAWN)
+            if all(tensor.passed for tensor in judged):
+                return judged
+    if _is_hopeless(judged, noisy, bool(optimizers), rounding):
+        return tensors
+    dithered = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
+    drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
+    of_outputs = bool(optimizers) and rounding.storage is not torch.float32
+    judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
+    return judged if all(tensor.passed for tensor in judged) else tensors
+
+
+def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
+    """The second verdicts of a port that fails, but for the first on a few numbers that failed, as a loss.
+
+    That chance may move a loss so far is no excuse for it where something else is wrong as well, which moves it, too.
+    """
+    stands = {one.label: one for one in first if not one.passed and _are_few_numbers(one)}
+    return tuple(stands.get(one.label, one) for one in second) if stands else tuple(second)
+
+
+def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
+    """Runs of the model as both kinds of kernels, with the port's choices where rounding explains these."""
+    both = Port(steps=port.steps).freedoms
+    return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in both]
+
+
+def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
+    """Return the first of the two runs with each thing that kernels may do and that leans."""
+    first = port.freedoms[0]
+    freedoms = (dataclasses.replace(first, kernels=(name,)) for name in leaning(rounding))
+    return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in freedoms]
+
+
+def _following(prepared: Prepared, port: Port) -> Chosen | None:
+    """The port's choices for another run of the model; None where it chose nothing."""
+    return port.choices.following(unrounded_choices(prepared)) if port.choices.compared else None
+
+
+def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:
+    """A run whose roundings are independent of others', with errors as large as rounding to the nearest has.
+
+    Dithering doubles the variance of an error; what is no rounding of activations, as that of weights, is not doubled,
+    and is expected by other runs already.
+    """
+    golden = golden_tensors(prepared)
+    drawn = run_model(prepared, rounding, freedom, chosen=chosen)
+    return {key: golden[key] + (x.double() - golden[key]) / math.sqrt(2.0) for key, x in drawn.items()}
+
+
+def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
+    """The two in turn, with noise."""
+    return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
+
+
+def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
+    """Beyond which no further run helps, after so many noisy ones; a step of Adam's may be all of an error at any."""
+    if statistic in _IN_DEVIATIONS:
+        return math.inf
+    if statistic in _OF_A_SLICE:
+        return HOPELESS_MARGIN if noisy >= TELLING_LOOKS else math.inf
+    return HOPELESS_MARGIN if steps or noisy < TELLING_LOOKS else STILL_HOPELESS_MARGIN
+
+
+def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, rounding: Rounding) -> bool:
+    """Return whether an error is larger than any noise makes it, but for gradients that are nothing but noise.
+
+    A loss that is returned in FP32 is a mean in which roundings cancel, in one run all of them, in another none: how
+    many times one run's error another's is says nothing as long as a single rounding to the dtype would make it.
+    """
+    one_rounding = torch.finfo(rounding.storage).eps / 2
+    judged = (
+        tensor
+        for tensor in tensors
+        if not is_lost(tensor) and not (_are_few_numbers(tensor) and tensor.errors.relative_l2 <= one_rounding)
+    )
+    checks = (check for tensor in judged for check in tensor.checks)
+    return any(check.margin > _hopeless_margin(check.statistic, noisy, steps) for check in checks)
+
+
+def _are_few_numbers(tensor: TensorResult) -> bool:
+    return not tensor.kind.endswith("gradient") and tensor.numel < SMALLEST_SLICE
+
+
+def _are_finite(tensors: Sequence[TensorResult]) -> bool:
+    return all(math.isfinite(tensor.margin) for tensor in tensors)
+
+
+def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:
+    yield from ((kinks, both[1]) for kinks in kinks_moved(prepared))
+    yield from ((None, freedom) for freedom in _noisy(both, range(LOOKS)))
+
+
+def kinks_moved(prepared: Prepared) -> list[Kinks]:
+    """What puts the values next to kinks above them, and what puts them below; empty where there are no kinks."""
+    exact = Kinks()
+    run_model(prepared, Rounding(torch.float32), FUSED, exact)
+    return [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
+
+
+def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: str) -> str:
+    """Say what a port owes to another look; empty if nothing.
+
+    Args:
+        first: the verdicts before it.
+        second: those after it.
+        why: what the other look grants.
+    """
+    passed = {tensor.label for tensor in second if tensor.passed}
+    owed = [tensor for tensor in first if not tensor.passed and tensor.label in passed]
+    if not owed:
+        return ""
+    labels = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in owed)
+    return f"beyond a limit at first look, yet {why}: {labels}"
+
+
+def _where(tensor: TensorResult) -> str:
+    check = tensor.worst_check
+    return f"{check.statistic} {check.where}".strip() if check else "not finite"
+
+
+# Whether a port's norms round what its reference holds in FP32.
+#
+# Between TE's modules a port's own lines are expected to round what they return (``second_look``). But a norm that
+# rounds its mean, its root or what its weight multiplies to 16 bits, where the reference does not, is a mistake,
+# whoever computes it. Whether the reference rounds there as well shows when it runs in the precision's dtype as plain
+# PyTorch: a layer of Hugging Face's Llama does, ``nn.RMSNorm`` does not.
+
+
+_TITLES = frozenset({"norm-statistics", "norm-rounding"})
+
+
+def made_by_port_alone(
+    tensors: Sequence[TensorResult], prepared: Prepared, known: Sequence[Direction], dtype: torch.dtype
+) -> bool:
+    """Whether a matched filter finds such a rounding in the port that the reference in the dtype does not make.
+
+    Args:
+        tensors: the verdicts at first look.
+        prepared: what is compared.
+        known: the directions of subtle mistakes.
+        dtype: the precision's.
+    """
+    found = [
+        (tensor.name, direction.changes[tensor.name])
+        for tensor, _, direction in found_by_filter(tensors, known)
+        if direction.mistake.title in _TITLES
+    ]
+    rounded = _outputs_in(dtype, prepared) if found else {}
+    golden = prepared.golden.outputs
+    return any(name in rounded and share_of(change, rounded[name], golden[name]) < PRESENT for name, change in found)
+
+
+def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
+    """What the reference returns where it computes in the dtype; nothing if PyTorch cannot."""
+    module = cast_module(copy.deepcopy(prepared.reference), dtype)
+    try:
+        with torch.no_grad():
+            return outputs_of(module, prepared.call, cast(prepared.inputs, dtype))
+    except (RuntimeError, TypeError, ValueError):
+        return {}

@@ -1,0 +1,537 @@
+"""Compare a candidate's error with the model's: in norm, in the worst row, and along a mistake's direction."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+from scipy import special
+from torch import Tensor
+
+from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
+from parity.numerics.errors import Summed, over_rows
+from parity.result import TensorResult
+
+# The error's component along a direction, golden's or that of a mistake's change, next to those of the models.
+
+
+# Fewer elements do not tell how errors scatter.
+_FEWEST_ELEMENTS = 32
+# The unit roundoff of FP32, in which kernels compute.
+_UNIT = torch.finfo(torch.float32).eps / 2
+# Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
+_LEANING = 0.02
+# Of what a direction is granted, below which another part of it is not computed.
+_NEGLIGIBLE = 0.1
+# Of a direction's square in one element: where less is, what a regression takes out of the scatter is negligible.
+_LEVERAGE = 0.01
+# The sums of fewer clusters do not tell how they scatter.
+_FEWEST_CLUSTERS = 8
+# Times what elements show, beyond which the drawn runs alone tell how errors lean.
+_BY_RUNS_ALONE = 2.0
+
+
+def has_component(direction: Summed) -> bool:
+    """Whether errors can be regressed on it: the scatter of few elements says nothing."""
+    return direction.values.numel() >= _FEWEST_ELEMENTS and direction.norm != 0.0
+
+
+class Component:
+    """The error's component along a direction, next to those of the models.
+
+    Args:
+        error, model_errors: as in ``statistics``.
+        direction: a tensor of that shape, FP64 or FP32, that ``has_component``.
+        golden: as in ``statistics``.
+        expected_norm: of the error.
+    """
+
+    def __init__(
+        self, error: Summed, model_errors: Sequence[Summed], direction: Summed, golden: Summed, expected_norm: float
+    ) -> None:
+        product = error.dot(direction)
+        self._drawn = [model for model in model_errors if model.is_drawn and model.leans]
+        model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
+        modelled = [model.dot(direction) for model in model_errors]
+        nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
+        # Kernels may round less than the model does, as where FP32 products use no TF32: no error at all is faithful.
+        is_between = min(0.0, *modelled) <= product <= max(0.0, *modelled)
+        self._outside = 0.0 if is_between else product - modelled[nearest]
+        self._error, self._nearest, self._direction = error, model_errors[nearest], direction
+        # What a direction is granted: the leaning that rounding errors have, and a unit roundoff of golden, since what
+        # a kernel rounds to FP32 may scale all of it, as a constant does, or a row, as a norm's root does.
+        leaning = _LEANING * expected_norm * direction.norm
+        self._granted = math.hypot(leaning, _UNIT * abs(golden.dot(direction)))
+        if _UNIT * golden.norm * direction.norm > _NEGLIGIBLE * leaning:
+            self._granted = math.hypot(self._granted, _UNIT * _norm(golden.dots_in_rows(direction)))
+
+    @property
+    def at_most(self) -> float:
+        """A bound of the magnitude of ``value`` that costs nothing."""
+        return abs(self._in_deviations(self._granted))
+
+    @property
+    def value(self) -> float:
+        """How far it lies outside of what the models have: the signed distance from the nearest in standard deviations.
+
+        Infinite where no error is expected.
+        """
+        return self._in_deviations(self.deviation) if self.at_most else 0.0
+
+    @property
+    def coefficient(self) -> float:
+        """How much of the direction the error contains beyond what the nearest model's does."""
+        return self._outside / self._direction.total
+
+    @cached_property
+    def deviation(self) -> float:
+        """The standard deviation of the distance from the nearest model.
+
+        What error and model share cancels in their difference. Its standard deviation is that of its scatter about its
+        regression on the direction, robust to errors of a row that share a cause, what every direction is granted, and
+        how such differences lean where roundings are drawn.
+        """
+        residual = self._error.values - self._nearest.values
+        direction = self._direction.values.to(residual.dtype)
+        residual.sub_(direction, alpha=self.coefficient)
+        leaning = self._drawn_leaning(_norm(residual)) if len(self._drawn) > 1 else 0.0
+        size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
+        scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
+        if leaning > _BY_RUNS_ALONE * scatter:
+            leaning *= _times_for_few(len(self._drawn))
+        return math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted)
+
+    def _taken_out(self, residual: Tensor) -> float:
+        """The standard deviation of what regression took out of the scatter of the difference of error and model.
+
+        It leaves ``1 - h`` of the variance at an element that has the share h of the direction's square (its leverage),
+        and nothing at the only element that is not 0, as behind a clamp. By the model's error, and the share of it that
+        the difference has elsewhere; without an elsewhere, like errors that have no rounding in common.
+
+        Args:
+            residual: the difference without its component.
+        """
+        direction, model = self._direction, self._nearest
+        if direction.max_abs**2 <= _LEVERAGE * direction.total:
+            return 0.0
+        leverage = direction.values.square() / direction.total
+        squares = model.values.square()
+        left = ((1.0 - leverage) * squares).sum().item()
+        share = _norm(residual) / math.sqrt(left) if left > _LEVERAGE * model.total else math.sqrt(2.0)
+        taken_out = math.sqrt((leverage.square() * squares).sum().item()) * direction.norm
+        return min(share, math.sqrt(2.0)) * taken_out
+
+    def _drawn_leaning(self, difference: float) -> float:
+        """The standard deviation of a difference's component, from how errors lean whose roundings are independent.
+
+        Elements do not show it where few numbers scale them all, as a loss's few scores scale gradients. Two errors
+        without a rounding in common differ by the root of 2 times what one varies by; if they have some, by less, and
+        their components with them.
+
+        Args:
+            difference: the norm of what candidate and model differ by, but for their components.
+        """
+        values = torch.stack([model.values for model in self._drawn])
+        varies = _norm(values - values.mean(0)) / math.sqrt(len(self._drawn) - 1)
+        leans = float(np.std([model.dot(self._direction) for model in self._drawn], ddof=1))
+        beside = varies**2 - (leans / self._direction.norm) ** 2
+        return leans * min(difference / math.sqrt(beside), math.sqrt(2.0)) if beside > 0 else 0.0
+
+    def _in_deviations(self, deviation: float) -> float:
+        if self._outside == 0.0:
+            return 0.0
+        return self._outside / deviation if deviation > 0 else math.copysign(math.inf, self._outside)
+
+
+def _times_for_few(runs: int) -> float:
+    """Times a deviation that so many runs tell, beyond which errors are as rare as beyond a limit of a known one."""
+    probability = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN / 2
+    return float(special.stdtrit(runs - 1, probability) / special.ndtri(probability))
+
+
+def _scatter(products: Tensor) -> float:
+    """The standard deviation of the sum of products whose signs are random: singly, by rows, by first or last index.
+
+    A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so that errors
+    are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
+    clusters: Liang and Zeger, Biometrika 73(1), 1986). Few clusters do not tell how their sums scatter.
+    """
+    scatter = _norm(products)
+    if products.dim() > 1:
+        rows = products.sum(-1)
+        first = rows.flatten(1).sum(1) if rows.dim() > 1 else rows
+        for sums in (rows, first, over_rows(products)):
+            if sums.numel() >= _FEWEST_CLUSTERS:
+                scatter = max(scatter, _norm(sums))
+    return scatter
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+# What runs whose roundings are drawn independently tell of the size of an error: how much it is a matter of chance.
+#
+# The norm of many independent roundings hardly scatters. But where few roundings decide, as those of a saturated
+# softmax's scores, or of the few queries that are undecided between two keys, one faithful run's error is many times
+# another's. A gradient whose terms cancel but for what rounding leaves of them is nothing else.
+
+
+# Times its median among drawn runs, beyond which the norm of a row's error hangs on few roundings.
+_SCATTERS = 2.0
+# Fewer drawn runs have no median to speak of.
+FEWEST_DRAWN = 4
+# A row of fewer elements says too little about its own error.
+_SMALLEST_ROW = 32
+# A tensor whose norm scatters like that of fewer independent roundings is moved by few of them, if it has many more
+# elements than that.
+_FEW_ROUNDINGS = 32
+_MANY_TIMES = 4
+# Of a normal law, which a faithful port exceeds as often as a limit.
+_DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
+
+
+def scatters(drawn: Sequence[Summed]) -> bool:
+    """Whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
+
+    Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself. They show in the norm of a
+    row, or in that of the whole, if others hide them in each row, as in a mean over tokens.
+
+    Args:
+        drawn: errors of runs whose roundings are independent; those that are not finite are left out.
+    """
+    drawn = [error for error in drawn if error.is_finite]
+    if len(drawn) < FEWEST_DRAWN:
+        return False
+    few = min(_FEW_ROUNDINGS, drawn[0].values.numel() / _MANY_TIMES)
+    return _rows_scatter(drawn) or _roundings(drawn) < few
+
+
+def slices_scatter(drawn: Sequence[Summed]) -> bool:
+    """Whether few roundings decide how large an error is in a slice across one dimension, as a column whose rows agree.
+
+    Args:
+        drawn: as for ``scatters``.
+    """
+    drawn = [error for error in drawn if error.is_finite]
+    if len(drawn) < FEWEST_DRAWN:
+        return False
+    dims = range(drawn[0].values.dim())
+    slices = (tuple(other for other in dims if other != dim) for dim in dims)
+    return any(
+        _differ([error.squares_over(others) for error in drawn])
+        for others in slices
+        if others and math.prod(drawn[0].values.shape[other] for other in others) >= _SMALLEST_ROW
+    )
+
+
+def _roundings(drawn: Sequence[Summed]) -> float:
+    """Of how many independent roundings the squared norm scatters like: n of them have mean n and variance ``2 n``.
+
+    The runs of both kinds of kernels come in turn, and lose as much as one of them does.
+    """
+    squares = [error.total for error in drawn]
+    variance = (np.var(squares[::2], ddof=1) + np.var(squares[1::2], ddof=1)) / 2.0
+    return float(2.0 * np.mean(squares) ** 2 / variance) if variance > 0.0 else math.inf
+
+
+def _rows_scatter(drawn: Sequence[Summed]) -> bool:
+    """Whether a row's norm is far beyond its usual one in some run; the whole tensor's, where rows are short."""
+    shape = drawn[0].values.shape
+    sums = [torch.tensor([error.total]) for error in drawn]
+    if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
+        sums = [error.squares_over((len(shape) - 1,)).flatten() for error in drawn]
+    return _differ(sums)
+
+
+def _differ(sums: Sequence[Tensor]) -> bool:
+    """Return whether one of the squared norms is far beyond its usual one in some run."""
+    squares = torch.stack(list(sums))
+    return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
+
+
+def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> float:
+    """Times its limits, what the error of a gradient may be that is lost to rounding: as much as chance makes it.
+
+    Among the drawn runs the norms of such errors scatter by factors, those of others by a few hundredths. Their
+    logarithm is taken as normal, as in a law; what lies as far above its mean as a limit does is still due to chance.
+
+    Args:
+        golden: the gradient.
+        model_errors: of all models, finite; what any of them loses is expected.
+        limit: of ``norm``.
+
+    Returns:
+        At least 1; 1 where no model loses all of the gradient, or none is drawn.
+    """
+    largest = max(error.norm for error in model_errors)
+    drawn = [math.log(error.norm) for error in model_errors if error.is_drawn and error.norm > 0.0]
+    if largest <= golden.norm or len(drawn) < FEWEST_DRAWN:
+        return 1.0
+    reached = float(np.mean(drawn) + _DEVIATIONS * np.std(drawn, ddof=1))
+    return max(1.0, math.exp(reached) / (limit * largest))
+
+
+def is_lost(tensor: TensorResult) -> bool:
+    """Whether a tensor is a gradient that is expected to be nothing but rounding, whose size may be anything."""
+    return tensor.kind.endswith("gradient") and tensor.expected.relative_l2 > 1.0
+
+
+# How a tensor's error compares with the error that the rounding model has there: the numbers that tolerances judge.
+#
+# Each statistic looks at the error from another side, because a mistake that touches one head, one row or one column
+# hides in the norm of the whole:
+#
+# ===========  =======================================================================================================
+# statistic    what it compares, candidate over model
+# ===========  =======================================================================================================
+# ``norm``     the Euclidean norm of the error
+# ``largest``  the largest error of an element
+# ``row``      the norm in the worst row (along the last dimension, at least 32 elements; of activations)
+# ``slice``    the norm in the worst slice across any one dimension: a sequence of the batch, a position, a head, a
+# column
+# ``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
+# ``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
+#              deviations that independent errors would give it
+# ``mistake``  ditto along the change that a known mistake would make, see ``parity.judge.directions``
+# ===========  =======================================================================================================
+#
+# All but the last two are ratios, near 1 for a faithful port; those of norms leave out what the norm of few elements
+# may exceed another's by chance.
+
+
+Count = TypeVar("Count", float, Tensor)
+
+# A slice of fewer elements says too little about its own error.
+SMALLEST_SLICE = 32
+# How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
+# slice in which the model happened to be lucky from failing.
+_PRIOR_ELEMENTS = 8
+# Of the root mean square of the largest slice, below which another's is what FP64 leaves of terms that cancel.
+_VANISHING = 1e-12
+# Above what right ports' worst slices have; from there on it is worth to count how many elements make up an error.
+_USUAL = 1.5
+# Of a normal law below three standard deviations, in how many degrees of freedom chance no longer counts.
+_CHANCE = float(special.ndtr(3.0))
+_MOST_FREEDOM = 1e4
+# Runs of the model that are not drawn, but with jitter: fewer do not tell how the error of few elements scatters, nor
+# do those whose error scatters like that of more independent ones, times the number of elements.
+_FEWEST_RUNS = 8
+_FREEDOM_OF_FEW = 2.0
+# The unit roundoff of FP32, in which kernels compute.
+# What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
+_FP32_STEPS = 2.0
+# What the result's own rounding costs, of the unit roundoff, on average over mantissas.
+_MEAN_ROUNDING = 0.5
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One comparison of a candidate's error with the model's.
+
+    Attributes:
+        name: as in the table above.
+        value: as in the table; infinite if the model expects no error where there is one.
+        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles most; empty where
+            the whole tensor is meant.
+        coefficient: how much of that mistake's change the error contains.
+    """
+
+    name: str
+    value: float
+    where: str = ""
+    coefficient: float = 0.0
+
+
+def least_error(dtype: torch.dtype, summed_terms: int) -> float:
+    """The relative error that no model may fall below: the rounding of the result, and FP32 steps and sums before it.
+
+    Adding n terms of random sign one after the other loses about ``u sqrt(n / 6)`` relative to the sum, with u the unit
+    roundoff: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
+    and they add up as a random walk (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019).
+
+    Args:
+        dtype: in which the candidate returns the tensor.
+        summed_terms: how many terms a kernel accumulates for one element.
+    """
+    return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * _UNIT, _UNIT * math.sqrt(summed_terms / 6))
+
+
+def statistics(
+    error: Summed,
+    model_errors: Sequence[Summed],
+    golden: Summed,
+    least: float,
+    of_parameter: bool = False,
+    terms: float = 0.0,
+) -> Iterator[Statistic]:
+    """Every statistic that a tensor of this shape has.
+
+    Args:
+        error: candidate minus golden, FP64 or FP32, finite.
+        model_errors: rounding model minus golden for each way in which faithful kernels compute, same dtype and shape,
+            finite; what any of them loses is expected.
+        golden: same dtype and shape, finite.
+        least: see ``least_error``.
+        of_parameter: whether the tensor is a parameter's gradient.
+        terms: the relative error of terms as large as the tensor, of which a slice may be what is left where they
+            cancel; 0 where they do not, and what exceeds the tensor's own counts as that.
+    """
+    shape, count = golden.values.shape, golden.values.numel()
+    if not count:
+        return
+    total = max(*(model.total for model in model_errors), least**2 * golden.total)
+    yield Statistic("norm", math.sqrt(_ratio(error.total, total)) / _chance_of_norm(model_errors, count))
+    yield _largest(error, model_errors, least * golden.max_abs)
+    if has_component(golden):
+        yield Statistic("gain", Component(error, model_errors, golden, golden, math.sqrt(total)).value)
+    relative = math.sqrt(total / golden.total) if golden.total > 0 else 0.0
+    worst: dict[str, Statistic] = {}
+    for name, label, dims in _slices(shape, of_parameter):
+        there = math.prod(shape[dim] for dim in dims)
+        own = functools.reduce(torch.maximum, (model.squares_over(dims) for model in model_errors))
+        share = there / (there + _PRIOR_ELEMENTS)
+        expected = (own * share).add_(golden.squares_over(dims), alpha=(1.0 - share) * relative**2)
+        here = golden.squares_over(dims)
+        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention has one key,
+        # so its gradient is zero but for rounding, of which no model knows the size. The tensor's average does.
+        floor = (least**2 * here).clamp_(min=min(terms, relative) ** 2 * golden.total * there / count)
+        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention has one key,
+        # so its gradient is zero but for rounding, of which no model knows the size. The tensor's average does.
+        floor[here <= _VANISHING**2 * here.max()] = total * there / count
+        expected = torch.maximum(expected, floor).clamp_(min=there * torch.finfo(here.dtype).tiny)
+        ratios = _ratios(error.squares_over(dims), expected)
+        value = math.sqrt(ratios.max().item()) / _chance(there)
+        if value > _USUAL:
+            ratios /= torch.maximum(
+                _chance(_independent(model_errors, dims, there)), _chance_by_runs(model_errors, dims)
+            ).square()
+            value = math.sqrt(ratios.max().item())
+        if name not in worst or worst[name].value < value:
+            place = _place(int(ratios.argmax()), ratios.shape)
+            worst[name] = Statistic(name, value, f"{label} at {place}")
+    yield from worst.values()
+    if len(shape) > 1 and shape[-1] >= SMALLEST_SLICE <= count // shape[-1]:
+        yield Statistic("shift", _shift(error, model_errors, total))
+
+
+def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The statistic, what its slices are called, and the dimensions that are summed over.
+
+    A parameter of more than two dimensions is a stack of matrices, one for each expert: its rows are the slices that
+    each matrix would have alone.
+    """
+    every = tuple(range(len(shape)))
+    for dim in every:
+        others = tuple(other for other in every if other != dim)
+        if shape[dim] > 1 and others and math.prod(shape[other] for other in others) >= SMALLEST_SLICE:
+            yield "slice", f"dim {dim}", others
+    if len(shape) > 2 and shape[-1] >= SMALLEST_SLICE:
+        yield "slice" if of_parameter else "row", "row", (every[-1],)
+
+
+def _place(flat: int, shape: torch.Size) -> str:
+    return ", ".join(str(index) for index in np.unravel_index(flat, shape))
+
+
+def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Statistic:
+    shape = error.values.shape
+    value = _ratio(error.max_abs, max(*(model.max_abs for model in model_errors), least))
+    row = int(error.largest_in_rows.argmax())
+    index = int(error.values.reshape(-1, shape[-1])[row].abs().argmax()) if shape else 0
+    place = _place(row * (shape[-1] if shape else 1) + index, shape)
+    return Statistic("largest", value / _chance(error.values.numel()), f"element {place}")
+
+
+def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
+    """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
+    shifted, *modelled = [_norm(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
+    return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
+
+
+def _chance(count: Count) -> Count:
+    """What the norm of few elements may exceed another's by, three standard deviations of their ratio, and not count.
+
+    The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
+    """
+    return 1.0 + 3.0 / count**0.5
+
+
+def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
+    """Of how many independent errors of one size the norm of each slice scatters like, by the models' errors.
+
+    A few elements make up the error where their values do, as of a softmax. The variance of a sum of squares is
+    ``2 sum(sigma**4)`` for errors of deviations sigma, and that of n alike ones ``2 n sigma**4``; a normal error's
+    fourth power is 3 sigma**4 on average.
+
+    Args:
+        dims: over which a slice extends.
+        count: of the elements of a slice.
+    """
+    squares = [model.values.double().square() for model in model_errors]
+    second = torch.stack([x.sum(dims) for x in squares]).amax(0)
+    fourth = torch.stack([x.square().sum(dims) for x in squares]).amax(0)
+    return torch.where(fourth > 0, 3.0 * second.square() / fourth, count).clamp(1.0, count)
+
+
+def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
+    """As ``_chance``; of few elements, as a loss is one, no more than many runs leave to it, if there are any.
+
+    The model's error in one number may happen to be hardly any. That of the largest of many runs is not, so that what
+    allows for the one must not be allowed on top of the other. Runs with jitter may have most roundings in common, and
+    tell only if their errors scatter as those of few independent ones do.
+    """
+    usual = _chance(float(count))
+    drawn = [model.total for model in model_errors if model.is_drawn]
+    totals = torch.tensor(drawn or [model.total for model in model_errors], dtype=torch.float64)
+    if count >= SMALLEST_SLICE or len(totals) < (FEWEST_DRAWN if drawn else _FEWEST_RUNS):
+        return usual
+    if not drawn and _freedom(totals) > _FREEDOM_OF_FEW * count:
+        return usual
+    return min(usual, _beyond_largest(totals).item())
+
+
+def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
+    """What the norm of each slice may exceed the largest of the drawn runs' by, as ``_chance``, by their scatter.
+
+    One rounding may move all of a slice, as a query's that sees many keys alike moves a row of the queries' weights:
+    its elements do not show that, but runs do that round independently. For n independent normal errors the squared
+    norm has mean n and variance ``2 n``, and a chi-squared distribution: its quantile at three standard deviations of a
+    normal one, over the median of the largest of so many.
+
+    Args:
+        dims: over which a slice extends.
+    """
+    drawn = [model.squares_over(dims) for model in model_errors if model.is_drawn]
+    return _beyond_largest(torch.stack(drawn)) if len(drawn) >= FEWEST_DRAWN else torch.ones(())
+
+
+def _beyond_largest(squares: Tensor) -> Tensor:
+    """Ditto, from the squared norms of drawn runs, which are the first dimension."""
+    half = _freedom(squares).numpy(force=True) / 2.0
+    reached, largest = (special.gammaincinv(half, p) for p in (_CHANCE, 0.5 ** (1 / len(squares))))
+    return torch.as_tensor(np.sqrt(reached / largest), dtype=squares.dtype, device=squares.device)
+
+
+def _freedom(squares: Tensor) -> Tensor:
+    """Of how many independent normal errors such squared norms scatter like, by runs, which are the first dimension."""
+    variance, mean = squares.double().var(0), squares.double().mean(0)
+    return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
+
+
+def _ratio(error: float, expected: float) -> float:
+    """Of two that are not negative."""
+    if error == 0:
+        return 0.0
+    return error / expected if expected > 0 else math.inf
+
+
+def _ratios(errors: Tensor, expected: Tensor) -> Tensor:
+    """Ditto, of each element."""
+    return torch.where(errors > 0, errors / expected, 0.0)

@@ -1,0 +1,126 @@
+"""Set up a process that compares: its heap, its garbage collector, and the processes that share its work."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from parity.machine import host
+
+# The memory of tensors: what a process has freed is kept for its next ones, and it comes in large pages.
+#
+# A comparison allocates and frees tensors of the same sizes over and over. By itself glibc gives the memory of large
+# ones back each time, and the kernel clears every page that it hands out again: a tenth of a large comparison's time.
+# Pages of 2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons.
+
+
+# ``malloc.h`` of glibc: how much may be free at the heap's end before it is given back, and how many blocks may lie
+# outside of the heap, from where they are always given back.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_LARGEST = 2**31 - 1  # that ``mallopt`` takes
+
+
+def use_huge_pages() -> None:
+    """Ask the kernel for large pages where a tensor has 2 MiB or more, unless the environment says otherwise.
+
+    PyTorch looks when it allocates its first tensor (``THP_MEM_ALLOC_ENABLE``, ``c10/core/impl/alloc_cpu.cpp`` of
+    2.13); later it is too late, and changes nothing.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def keep_freed() -> bool:
+    """Keep what is freed from now on, up to a share of the machine's memory.
+
+    Returns:
+        Whether that was possible: the C library is glibc, the environment says nothing else of its heap, and the system
+        tells how much memory is free.
+    """
+    libc, free = _glibc(), host.free_memory()
+    if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return False
+    limit = min(host.share_to_keep(free), _LARGEST)
+    return bool(libc.mallopt(_M_TRIM_THRESHOLD, limit) and libc.mallopt(_M_MMAP_MAX, 0))
+
+
+def give_back() -> None:
+    """Give back what is free now; for another process that needs the memory."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> Any:
+    """The C library of this process; None if it is another."""
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows
+        return None
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
+
+
+# Imports that Python's garbage collector leaves alone: modules live as long as the process.
+#
+# PyTorch and TE make some 350,000 objects when they are imported. Without this, the collector goes over them a dozen
+# times while they are made, and again whenever a comparison has left enough garbage.
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Nothing is collected within the context; what exists at its end is never looked at again."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.unregister(_unfreeze_for_triton)
+        atexit.register(_unfreeze_for_triton)
+        if collected:
+            gc.enable()
+
+
+def _unfreeze_for_triton() -> None:
+    """Triton's extension counts at exit what was never freed, and complains; to free all takes more than a second."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
+
+
+# Processes that share out work, each started anew and computing in one thread, and that end with what started them.
+
+
+@contextmanager
+def processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of so many; where its user is interrupted or raises, what runs in it is ended, and nothing more begins.
+
+    They are started anew, since TE's modules hold locks and caches that a fork would copy half-used.
+    """
+    before = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _begin() -> None:
+    """Ctrl-C reaches every process of a terminal; the one that started these ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,532 @@
+"""Mistakes in activations, biases and clamps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, Scope, everywhere_and_somewhere
+from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, agree, back, binary, other, users, with_number
+
+# Activations and gated units, called or written out, and what ports get wrong about them.
+#
+# An activation is recognised by what it computes: on a sample of the traced elements, some result after a nonlinear
+# function equals a known activation of something before it.
+
+
+Pointwise = Callable[[Tensor], Tensor]
+
+_NUMBER = re.compile(r"\d+")
+
+QUICK_ALPHA = 1.702
+"""Of GELU's sigmoid approximation, and of gpt-oss's gated unit."""
+
+ACTIVATIONS: dict[str, Pointwise] = {
+    # TE's own, and so the likelier one where 16 bits do not tell the two apart.
+    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu (erf)": F.gelu,
+    "quick gelu": lambda x: x * torch.sigmoid(QUICK_ALPHA * x),
+    "silu": F.silu,
+    "relu": F.relu,
+    "squared relu": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "leaky relu": F.leaky_relu,
+}
+GELUS = ("gelu (erf)", "gelu (tanh)", "quick gelu")
+OF_TE = ("gelu (erf)", "gelu (tanh)", "quick gelu", "silu", "relu", "squared relu", "sigmoid")
+"""What TE's modules compute; the others are the reference's alone, or a plain module's."""
+
+GPT_OSS_LIMIT = 7.0
+_SLOPE = 0.01  # PyTorch's, of leaky ReLU
+
+_NONLINEAR = frozenset(
+    {"gelu", "silu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_min", "maximum"}
+    | {"mish", "hardswish", "softplus", "elu", "leaky_relu"}
+)
+_POINTWISE = CASTS | {"square"}
+_MOST_STEPS = 8  # of a GELU written out, from its argument to its nonlinear function, and from there to its result
+_SAMPLE = 2048
+
+
+@dataclass(frozen=True)
+class Activation:
+    """``result = activation(x)``, element by element.
+
+    Attributes:
+        call: the last of those that compute it.
+        x: its argument.
+        name: of ``ACTIVATIONS``.
+    """
+
+    call: Call
+    x: Value
+    name: str
+
+    def edits(self, name: str) -> tuple[Edit, ...]:
+        """Another activation is to be computed; none where it is this one."""
+        if name == self.name:
+            return ()
+        return (edit(self.call, (self.x,), lambda was, x: ACTIVATIONS[name](x).to(was.dtype)),)
+
+
+@dataclass(frozen=True)
+class GatedUnit:
+    """``activation(min(gate, limit)) * (clamp(up, -limit, limit) + offset)``.
+
+    Attributes:
+        call: the product.
+        gate: what is activated, before it is clamped.
+        up: the other factor, before it is clamped.
+        activation: of ``ACTIVATIONS``.
+        limit: infinite where nothing is clamped.
+        offset: added to ``up``.
+    """
+
+    call: Call
+    gate: Value
+    up: Value
+    activation: str
+    limit: float = math.inf
+    offset: float = 0.0
+
+    def compute(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The unit's result."""
+        if math.isfinite(self.limit):
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ACTIVATIONS[self.activation](gate) * (up + self.offset)
+
+    def edits(self, **changes: object) -> tuple[Edit, ...]:
+        """The unit is to be computed with other attributes; none where they are the same."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        if changed == self:
+            return ()
+        of = Changed(self, changes)
+        return (edit(self.call, (changed.gate, changed.up), lambda was, *x: changed.compute(*x).to(was.dtype), of),)
+
+
+def activations(trace: Trace) -> list[Activation]:
+    """Every known activation that the trace computes, in order."""
+    found: dict[int, Activation] = {}
+    for call in trace.calls:
+        if call.name in _NONLINEAR and call.inputs and call.outputs:
+            activation = _around(trace, call)
+            if activation is not None:
+                found[activation.x.number] = activation  # of relu and its square the square, found last
+    return list(found.values())
+
+
+def gated_units(trace: Trace) -> list[GatedUnit]:
+    """Every product of an activation and another activation-shaped value, in order."""
+    in_three = [unit for call in trace.calls if (unit := _in_three(trace, call)) is not None]
+    known = {unit.call.site for unit in in_three}
+    in_two = [unit for activation in activations(trace) if (unit := _gated(trace, activation)) is not None]
+    return in_three + [unit for unit in in_two if unit.call.site not in known]
+
+
+def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's activations and gated units."""
+    found, units = activations(trace), gated_units(trace)
+    yield from everywhere_and_somewhere(_others(found), found, module)
+    by_name: dict[str, list[Activation]] = defaultdict(list)
+    for one in found:
+        by_name[one.name].append(one)
+    for name, alike in by_name.items() if len(by_name) > 1 else ():
+        if len(alike) > 1:
+            yield from _made_with(alike, module, "kind", f" for {name}")
+    by_module: dict[str, list[Activation]] = defaultdict(list)
+    for one in found:
+        by_module[_NUMBER.sub("#", one.call.module)].append(one)
+    for path, alike in by_module.items() if len(by_module) > 1 else ():
+        if len(alike) > 1 and "#" in path:
+            yield from _made_with(
+                alike, module, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it"
+            )
+    if 1 < len(found) <= MOST_PLACES:
+        for one in found:
+            yield from _made_with([one], module, "one", f" in {_place(one, found)}")
+    yield from everywhere_and_somewhere(_unit_mistakes(units), units, module, lambda one: one.call.module)
+
+
+def _made_with(some: list[Activation], module: nn.Module, scope: Scope, where: str) -> Iterator[Hypothesis]:
+    """Mistakes with some of the reference's activations; messages name no other ones."""
+    for one in everywhere_and_somewhere(_others(some), some, module):
+        yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
+
+
+def _place(one: Activation, found: list[Activation]) -> str:
+    """The submodule that computes an activation, and which of those that it computes."""
+    there = [other.call.site for other in found if other.call.module == one.call.module]
+    if len(there) == 1:
+        return one.call.module
+    return f"{one.call.module}, at activation {there.index(one.call.site) + 1} of {len(there)} there"
+
+
+def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
+    right = " or ".join(sorted({one.name for one in found}))
+    for name in ACTIVATIONS:
+        yield Mistake(
+            "activation",
+            f"activation {name}",
+            f"give TE the reference's activation, {right}; it computes {name}",
+            _named(name),
+            subtle=name in GELUS and all(one.name in GELUS for one in found),
+            value=_SLOPE if name == "leaky relu" else None,
+            tuned=_leaky if name == "leaky relu" else None,
+        )
+    yield Mistake(
+        "activation",
+        "activation missing",
+        f"give TE the reference's activation, {right}; it computes none",
+        lambda one: (edit(one.call, (one.x,), lambda was, x: x.to(was.dtype)),),
+    )
+
+
+def _leaky(slope: float) -> Mistake[Activation]:
+    return Mistake(
+        "activation",
+        f"activation leaky relu of slope {slope:.4g}",
+        f"give TE the reference's activation; it computes a leaky relu of slope {slope:.4g}",
+        lambda one: (edit(one.call, (one.x,), lambda was, x: F.leaky_relu(x, slope).to(was.dtype)),),
+        value=slope,
+        tuned=_leaky,
+    )
+
+
+def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
+    yield Mistake(
+        "gate-up-swapped",
+        "gate and up swapped",
+        "exchange the halves of fc1_weight: the gate, which is activated, comes first",
+        lambda unit: unit.edits(gate=unit.up, up=unit.gate),
+    )
+    for name in OF_TE:
+        yield Mistake(
+            "gate-up-swapped",
+            f"gate and up swapped, activation {name}",
+            f"exchange the halves of fc1_weight: the gate, which is activated, comes first; its activation is {name}",
+            _swapped_with(name),
+        )
+    right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
+
+    # Near the reference's own, from where another one is looked for.
+    near = sorted({part * unit.limit for unit in units if math.isfinite(unit.limit) for part in (0.8, 1.25)})
+
+    def clamped(activation: str, limit: float, offset: float) -> Mistake[GatedUnit]:
+        computed = _clamping(activation, limit, offset)
+        return Mistake(
+            "activation",
+            f"gated unit {computed}",
+            f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
+            _clamped(activation, limit, offset),
+            subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units} and limit not in near,
+            value=limit if math.isfinite(limit) else None,
+            tuned=lambda value: clamped(activation, value, offset),
+        )
+
+    for activation in ("silu", "quick gelu"):
+        for limit in (math.inf, GPT_OSS_LIMIT, 10.0, *near):
+            for offset in (0.0, 1.0):
+                yield clamped(activation, limit, offset)
+
+
+def _named(name: str) -> Callable[[Activation], tuple[Edit, ...]]:
+    return lambda activation: activation.edits(name)
+
+
+def _swapped_with(name: str) -> Callable[[GatedUnit], tuple[Edit, ...]]:
+    return lambda unit: unit.edits(gate=unit.up, up=unit.gate, activation=name) if name != unit.activation else ()
+
+
+def _clamped(activation: str, limit: float, offset: float) -> Callable[[GatedUnit], tuple[Edit, ...]]:
+    """Another clamping; for units that activate by a sigmoid only, since no others are ever clamped."""
+
+    def edits(unit: GatedUnit) -> tuple[Edit, ...]:
+        if unit.activation not in ("silu", "quick gelu"):
+            return ()
+        return unit.edits(activation=activation, limit=limit, offset=offset)
+
+    return edits
+
+
+def _clamping(activation: str, limit: float, offset: float) -> str:
+    alpha = QUICK_ALPHA if activation == "quick gelu" else 1.0
+    return f"limit={limit:g} alpha={alpha:g} offset={offset:g}"
+
+
+def _around(trace: Trace, core: Call) -> Activation | None:
+    """The known activation that is computed with a nonlinear function, the one that ends last."""
+    arguments = _pointwise_before(trace, core.inputs[0])
+    best: Activation | None = None
+    for call in _pointwise_after(trace, core, arguments):
+        result = _sample(trace, call.outputs[0])
+        for x in arguments:
+            for name, function in ACTIVATIONS.items():
+                if agree(function(_sample(trace, x).double()), result):
+                    best = Activation(call, x, name)
+    return best
+
+
+def _pointwise_before(trace: Trace, value: Value) -> list[Value]:
+    """``value``, and what it is made from with numbers and powers alone, as in GELU's polynomial."""
+    found = queue = [value]
+    for _ in range(_MOST_STEPS):
+        given = [x for made in queue for x in _pointwise_inputs(trace.producer(made))]
+        shape = trace.tensor(value).shape
+        queue = [x for x in dict.fromkeys(given) if x not in found and trace.tensor(x).shape == shape]
+        found = found + queue
+    return found
+
+
+def _pointwise_inputs(call: Call | None) -> list[Value]:
+    return call.inputs if call is not None and (binary(call) or call.name in _POINTWISE) else []
+
+
+def _pointwise_after(trace: Trace, core: Call, arguments: list[Value]) -> list[Call]:
+    """``core``, and the calls that make something of its result and the arguments alone, in order."""
+    known = {value.number for value in arguments}
+    made_with_core = {core.outputs[0].number}
+    found = [core]
+    for call in trace.calls:
+        if call is core or not call.outputs:
+            continue
+        inputs = {value.number for value in _pointwise_inputs(call)}
+        if inputs and inputs <= known | made_with_core:
+            if inputs & made_with_core:
+                found.append(call)
+                made_with_core.add(call.outputs[0].number)
+            else:
+                known.add(call.outputs[0].number)
+        if len(found) > _MOST_STEPS:
+            break
+    return found
+
+
+def _sample(trace: Trace, value: Value) -> Tensor:
+    return trace.tensor(value).flatten()[:_SAMPLE]
+
+
+def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
+    """The product of an activation's result and something else of its shape."""
+    shape = trace.tensor(activation.x).shape
+    for call, result in users(trace, activation.call.outputs[0]):
+        named = binary(call)
+        factor = other(call, result)
+        if named is None or named[0] != "mul" or not isinstance(factor, Value) or factor == result:
+            continue
+        if trace.tensor(factor).shape != shape or trace.parameter(factor):
+            continue
+        unit = _unit(trace, call, activation.x, factor, activation.name)
+        if unit is not None:
+            return unit
+    return None
+
+
+def _in_three(trace: Trace, call: Call) -> GatedUnit | None:
+    """The product of a gate, its sigmoid and something else, in any order."""
+    factors = _factors(trace, call)
+    shape = trace.tensor(call.outputs[0]).shape if len(call.outputs) == 1 else None
+    if len(factors) != 3 or any(trace.tensor(x).shape != shape or trace.parameter(x) for x in factors):
+        return None
+    for sigmoid in factors:
+        made = trace.producer(back(trace, sigmoid))
+        if made is None or made.name != "sigmoid":
+            continue
+        scaled = with_number(trace.producer(back(trace, made.inputs[0])))
+        x = scaled[1] if scaled is not None and scaled[0] == "mul" else made.inputs[0]
+        name = "silu" if scaled is None or scaled[0] != "mul" else "quick gelu"
+        rest = [factor for factor in factors if back(trace, factor) != back(trace, x) and factor != sigmoid]
+        if len(rest) == 1:
+            return _unit(trace, call, x, rest[0], name)
+    return None
+
+
+def _factors(trace: Trace, call: Call) -> list[Value]:
+    """Of a product, those of a factor that is a product itself in its place."""
+    match binary(call):
+        case ("mul", Value() as left, Value() as right):
+            inner = [(x, _factors_of_two(trace, x)) for x in (left, right)]
+            return [factor for x, factors in inner for factor in factors or [x]]
+    return []
+
+
+def _factors_of_two(trace: Trace, value: Value) -> list[Value]:
+    match binary(trace.producer(back(trace, value))):
+        case ("mul", Value() as left, Value() as right):
+            return [left, right]
+    return []
+
+
+def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) -> GatedUnit | None:
+    """The gated unit that a call computes; None if it does not.
+
+    Args:
+        trace: of the reference.
+        call: the product.
+        x: what is activated.
+        factor: the other factor.
+        activation: of ``ACTIVATIONS``.
+    """
+    gate, limit = _before_clamp(trace, x)
+    up, offset = factor, 0.0
+    match with_number(trace.producer(back(trace, up))):
+        case ("add", up, offset):
+            pass
+    up, _ = _before_clamp(trace, up)
+    unit = GatedUnit(call, gate, up, activation, limit, offset)
+    return unit if agree(unit.compute(trace.tensor(gate), trace.tensor(up)), trace.tensor(call.outputs[0])) else None
+
+
+def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:
+    """What was clamped, and its upper limit; the value itself and infinity where nothing was."""
+    call = trace.producer(back(trace, value))
+    if call is None or call.name not in ("clamp", "clamp_max", "clip", "minimum"):
+        return value, math.inf
+    bounds = [bound for bound in (*call.args[1:], *call.kwargs.values()) if isinstance(bound, int | float)]
+    return (call.inputs[0], float(max(bounds))) if bounds else (value, math.inf)
+
+
+# Biases and dropout in a trace, and what ports get wrong about them.
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """A sum of something and a parameter of one dimension, by itself or inside a linear layer.
+
+    Attributes:
+        call: returns the sum.
+        bias: the parameter.
+        name: of the parameter.
+    """
+
+    call: Call
+    bias: Value
+    name: str
+
+    def edits(self, times: float) -> tuple[Edit, ...]:
+        """The bias is to be added so many times."""
+        return (edit(self.call, (self.bias,), lambda was, bias: was + (times - 1) * bias.to(was.dtype)),)
+
+    def without_third(self, trace: Trace, third: int) -> tuple[Edit, ...]:
+        """Of a fused layer, whose outputs are thrice as many as its inputs, a third's bias is to be left out."""
+        width = trace.tensor(self.bias).shape[0] // 3
+        if self.call.name == "add" or trace.tensor(self.call.inputs[self.call.name == "addmm"]).shape[-1] != width:
+            return ()
+
+        def compute(was: Tensor, bias: Tensor) -> Tensor:
+            left_out = torch.zeros_like(bias)
+            left_out[third * width : (third + 1) * width] = bias[third * width : (third + 1) * width]
+            return was - left_out.to(was.dtype)
+
+        return (edit(self.call, (self.bias,), compute),)
+
+
+def biases(trace: Trace) -> list[Bias]:
+    """Every bias of a linear layer, in order."""
+    found = []
+    for call in trace.calls:
+        named = binary(call)
+        if call.name == "linear" and call.outputs:
+            given = [*call.args[2:], *call.kwargs.values()]
+        elif call.name == "addmm":
+            given = [call.args[0]]
+        elif named is not None and named[0] == "add":
+            given = list(named[1:])
+        else:
+            continue
+        for value in given:
+            name = trace.parameter(value)
+            if name is not None and trace.tensor(value).dim() == 1:
+                found.append(Bias(call, value, name))
+    return found
+
+
+def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's biases."""
+    mistakes: list[Mistake[Bias]] = [
+        Mistake("bias-dropped", "bias missing", "add the bias; it is left out", lambda one: one.edits(0.0)),
+        Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", lambda one: one.edits(2.0)),
+    ]
+    for third, part in enumerate(("first", "second", "last")):
+        mistakes.append(
+            Mistake(
+                "bias-dropped",
+                f"{part} third of the bias missing",
+                f"add the whole bias of the fused layer; its {part} third (Q, K and V one after the other) is left out",
+                lambda one, third=third: one.without_third(trace, third),  # type: ignore[misc]
+            )
+        )
+    yield from everywhere_and_somewhere(mistakes, biases(trace), module, lambda one: one.name)
+
+
+# Activations that are clamped to a range, such as queries, keys and values by OLMo's ``clip_qkv``.
+
+
+_NEAR = (0.9, 1.1)  # times the reference's limit: from one of them the port's own is looked for
+
+
+@dataclass(frozen=True, eq=False)
+class Clamp:
+    """``call`` returns ``x`` between ``-limit`` and ``limit``."""
+
+    call: Call
+    x: Value
+    limit: float
+
+    def edits(self, limit: float) -> tuple[Edit, ...]:
+        """Clamped otherwise; none where that is the same."""
+        if math.isclose(limit, self.limit):
+            return ()
+
+        def compute(was: Tensor, x: Tensor) -> Tensor:
+            return x.clone() if math.isinf(limit) else torch.clamp(x, -limit, limit)
+
+        return (edit(self.call, (self.x,), compute),)
+
+
+def clamp_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """That all activations which one limit clamps are clamped by another, or by none."""
+    by_limit: dict[float, list[Clamp]] = {}
+    for one in filter(None, (_clamp(trace, call) for call in trace.calls)):
+        by_limit.setdefault(one.limit, []).append(one)
+    for right, alike in by_limit.items():
+        others = (math.inf, *(near * right for near in _NEAR))
+        yield from everywhere_and_somewhere(map(_limit_instead_of(right), others), alike, module)
+
+
+def _clamp(trace: Trace, call: Call) -> Clamp | None:
+    """Of activations, to a range about 0."""
+    if call.name not in ("clamp", "clip") or not call.args or not isinstance(call.args[0], Value):
+        return None
+    given = dict(zip(("min", "max"), call.args[1:], strict=False)) | call.kwargs
+    low, high = given.get("min"), given.get("max")
+    x = trace.tensor(call.args[0])
+    if not isinstance(low, int | float) or not isinstance(high, int | float) or not x.is_floating_point():
+        return None
+    return Clamp(call, call.args[0], float(high)) if x.dim() > 1 and high > 0.0 and low == -high else None
+
+
+def _limit_instead_of(right: float) -> Callable[[float], Mistake[Clamp]]:
+    def with_limit(limit: float) -> Mistake[Clamp]:
+        what = "none are clamped" if math.isinf(limit) else f"they are clamped to {limit:.4g}"
+        return Mistake(
+            "operation",
+            "clamp missing" if math.isinf(limit) else f"clamp to {limit:.4g}",
+            f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}",
+            lambda one: one.edits(limit),
+            value=limit if math.isfinite(limit) else None,
+            tuned=with_limit,
+        )
+
+    return with_limit

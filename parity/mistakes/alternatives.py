@@ -1,0 +1,573 @@
+"""List what an operation may have been instead: another function, other numbers, another table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from parity.trace.trace import Call, Trace, Value
+from parity.trace.walk import CASTS, RESHAPES, binary, with_number
+
+# Calls that are about a number, and what a port computes that has another one.
+
+
+Compute = Callable[..., Any]
+
+_PARAMETERS = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0), "celu": ("alpha", 1.0)}
+"""Of activations: their number and what it is where it is not given."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What a call returns instead.
+
+    Attributes:
+        described: as the end of a sentence that begins with the call.
+        compute: from what the call returned, and every tensor that it was given, in order.
+        value: a number of the call that it is about, where it is about one; positive.
+        tuned: the same with another number.
+    """
+
+    described: str
+    compute: Compute
+    value: float | None = None
+    tuned: Callable[[float], Alternative] | None = None
+
+
+def other_numbers(call: Call) -> Iterator[Alternative]:
+    """The call with another number, which is looked for."""
+    yield from _numbers(call)
+    yield from _parameters(call)
+
+
+def _numbers(call: Call) -> Iterator[Alternative]:
+    """Another number in the place of a positive one."""
+    match with_number(call):
+        case (("add" | "sub" | "mul" | "div" | "pow") as name, _, number) if number > 0.0:
+            pass
+        case _:
+            return
+    functions: dict[str, Compute] = {
+        "add": torch.add,
+        "sub": torch.sub,
+        "mul": torch.mul,
+        "div": torch.div,
+        "pow": torch.pow,
+    }
+
+    def with_another(value: float) -> Alternative:
+        return Alternative(
+            f"its number is {value:.4g} for {number:.4g}",
+            lambda was, x: functions[name](x, value),
+            value,
+            with_another,
+        )
+
+    yield from map(with_another, (0.9 * number, 1.1 * number))
+
+
+def _parameters(call: Call) -> Iterator[Alternative]:
+    """Another number of an activation that has one, and the activation where it is 0: ReLU."""
+    if call.name not in _PARAMETERS:
+        return
+    name, default = _PARAMETERS[call.name]
+    number = float(call.args[1] if len(call.args) > 1 else call.kwargs.get(name, default))
+
+    def with_another(value: float) -> Alternative:
+        return Alternative(
+            f"its {name} is {value:.4g} for {number:.4g}",
+            lambda was, x: getattr(functional, call.name)(x, value),
+            value,
+            with_another,
+        )
+
+    yield Alternative("it is relu", lambda was, x: x.relu())
+    if number > 0.0:
+        yield from map(with_another, (0.9 * number, 1.1 * number))
+
+
+# A call of a trace computed again, as a function of its operands or of its arguments.
+
+
+def of_operands(call: Call, compute: Compute) -> Compute:
+    """From a function of the result, or what is in its place, and both operands to one of it and the call's tensors.
+
+    Args:
+        call: a function of two operands, as ``binary`` knows it.
+        compute: called with numbers where operands are numbers.
+    """
+    _, left, right = binary(call) or ("", None, None)
+
+    def computed(was: Tensor, *inputs: Tensor) -> Tensor:
+        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+        x, y = (given[one.number] if isinstance(one, Value) else one for one in (left, right))
+        result: Tensor = compute(was, x, y)
+        return result
+
+    return computed
+
+
+def again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
+    """From a function of the call's arguments to one of the result and the call's tensors."""
+
+    def computed(was: Any, *inputs: Tensor) -> Any:
+        given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+        args, kwargs = tree_map(
+            lambda one: given[one.number] if isinstance(one, Value) else one, (call.args, call.kwargs)
+        )
+        return compute(args, kwargs)
+
+    return computed
+
+
+# Parts of a tensor that a port takes in another order, or joins in one: chunks, splits, concatenations.
+
+
+_MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
+_MOST_PARTS = 8
+_SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+
+
+def split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Parts of a tensor in another order, or every so many elements for those that follow each other."""
+    if call.name not in _SPLITS or not isinstance(call.result, (tuple, list)) or len(call.outputs) < 2:
+        return
+    shapes = [trace.tensor(x).shape for x in call.outputs]
+    for order in (*_orders(len(shapes)), *_taken_twice(len(shapes))):
+        if [shapes[i] for i in order] == shapes:
+            yield Alternative(
+                f"its parts are in the order {_counted(order)}",
+                lambda was, x, order=order: tuple(was[i] for i in order),
+            )
+    x = trace.tensor(call.inputs[0])
+    differing = [dim for dim, size in enumerate(x.shape) if len(shapes[0]) == x.dim() and shapes[0][dim] != size]
+    if len(set(shapes)) > 1 and len(differing) == 1 and len(shapes) <= _MOST_ORDERED:
+        for order in _orders(len(shapes)):
+            yield Alternative(
+                f"its parts lie in the order {_counted(order)}",
+                lambda was, x, order=order: _lying_in(was, x, differing[0], order),
+            )
+    if len(set(shapes)) == 1 and len(differing) == 1:
+        dim, count = differing[0], len(shapes)
+        yield Alternative(
+            "its parts lie in turns",
+            lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1),
+        )
+
+
+def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]) -> tuple[Tensor, ...]:
+    """Parts of the same sizes, where ``x`` holds them in another order: the one that is first there first."""
+    sizes = [part.shape[dim] for part in parts]
+    lying = x.split([sizes[i] for i in order], dim)
+    return tuple(lying[list(order).index(i)] for i in range(len(parts)))
+
+
+def joined_otherwise(call: Call) -> Iterator[Alternative]:
+    """Parts that are joined in another order."""
+    if call.name not in _JOINS or len(call.inputs) < 2:
+        return
+
+    def in_order(order: Sequence[int]) -> Compute:
+        return again(call, lambda args, kwargs: call.function([args[0][i] for i in order], *args[1:], **kwargs))
+
+    for order in _orders(len(call.inputs)):
+        yield Alternative(f"its parts are in the order {_counted(order)}", in_order(order))
+
+
+def _orders(count: int) -> list[tuple[int, ...]]:
+    """Other orders than the one there is."""
+    right = tuple(range(count))
+    if count <= _MOST_ORDERED:
+        return [order for order in permutations(right) if order != right]
+    if count > _MOST_PARTS:
+        return [right[::-1]]
+    exchanged = []
+    for one, other in combinations(right, 2):
+        order = list(right)
+        order[one], order[other] = other, one
+        exchanged.append(tuple(order))
+    return [
+        *exchanged,
+        *_halves_alike(count),
+        *_in_columns(count),
+        right[::-1],
+        (*right[1:], 0),
+        (right[-1], *right[:-1]),
+    ]
+
+
+def _halves_alike(count: int) -> list[tuple[int, ...]]:
+    """Both halves in one other order, or exchanged: shift, scale and gate of attention and of the MLP, as in DiT."""
+    half = count // 2
+    if count % 2 or half > _MOST_ORDERED:
+        return []
+    ordered = [(*order, *(half + i for i in order)) for order in permutations(range(half)) if order != (*range(half),)]
+    return [*ordered, (*range(half, count), *range(half))]
+
+
+def _in_columns(count: int) -> list[tuple[int, ...]]:
+    """What is read row by row and lies column by column: both shifts, both scales, both gates."""
+    return [
+        tuple(i for first in range(step) for i in range(first, count, step))
+        for step in range(2, count)
+        if count % step == 0
+    ]
+
+
+def _taken_twice(count: int) -> list[tuple[int, ...]]:
+    """Parts of one half in the place of those of the other: the gate of attention for that of the MLP."""
+    half = count // 2
+    if count % 2 or not 1 < half <= _MOST_ORDERED:
+        return []
+    orders = []
+    for some in range(1, 2**half):
+        places = [i for i in range(half) if some >> i & 1]
+        orders.append(tuple(i - half if i - half in places else i for i in range(count)))
+        orders.append(tuple(i + half if i in places else i for i in range(count)))
+    return orders
+
+
+def _counted(order: Sequence[int]) -> str:
+    return ", ".join(str(i + 1) for i in order)
+
+
+# Tables by query and key that are added to scores of several heads or windows, and what a port adds instead.
+
+
+_Move = Callable[[Tensor], Tensor]
+
+
+def other_tables(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """The table transposed, in reverse order, or that of another head or window."""
+    match binary(call):
+        case ("add", left, right) if call.outputs:
+            size = trace.tensor(call.outputs[0]).numel()
+        case _:
+            return
+    for name, operand in (("left", left), ("right", right)):
+        if not isinstance(operand, Value) or not 1 < trace.tensor(operand).numel() < size:
+            continue
+        shape = trace.tensor(operand).shape
+        if len(shape) > 1 and shape[-1] == shape[-2] > 1:
+            for described, move in _moves(shape).items():
+                yield Alternative(f"its {name} operand is {described}", of_operands(call, _added(move, name == "left")))
+
+
+def _moves(shape: Sequence[int]) -> dict[str, _Move]:
+    moves: dict[str, _Move] = {
+        "transposed": lambda x: x.mT,
+        "that of keys in reverse order": lambda x: x.flip(-1),
+        "that of queries and keys in reverse order": lambda x: x.flip(-2, -1),
+    }
+    for dim in (dim for dim in range(len(shape) - 2) if shape[dim] > 1):
+        moves[f"in reverse order along dimension {dim}"] = lambda x, dim=dim: x.flip(dim)  # type: ignore[misc]
+        for by in (1, -1):
+            moves[f"rolled by {by} along dimension {dim}"] = lambda x, dim=dim, by=by: x.roll(by, dim)  # type: ignore[misc]
+    return moves
+
+
+def _added(move: _Move, is_left: bool) -> Compute:
+    return lambda was, x, y: move(x) + y if is_left else x + move(y)
+
+
+# What a single call could have computed instead: for every function the mistakes that people make with it.
+#
+# Nothing here knows what a call is for. A term of a sum is left out, the parts of a tensor change places, a sine is a
+# cosine, the last token stands for the first, a dimension is split the other way round.
+
+
+LEFT_OUT = "it is left out"
+"""Of a call that changes a tensor and keeps its shape."""
+
+OTHER_WAY = "it moves the other way"
+"""Of a call that moves elements along a dimension."""
+
+_FUNCTIONS = {
+    "sin": ("cos",),
+    "cos": ("sin",),
+    "tanh": ("sigmoid", "relu"),
+    "sigmoid": ("tanh", "relu"),
+    "tril": ("triu",),
+}
+_REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
+
+
+def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Every known way to get a call wrong."""
+    yield from _operands(call)
+    yield from other_tables(trace, call)
+    yield from _selections(call)
+    yield from other_numbers(call)
+    yield from _left_out(trace, call)
+    yield from _other_functions(call)
+    yield from _dimensions(trace, call)
+    yield from _deviations(trace, call)
+    yield from split_otherwise(trace, call)
+    yield from joined_otherwise(call)
+    yield from _other_elements(trace, call)
+    yield from _moved(trace, call)
+    yield from _padded(trace, call)
+    yield from _reshaped(trace, call)
+
+
+def _operands(call: Call) -> Iterator[Alternative]:
+    """Operands that are missing, exchanged, or of the other sign."""
+    match binary(call):
+        case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
+            of_two = functools.partial(of_operands, call)
+        case _:
+            return
+    if isinstance(left, Value) and isinstance(right, Value):
+        yield Alternative("its left operand is left out", of_two(lambda was, x, y: y.expand_as(was).clone()))
+        yield Alternative("its right operand is left out", of_two(lambda was, x, y: x.expand_as(was).clone()))
+    if name == "add":
+        yield Alternative("its right operand is subtracted", of_two(lambda was, x, y: x - y))
+        yield Alternative("its left operand is subtracted", of_two(lambda was, x, y: y - x))
+    if name == "sub":
+        yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y - x))
+        yield Alternative("its operands are added", of_two(lambda was, x, y: x + y))
+    if name == "mul":
+        yield Alternative("its result is negated", of_two(lambda was, x, y: -was))
+        if isinstance(left, Value) and isinstance(right, Value):  # 1 + gate, where the gate alone is due
+            yield Alternative("1 is added to its left operand", of_two(lambda was, x, y: (1 + x) * y))
+            yield Alternative("1 is added to its right operand", of_two(lambda was, x, y: x * (1 + y)))
+    if name == "div":
+        yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y / x))
+        yield Alternative("its operands are multiplied", of_two(lambda was, x, y: x * y))
+
+
+def _selections(call: Call) -> Iterator[Alternative]:
+    if call.name == "where" and len(call.args) == 3:
+        yield Alternative(
+            "its branches are exchanged", again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
+        )
+    if call.name == "masked_fill":
+        yield Alternative(
+            "its mask is inverted", again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
+        )
+
+
+def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """What changes a tensor and keeps its shape."""
+    if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
+        return
+    given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
+    if len(given) == 1 and trace.tensor(call.inputs[given[0]]).shape == trace.tensor(call.outputs[0]).shape:
+        yield Alternative(LEFT_OUT, lambda was, *inputs: inputs[given[0]])
+
+
+def _other_functions(call: Call) -> Iterator[Alternative]:
+    for name in (*_FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
+        other = getattr(torch, name)
+        with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
+        yield Alternative(f"it is {name}", again(call, with_other))
+
+
+def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Functions along another dimension than their own."""
+    if call.name not in ("softmax", "log_softmax", "cumsum", "flip", *_REDUCTIONS) or len(call.inputs) != 1:
+        return
+    x, result = trace.tensor(call.inputs[0]), trace.tensor(call.outputs[0])
+    function = getattr(torch, call.name)
+    for dim in range(x.dim()):
+        arguments: dict[str, Any] = {"dims" if call.name == "flip" else "dim": dim}
+        if call.name in _REDUCTIONS:
+            arguments["keepdim"] = result.dim() == x.dim()
+            for described, place in (("first", 0), ("last", -1)):
+                yield Alternative(
+                    f"it takes the {described} of dimension {dim}",
+                    lambda was, x, dim=dim, place=place: x.select(dim, place).view_as(was),
+                )
+        if call.name == "mean" and dim < x.dim() - 1 and x.shape[dim] > 2:
+            yield from _mean_without_an_end(dim, result.dim() == x.dim())
+        yield Alternative(
+            f"it is along dimension {dim}",
+            lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
+        )
+
+
+def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
+    """As of all tokens but the one that stands for all."""
+
+    def without(x: Tensor, place: int) -> Tensor:
+        mean = _mean_of_others(x, dim, place)
+        return mean if is_kept else mean.squeeze(dim)
+
+    for described, place in (("first", 0), ("last", -1)):
+        name = f"it leaves out the {described} of dimension {dim}"
+        yield Alternative(name, lambda was, x, place=place: without(x, place))
+
+
+def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """A variance, or its root, that is divided by the count where it was by one less, or the reverse."""
+    if call.name not in ("var", "std") or len(call.outputs) != 1 or len(call.inputs) != 1:
+        return
+    count = trace.tensor(call.inputs[0]).numel() // max(trace.tensor(call.outputs[0]).numel(), 1)
+    less_one = ((count - 1) / count) ** (1.0 if call.name == "var" else 0.5) if count > 2 else 1.0
+    given = call.args[2] if len(call.args) > 2 else call.kwargs.get("unbiased", call.kwargs.get("correction"))
+    unbiased = given is None or bool(given)
+    if less_one < 1.0:
+        other = less_one if unbiased else 1.0 / less_one
+        divisor = f"{count} elements, not {count - 1}" if unbiased else f"{count - 1}, not {count} elements"
+        yield Alternative(f"it divides by {divisor}", lambda was, x: other * was)
+
+
+def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Other places of a dimension than an index says: its end for its beginning, a neighbour, the mean of all."""
+    if call.name != "getitem" or len(call.inputs) != 1:
+        return
+    x, index = trace.tensor(call.inputs[0]), call.args[1]
+    index = index if isinstance(index, tuple) else (index,)
+    dim = 0
+    for position, part in enumerate(index):
+        if part is Ellipsis:
+            dim = x.dim() - sum(one is not None for one in index[position + 1 :])
+        elif part is not None:
+            for described, instead in _other_places(part, x.shape[dim], dim):
+                changed = (*index[:position], instead, *index[position + 1 :])
+                yield Alternative(described, lambda was, x, changed=changed: x[changed])
+            if isinstance(part, int):
+                one = (*index[:position], 0, *index[position + 1 :])
+                yield Alternative(
+                    f"it is the mean over dimension {dim}",
+                    lambda was, x, one=one, dim=dim: x.mean(dim, keepdim=True)[one],
+                )
+                if part in (0, -1) and x.shape[dim] > 2:
+                    yield Alternative(
+                        f"it is the mean over the others of dimension {dim}",
+                        lambda was, x, one=one, dim=dim, own=part: _mean_of_others(x, dim, own)[one],
+                    )
+            dim += 1
+
+
+def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:
+    """The mean over a dimension, kept, without its first place, for 0, or its last, for -1."""
+    return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, keepdim=True)
+
+
+def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, int):
+        own = part % size
+        places = {"first": 0, "last": size - 1, "next": own + 1, "previous": own - 1}
+        taken = {own}
+        for name, place in places.items():
+            if 0 <= place < size and place not in taken:
+                taken.add(place)
+                yield f"it takes the {name} of dimension {dim}", place
+    elif isinstance(part, slice):
+        start, stop, step = part.indices(size)
+        count = stop - start
+        if step == 1 and 0 < count < size:
+            yield f"it takes all of dimension {dim}", slice(None)
+            if count == size - 1:
+                left_out = 0 if start else size - 1
+                end = "last" if left_out else "first"
+                yield f"it takes the {end} of dimension {dim}, so many times", [left_out] * count
+            at_end = start != size - count
+            if start > 1 and not at_end:
+                yield f"it takes {count} of dimension {dim} from the second on", slice(1, 1 + count)
+            yield (
+                f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}",
+                slice(size - count, size) if at_end else slice(0, count),
+            )
+            if size % count == 0:
+                yield f"it takes every {size // count}th of dimension {dim}", slice(start // count, None, size // count)
+        elif step > 1:
+            each = len(range(start, stop, step))
+            yield f"it takes {each} in a row of dimension {dim}", slice(start * each, (start + 1) * each)
+
+
+def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Dimensions that stay, or change places otherwise; elements that are moved the other way."""
+    if call.name in ("transpose", "T", "mT", "swapaxes") and len(call.inputs) == 1:
+        yield Alternative("it is left out", lambda was, x: x)
+    if call.name in ("transpose", "T", "mT", "swapaxes", "permute") and len(call.inputs) == 1:
+        yield Alternative("it is a view, which moves no element", lambda was, x: x.reshape(was.shape))
+    if call.name == "permute":
+        rank = trace.tensor(call.outputs[0]).dim()
+        for one, other in combinations(range(rank), 2):
+            yield Alternative(
+                f"its dimensions {one} and {other} are exchanged",
+                lambda was, x, one=one, other=other: was.transpose(one, other),
+            )
+    if call.name == "roll":
+        yield Alternative(OTHER_WAY, lambda was, x: _rolled_back(call, x))
+    if call.name in ("repeat_interleave", "repeat"):
+        yield from _repeated_otherwise(trace, call)
+
+
+def _padded(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """Padding at the other end, or of a convolution at one end alone, as where it is causal, or is not to be."""
+    if call.name == "pad" and len(call.args) > 1 and len(call.inputs) == 1:
+        amounts, rest = tuple(call.args[1]), call.args[2:]
+        other = tuple(amounts[i ^ 1] for i in range(len(amounts)))
+        if other != amounts:
+            yield Alternative(
+                "it pads the other end", again(call, lambda args, kwargs: F.pad(args[0], other, *rest, **kwargs))
+            )
+    if call.name == "conv1d" and len(call.args) == 7 and isinstance(call.args[4], tuple):
+        around = 2 * call.args[4][0]
+        for described, before in (("at its beginning alone", around), ("at its end alone", 0)) if around else ():
+            yield Alternative(f"its input is padded {described}", again(call, _convolved(before, around - before)))
+
+
+def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
+    """A convolution in one dimension of an input that has so many zeros at each end."""
+
+    def computed(args: Any, kwargs: Any) -> Tensor:
+        x, weight, bias, stride, _, dilation, groups = args
+        return F.conv1d(F.pad(x, (before, after)), weight, bias, stride, 0, dilation, groups)
+
+    return computed
+
+
+def _rolled_back(call: Call, x: Tensor) -> Tensor:
+    shifts = call.kwargs.get("shifts", call.args[1] if len(call.args) > 1 else 0)
+    dims = call.kwargs.get("dims", call.args[2] if len(call.args) > 2 else ())
+    back = tuple(-shift for shift in shifts) if isinstance(shifts, (tuple, list)) else -shifts
+    return x.roll(back, dims)
+
+
+def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """As a whole for one by one, or the reverse."""
+    before, after = trace.tensor(call.inputs[0]).shape, trace.tensor(call.outputs[0]).shape
+    grown = [dim for dim in range(len(after)) if len(before) == len(after) and before[dim] != after[dim]]
+    if len(grown) != 1:
+        return
+    dim, times = grown[0], after[grown[0]] // max(before[grown[0]], 1)
+    if call.name == "repeat":
+        yield Alternative("it repeats one by one", lambda was, x: x.repeat_interleave(times, dim))
+    else:
+        counts = [times if i == dim else 1 for i in range(len(after))]
+        yield Alternative("it repeats as a whole", lambda was, x: x.repeat(*counts))
+
+
+def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
+    """A dimension that is split, or two that are merged, the other way round."""
+    if call.name not in ("view", "reshape", "flatten", "unflatten") or len(call.inputs) != 1:
+        return
+    before, after = (tuple(trace.tensor(x).shape) for x in (call.inputs[0], call.outputs[0]))
+    dim = next((i for i, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
+    if dim is None:
+        return
+    if before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 2 :] and len(after) == len(before) + 1:
+        first, second = after[dim : dim + 2]
+        yield Alternative(
+            f"it splits dimension {dim} the other way round",
+            lambda was, x: x.unflatten(dim, (second, first)).transpose(dim, dim + 1),
+        )
+    if after[:dim] + after[dim + 1 :] == before[:dim] + before[dim + 2 :] and len(before) == len(after) + 1:
+        yield Alternative(
+            f"it merges dimensions {dim} and {dim + 1} the other way round",
+            lambda was, x: x.transpose(dim, dim + 1).flatten(dim, dim + 1),
+        )

@@ -1,0 +1,697 @@
+"""Mistakes in attention: scale, heads, softcap, joined streams, sequence before batch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.mistakes.attention import (
+    Attention,
+    Rearrange,
+    attentions,
+    distinct_heads,
+    head_count_mistakes,
+    heads_of,
+    traced_bias,
+)
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, ModuleCall, everywhere_and_somewhere
+from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes, segment_mistakes
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, LINEAR, ancestors, users, with_number
+
+# What ports get wrong about attention: scale, mask, softcap, the order of heads.
+
+
+USUAL_CAPS = (30.0, 50.0)
+"""Gemma 2's of logits and of scores."""
+
+_NEAR = (0.9, 1.1)  # times the reference's number; no known mistakes: from one of them the port's own is looked for
+
+_TES_HIDDEN_SCORE = -10000.0
+
+
+def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's attention."""
+    found = attentions(trace)
+    if not found:
+        return
+    alike = _masked_alike(trace, found)
+    for some in alike if len(alike) > 1 else ():
+        where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
+        mistakes = _masks(traced_bias(trace, some[0]))
+        yield from everywhere_and_somewhere(mistakes, some, module, where=where)
+    if len(alike) == 2:
+        yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, module, lambda one: one.call.module)
+    first = found[0]  # sizes of the others are taken to be like it
+    query, key, value = heads_of(trace, first)
+    mistakes = chain(
+        _masks(traced_bias(trace, first)),
+        _hidden_scores(),
+        _steps(query, key),
+        _scales(first, query, value),
+        _softmax(first),
+        chain(_heads(query, key, value), head_count_mistakes(query, key, value)) if query.dim() == 4 else (),
+    )
+    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+
+
+def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
+    """Attentions whose masks leave the same band visible, such as those with a window, and those to an encoder."""
+    alike: dict[tuple[object, ...], list[Attention]] = defaultdict(list)
+    for attention in found:
+        bias = traced_bias(trace, attention)
+        band, is_padded = band_of(hidden_keys(bias))
+        alike[bias.shape[-1] == bias.shape[-2], band, is_padded].append(attention)
+    return list(alike.values())
+
+
+def _masks_of_others(
+    trace: Trace, some: Sequence[Attention], others: Sequence[Attention]
+) -> Iterator[Mistake[Attention]]:
+    """That layers with a window, and those without one, or with another, have each other's mask."""
+    masks = [traced_bias(trace, one[0]) for one in (some, others)]
+    if masks[0].shape != masks[1].shape or any(not bool((mask == mask[:1]).all()) for mask in masks):
+        return
+
+    def edits(attention: Attention) -> tuple[Edit, ...]:
+        of_others = masks[attention in some][:1]
+        return attention.edits(mask=lambda bias: of_others.to(bias).expand(bias.shape))
+
+    yield Mistake(
+        "window",
+        "mask of other layers",
+        "give each layer the mask that the reference has there, with its window or without one; it has that of the "
+        "other layers",
+        edits,
+    )
+
+
+def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
+    for mistake in chain(mask_mistakes(bias), segment_mistakes(bias)):
+        yield mistake.made_by(lambda bias: _with(mask=bias))
+
+
+def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
+    """Keys and values that were written to a cache, or read from it, one position off."""
+    if key.shape[-2] < 2:
+        return
+    for by, described in ((1, "the position before"), (-1, "the position after")):
+        yield Mistake(
+            "cache-step",
+            f"keys and values of {described}",
+            f"attend to keys and values of the reference's positions; each is that of {described}",
+            _arranged(keys=lambda x, by=by: x.roll(by, -2)),  # type: ignore[misc]
+        )
+
+
+def _hidden_scores() -> Iterator[Mistake[Attention]]:
+    """Keys hidden by a score that others may be below: TE's ``attention_mask_func`` (``pytorch/utils.py``)."""
+    yield Mistake(
+        "mask",
+        f"hidden scores of {_TES_HIDDEN_SCORE:g}",
+        f"keep scores far above {_TES_HIDDEN_SCORE:g}, which TE's unfused attention gives to hidden keys (normalise "
+        "queries and keys, or take a fused backend, in 16 bits): here a query's other scores are below, and it sees "
+        "what is hidden",
+        _with(hidden_score=_TES_HIDDEN_SCORE),
+    )
+
+
+def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
+    """Scales that stand in the place of the reference's own."""
+    head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 3 else 1
+    named = {
+        "1 (missing)": 1.0,
+        "1/head_dim (or 1/sqrt(head_dim) twice)": 1 / head_dim,
+        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),
+        "1/sqrt(hidden)": 1 / math.sqrt(head_dim * heads),
+    }
+    if value.shape[-1] != head_dim:
+        named["1/sqrt(head_dim of the values)"] = 1 / math.sqrt(value.shape[-1])
+    layers = range(2, 5)
+    named |= {
+        f"1/(sqrt(head_dim) * {n}), as query-key layer scaling leaves it": 1 / math.sqrt(head_dim) / n for n in layers
+    }
+    right = attention.scale * attention.earlier_scale
+    for described, scale in named.items():
+        yield _scale(right, scale, described)
+    for factor in _NEAR:
+        yield _scale(right, factor * right)
+
+
+def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention]:
+    described = described or f"{scale:.4g}"
+
+    def edits(attention: Attention) -> tuple[Edit, ...]:
+        if math.isclose(scale, attention.scale * attention.earlier_scale, rel_tol=1e-4):
+            return ()
+        return attention.edits(scale=scale / attention.earlier_scale)
+
+    return Mistake(
+        "softmax-scale",
+        f"softmax scale {described}",
+        f"give TE softmax_scale={right:.4g}, as the reference has; it is {described}",
+        edits,
+        value=scale,
+        tuned=partial(_scale, right),
+    )
+
+
+def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
+    near = tuple(factor * attention.softcap for factor in _NEAR) if math.isfinite(attention.softcap) else USUAL_CAPS
+    yield from map(_softcap_of(attention.softcap), (math.inf, *near))
+    if attention.sinks is None:
+        yield Mistake(
+            "softmax-sink",
+            "softmax with a sink",
+            'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
+            _with(sink="zero"),
+        )
+        return
+    repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
+    yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", _with(sink="none"))
+    yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", _with(sink="zero"))
+
+
+def _to_be_capped(right: float) -> str:
+    if math.isinf(right):
+        return "leave the scores uncapped as the reference does, softcap=0.0 in TE"
+    return f"cap the scores as the reference does, softcap={right:g}"
+
+
+def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:
+    def softcap(cap: float) -> Mistake[Attention]:
+        return Mistake(
+            "softcap",
+            "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
+            f"{_to_be_capped(right)}; {'it caps none' if math.isinf(cap) else f'it has {cap:.4g}'}",
+            _with(softcap=cap),
+            value=cap if math.isfinite(cap) else None,
+            tuned=softcap,
+        )
+
+    return softcap
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
+    """Heads and channels that are taken for each other, in ``[batch, heads, seq, head_dim]``."""
+    heads = query.shape[1]
+    groups = distinct_heads(key)
+    if 1 < groups < heads:
+        yield Mistake(
+            "gqa-head-order",
+            "keys and values repeated in another order",
+            "repeat each group's keys and values for consecutive heads (repeat_interleave), as TE does; they are "
+            "repeated as a whole (repeat)",
+            _arranged(keys=lambda x: _tiled(x, heads, groups)),
+        )
+    moves: dict[str, Rearrange] = {
+        "channel by channel": _channels_before_heads,
+        "read channel by channel": _heads_before_channels,
+        "heads not transposed back": _heads_taken_for_positions,
+        "in reverse order": lambda x: x.flip(1),
+        "moved by one": lambda x: x.roll(1, 1),
+        "moved back by one": lambda x: x.roll(-1, 1),
+    }
+    if 1 < groups < heads:
+        moves["by position in their group"] = lambda x: x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+        moves["by group"] = lambda x: x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
+    for described, move in moves.items() if heads > 1 else ():
+        yield Mistake(
+            "heads-permuted",
+            f"context heads {described}",
+            f"bring attention's result to [batch, seq, heads, head_dim] before the output projection; the heads are "
+            f"{described}",
+            _arranged(context=move),
+        )
+    for described, move in (
+        ("channels before heads", _channels_before_heads),
+        ("heads before channels", _heads_before_channels),
+        ("view without transpose", _positions_taken_for_heads),
+    ):
+        yield Mistake(
+            "heads-permuted",
+            f"query, key and value {described}",
+            "bring queries, keys and values to heads as the reference does, [..., heads, head_dim]; they are "
+            f"reshaped as {described}",
+            _arranged(queries=move, keys=move),
+        )
+    if query.shape == key.shape:
+        yield Mistake(
+            "query-key-swapped",
+            "query and key exchanged",
+            "exchange TE's query and key",
+            lambda one: one.edits(query=one.key, key=one.query, to_heads=tuple(one.to_heads[i] for i in (1, 0, 2))),
+        )
+    if key.shape == value.shape:
+        yield Mistake(
+            "key-value-swapped",
+            "key and value exchanged",
+            "exchange TE's key and value",
+            lambda one: one.edits(key=one.value, value=one.key, to_heads=tuple(one.to_heads[i] for i in (0, 2, 1))),
+        )
+
+
+def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
+    """Groups repeated as a whole; where they are so already, each for consecutive heads."""
+    if x.shape[1] == groups:
+        return x.repeat(1, heads // groups, 1, 1)
+    if torch.equal(x[:, 0], x[:, 1]):
+        return x[:, :: heads // groups].repeat(1, heads // groups, 1, 1)
+    return x[:, :groups].repeat_interleave(heads // groups, 1)
+
+
+def _channels_before_heads(x: Tensor) -> Tensor:
+    """``[batch, heads, seq, head_dim]`` whose rows were laid out as ``[head_dim, heads]``."""
+    batch, heads, seq, head_dim = x.shape
+    return x.permute(0, 2, 3, 1).reshape(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+def _heads_before_channels(x: Tensor) -> Tensor:
+    """The inverse of ``_channels_before_heads``."""
+    batch, heads, seq, head_dim = x.shape
+    return x.transpose(1, 2).reshape(batch, seq, head_dim, heads).permute(0, 3, 1, 2)
+
+
+def _heads_taken_for_positions(x: Tensor) -> Tensor:
+    batch, heads, seq, head_dim = x.shape
+    return x.reshape(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+def _positions_taken_for_heads(x: Tensor) -> Tensor:
+    batch, heads, seq, head_dim = x.shape
+    return x.transpose(1, 2).reshape(batch, heads, seq, head_dim)
+
+
+def _arranged(
+    queries: Rearrange | None = None, keys: Rearrange | None = None, context: Rearrange | None = None
+) -> Callable[[Attention], tuple[Edit, ...]]:
+    """Other layouts of queries, of keys and values, of the context."""
+    return lambda one: one.edits(arrange=(queries, keys, keys, context))
+
+
+def _with(**changes: object) -> Callable[[Attention], tuple[Edit, ...]]:
+    return lambda attention: attention.edits(**changes)
+
+
+# Caps of activations by ``tanh``, such as Gemma's of its logits, and ports that have another, none, or one more.
+#
+# Caps of attention's scores are told by ``parity.mistakes.attention_mistakes``.
+
+
+@dataclass(frozen=True, eq=False)
+class Cap:
+    """``call`` returns ``cap * tanh(x / cap)``; or ``x`` where ``cap`` is infinite."""
+
+    call: Call
+    x: Value
+    cap: float
+
+    def edits(self, cap: float) -> tuple[Edit, ...]:
+        """Capped otherwise; none where that is the same."""
+        if math.isclose(cap, self.cap):
+            return ()
+        if self.x in self.call.outputs:
+            return (edit(self.call, (), lambda was: _capped(was, cap)),)
+        return (edit(self.call, (self.x,), lambda was, x: _capped(x, cap).to(was.dtype)),)
+
+
+def softcap_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Other caps than the reference's, or one of the last linear layer's result, the logits, where it has none."""
+    found = caps(trace)
+    by_cap: dict[float, list[Cap]] = {}
+    for one in found or _uncapped(trace):
+        by_cap.setdefault(one.cap, []).append(one)
+    for right, alike in by_cap.items():
+        others = (math.inf, *(0.9 * right, 1.1 * right)) if math.isfinite(right) else USUAL_CAPS
+        yield from everywhere_and_somewhere(
+            map(_cap_instead_of(right), others), alike, module, lambda one: one.call.module
+        )
+
+
+def caps(trace: Trace) -> list[Cap]:
+    """Every cap but those of attention's scores, in order."""
+    of_scores = {one.softcap for one in attentions(trace)}
+    found = [cap for call in trace.calls if (cap := _cap(trace, call)) is not None]
+    return [one for one in found if one.cap not in of_scores or not _meets_softmax(trace, one.call.outputs[0])]
+
+
+def _cap(trace: Trace, call: Call) -> Cap | None:
+    """The cap whose ``tanh`` is this call."""
+    if call.name != "tanh" or len(call.inputs) != 1:
+        return None
+    match with_number(trace.producer(call.inputs[0])):
+        case ("div", x, cap):
+            pass
+        case ("mul", x, inverse) if inverse > 0.0:
+            cap = 1.0 / inverse
+        case _:
+            return None
+    for user, _ in users(trace, call.outputs[0]):
+        match with_number(user):
+            case ("mul", _, factor) if math.isclose(factor, cap, rel_tol=1e-6) and cap > 0.0:
+                return Cap(user, x, cap)
+    return None
+
+
+def _meets_softmax(trace: Trace, value: Value) -> bool:
+    """Whether a softmax is the next function of a value that is more than a mask's."""
+    through = CASTS | {"add", "masked_fill", "where", "view", "reshape"}
+    return any(user.name == "softmax" for user, _ in users(trace, value, through))
+
+
+def _uncapped(trace: Trace) -> list[Cap]:
+    """The last product with a parameter."""
+    made = [call for call in trace.calls if call.name in LINEAR and len(call.outputs) == 1]
+    made = [call for call in made if any(trace.parameter(value) for value in call.inputs)]
+    return [Cap(call, call.outputs[0], math.inf) for call in made[-1:]]
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return x if math.isinf(cap) else cap * torch.tanh(x / cap)
+
+
+def _cap_instead_of(right: float) -> Callable[[float], Mistake[Cap]]:
+    should = "leave activations uncapped" if math.isinf(right) else f"cap activations at {right:g} by tanh"
+
+    def with_cap(cap: float) -> Mistake[Cap]:
+        return Mistake(
+            "softcap",
+            "cap missing" if math.isinf(cap) else f"cap {cap:.4g}",
+            f"{should}, as the reference does; "
+            + ("none are capped" if math.isinf(cap) else f"they are capped at {cap:.4g}"),
+            lambda one: one.edits(cap),
+            value=cap if math.isfinite(cap) else None,
+            tuned=with_cap,
+        )
+
+    return with_cap
+
+
+# Attention to keys of several streams that are joined, and ports in which a stream does not see all of them.
+#
+# Text and image in MMDiT and Flux, tokens of a prompt before those of a sequence, a class token before patches.
+
+
+_JOINS = frozenset({"cat", "concat", "concatenate"})
+_NEAR_A_KEY = 32  # of a key's ancestors, among which streams are joined
+_MOST = 3  # streams
+
+_Blocks = frozenset[tuple[int, int]]  # which stream's queries do not see which stream's keys
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """Attention to several streams.
+
+    Attributes:
+        attention: to all of them.
+        keys: how many there are of each stream, in order.
+        queries: ditto; a single number where they are not joined.
+    """
+
+    attention: Attention
+    keys: tuple[int, ...]
+    queries: tuple[int, ...]
+
+    def edits(self, blocks: _Blocks) -> tuple[Edit, ...]:
+        """Queries of some streams are not to see keys of some."""
+
+        def hiding(bias: Tensor) -> Tensor:
+            hidden = torch.zeros_like(bias, dtype=torch.bool)
+            for query, key in blocks:
+                rows, columns = _slice(self.queries, query), _slice(self.keys, key)
+                hidden[..., rows, columns] = True
+            return bias.masked_fill(hidden, HIDDEN)
+
+        return self.attention.edits(mask=hiding)
+
+
+def joined_stream_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """That a stream's queries see their own keys alone, that all do, or that no query sees a stream's keys."""
+    alike: dict[tuple[int, int], list[_Joined]] = defaultdict(list)
+    for attention in attentions(trace):
+        joined = _joined(trace, attention)
+        if joined is not None:
+            alike[len(joined.queries), len(joined.keys)].append(joined)
+    for (queries, keys), some in alike.items():
+        yield from everywhere_and_somewhere(
+            _mistakes(queries, keys), some, module, lambda one: one.attention.call.module
+        )
+
+
+def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
+    """Of so many streams of queries, as many as of keys or one, and so many of keys."""
+    others = {i: frozenset((i, j) for j in range(keys) if j != i) for i in range(queries if queries == keys else 0)}
+    if others:
+        yield _hiding(
+            "those of each stream see its own keys alone", frozenset[tuple[int, int]]().union(*others.values())
+        )
+    for number, blocks in others.items():
+        yield _hiding(f"those of stream {number + 1} see its own keys alone", blocks)
+    for number in range(keys):
+        yield _hiding(f"none sees the keys of stream {number + 1}", frozenset((i, number) for i in range(queries)))
+
+
+def _hiding(described: str, blocks: _Blocks) -> Mistake[_Joined]:
+    return Mistake(
+        "mask",
+        described,
+        f"let queries see the keys of all streams that the reference joins, in its order; {described}",
+        lambda one: one.edits(blocks),
+    )
+
+
+def _joined(trace: Trace, attention: Attention) -> _Joined | None:
+    query, key, _ = heads_of(trace, attention)
+    keys = _lengths(trace, attention.key, key.shape[-2])
+    if keys is None or len(keys) > _MOST:
+        return None
+    queries = _lengths(trace, attention.query, query.shape[-2])
+    return _Joined(
+        attention, keys, queries if queries is not None and len(queries) == len(keys) else query.shape[-2:-1]
+    )
+
+
+def _lengths(trace: Trace, value: Value, seq: int) -> tuple[int, ...] | None:
+    """Of the streams that are joined to so many positions, the nearest to a value; None where none are."""
+    for made in (value, *ancestors(trace, value, _NEAR_A_KEY)):
+        call = trace.producer(made)
+        if call is not None and call.name in _JOINS and len(call.inputs) > 1:
+            shapes = [trace.tensor(part).shape for part in call.inputs]
+            axes = [i for i, size in enumerate(trace.tensor(made).shape[:-1]) if size == seq]
+            for axis in axes:
+                lengths = tuple(shape[axis] for shape in shapes if len(shape) > axis)
+                if len(lengths) == len(shapes) and sum(lengths) == seq:
+                    return lengths
+    return None
+
+
+def _slice(lengths: tuple[int, ...], number: int) -> slice:
+    ends = list(accumulate(lengths))
+    return slice(ends[number] - lengths[number], ends[number])
+
+
+# Tables of a fixed length, such as masks and cosines, for a sequence that is shorter than the reference's.
+#
+# TE makes its own mask, and takes as much of a rotary table as it needs. A reference that is called with another
+# sequence, to see what such a port computes, may hold a table for its own length alone.
+
+
+class ShorterTables(TorchFunctionMode):
+    """Within the context, a table is cut to the first positions where it is too long for what it is applied to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if func is F.scaled_dot_product_attention:
+                return func(**_shorter_mask(args, kwargs))
+            return _with_shorter(func, args, kwargs)
+
+
+def _with_shorter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of several operands, all as long as the largest needs them; a mask may be larger than scores."""
+    tensors = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: (x.dim(), x.numel()))
+    whole = tensors[-1].shape if tensors else ()
+    try:
+        return func(*_shorter(args, tuple(whole)), **kwargs)
+    except RuntimeError:
+        if len(tensors) != 2 or not all(map(_is_square, tensors)):
+            raise
+        return func(*_shorter(args, tuple(tensors[0].shape)), **kwargs)
+
+
+def _shorter(args: tuple[Any, ...], whole: tuple[int, ...]) -> list[Any]:
+    return [_cut(x, whole) if isinstance(x, Tensor) else x for x in args]
+
+
+def _is_square(x: Tensor) -> bool:
+    """Whether it may be scores of a sequence with itself, or a mask of them."""
+    return x.dim() > 2 and x.shape[-1] == x.shape[-2]
+
+
+def _shorter_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if isinstance(given.get("attn_mask"), Tensor):
+        scores = (*given["query"].shape[:-1], given["key"].shape[-2])
+        given["attn_mask"] = _cut(given["attn_mask"], scores)
+    return given
+
+
+def _cut(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As much of the tensor as broadcasts to the shape."""
+    for dim in range(-min(x.dim(), len(shape)), 0):
+        if 1 < shape[dim] < x.shape[dim]:
+            x = x.narrow(dim, 0, shape[dim])
+    return x
+
+
+# Activations whose batch is taken for the sequence, by a whole port or by its layers alone.
+
+
+def sequence_first_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """That batch and sequence changed places: for the whole module, for the submodules that attend, or one of these."""
+    yield _exchanged(module)
+    yield _viewed_as_sequence_first(module)
+    levels = _attending(trace)
+    for paths in levels:
+        yield _exchanged_in(paths, module)
+    for paths in levels:
+        if 1 < len(paths) <= MOST_PLACES:
+            yield from (replace(_exchanged_in((path,), module), scope="one") for path in paths)
+
+
+def _attending(trace: Trace) -> list[tuple[str, ...]]:
+    """Submodules that have an attention each, those of one depth together: attention itself, its layer, and so on."""
+    found = list(dict.fromkeys(one.call.site[0] for one in attentions(trace) if one.call.site[0]))
+    deepest = max((path.count(".") + 1 for path in found), default=0)
+    levels = [
+        tuple(dict.fromkeys(".".join(path.split(".")[:depth]) for path in found)) for depth in range(deepest, 0, -1)
+    ]
+    return list(dict.fromkeys(levels))
+
+
+def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
+    """That these submodules get, and return, ``[batch, seq, ...]`` as if the first were the sequence."""
+    which = f"{paths[0]} and {len(paths) - 1} more like it" if len(paths) > 1 else paths[0]
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as hooks:
+                for submodule in map(module.get_submodule, paths):
+                    hooks.enter_context(_exchanged_around(submodule))
+                hooks.enter_context(ShorterTables())
+                return call(module, *args, **kwargs)
+
+        return under
+
+    return Hypothesis(
+        "sequence-first",
+        f"batch and sequence exchanged in {which}",
+        'give TE\'s layers attn_input_format="bshd", and its attention qkv_format="bshd": they take the first '
+        f"dimension for the sequence by default; so {which} attends within the batch",
+        module,
+        around=around,
+    )
+
+
+@contextmanager
+def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
+    """Within the context a submodule is given, and returns, its activations with their first dimensions exchanged.
+
+    What else it is given, masks and rotary tables, a port makes for the sequence that it takes these for: the batch's
+    first is taken, and as much of it as that sequence needs.
+    """
+    width: list[tuple[int, int]] = []
+
+    def is_activation(x: Tensor) -> bool:
+        return x.dim() > 1 and (x.dim(), x.shape[-1]) == width[-1]
+
+    def given(x: Tensor) -> Tensor:
+        if is_activation(x):
+            return x.transpose(0, 1)
+        return x[:1] if x.dim() > 1 else x
+
+    def before(one: nn.Module, args: Any, kwargs: Any) -> Any:
+        first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        width.append((first.dim(), first.shape[-1] if first.dim() else 0))
+        return tree_map_only(Tensor, given, (args, kwargs))
+
+    def after(one: nn.Module, args: Any, result: Any) -> Any:
+        exchanged = tree_map_only(
+            Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 and is_activation(x) else x, result
+        )
+        width.pop()
+        return exchanged
+
+    hooks = submodule.register_forward_pre_hook(before, with_kwargs=True), submodule.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _exchange(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 else x, tree)
+
+
+def _exchanged(module: nn.Module) -> Hypothesis:
+    return Hypothesis(
+        "sequence-first",
+        "batch and sequence exchanged",
+        'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
+        "dimension for the sequence by default",
+        module,
+        around=_first_two_exchanged,
+    )
+
+
+def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
+    return Hypothesis(
+        "sequence-first",
+        "batch and sequence viewed as each other",
+        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
+        module,
+        around=_first_two_viewed,
+    )
+
+
+def _first_two_viewed(call: ModuleCall) -> ModuleCall:
+    """The same call where ``[batch, seq, ...]`` is viewed as ``[seq, batch, ...]``, and its result viewed back."""
+
+    def viewed(x: Tensor) -> Tensor:
+        return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else x
+
+    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, viewed, (args, kwargs))
+        return tree_map_only(Tensor, back, call(module, *args, **kwargs))
+
+    return under
+
+
+def _first_two_exchanged(call: ModuleCall) -> ModuleCall:
+    """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
+
+    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with ShorterTables():
+            return _exchange(call(module, *_exchange(args), **_exchange(kwargs)))
+
+    return under

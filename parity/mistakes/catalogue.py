@@ -1,0 +1,223 @@
+"""The catalogue: every known mistake that could have been made with a given reference and weight map."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parity.case.transfer import parameter_shapes
+from parity.case.weight_map import WeightMap
+from parity.mistakes.activations import activation_hypotheses, bias_hypotheses, clamp_hypotheses, gated_units
+from parity.mistakes.attention import attentions, distinct_heads, heads_of
+from parity.mistakes.attention_mistakes import (
+    attention_hypotheses,
+    joined_stream_hypotheses,
+    sequence_first_hypotheses,
+    softcap_hypotheses,
+)
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.layers import (
+    layer_order_hypotheses,
+    parallel_block_hypotheses,
+    unused_branch_hypotheses,
+    unused_norm_hypotheses,
+    unused_parameters,
+)
+from parity.mistakes.lookups import lookup_hypotheses
+from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
+from parity.mistakes.mixture import routing_hypotheses
+from parity.mistakes.norm_places import branch_norm_hypotheses, extra_norm_hypotheses, pre_norm_hypotheses
+from parity.mistakes.norms import norm_group_hypotheses, norm_hypotheses
+from parity.mistakes.operations import (
+    exchanged_factor_hypotheses,
+    factor_hypotheses,
+    joined_token_hypotheses,
+    loop_operation_hypotheses,
+    operation_hypotheses,
+)
+from parity.mistakes.optimizers import (
+    clipping_hypotheses,
+    optimizer_hypotheses,
+    optimizer_moment_hypotheses,
+    optimizer_step_hypotheses,
+)
+from parity.mistakes.packed import packed_hypotheses, shifted_window_hypotheses
+from parity.mistakes.residuals import branch_factor_hypotheses, branch_order_hypotheses, residual_hypotheses
+from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
+from parity.mistakes.step_order import step_order_hypotheses
+from parity.mistakes.weight_maps import Heads, repeated_weight_hypotheses, weight_hypotheses
+from parity.numerics.golden import in_fp64
+from parity.passes.build import cast
+from parity.passes.one_pass import outputs_of
+from parity.passes.prepare import Calls, Prepared
+from parity.trace.trace import Trace
+from parity.trace.walk import LINEAR, RESHAPES, ancestors, users
+
+_ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
+_NEAR = 60  # of a query's ancestors, among which its projection is
+_NEAR_A_GATE = 16  # ditto of a gate, among which its weight is
+
+
+def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) -> Iterator[Hypothesis]:
+    """Every known mistake, the likeliest subjects first.
+
+    Args:
+        prepared: what was compared.
+        trace: of the reference.
+        unused: TE's parameters without a gradient, which the reference gives one.
+    """
+    shapes = parameter_shapes(prepared.reference)
+    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference
+    never_came = unused_parameters(prepared.weights, unused)
+    yield from unused_branch_hypotheses(trace, prepared.reference, never_came)
+    yield from unused_norm_hypotheses(trace, prepared.reference, never_came)
+    yield from layer_order_hypotheses(prepared.weights, shapes, prepared.reference, unused)
+    gated = frozenset(_of_gated_units(trace))
+    yield from weight_hypotheses(*of_weights, unused, gated)
+    yield from function_hypotheses(prepared, trace)
+    yield from repeated_weight_hypotheses(*of_weights, unused, gated)
+    yield from branch_factor_hypotheses(trace, prepared.reference)
+    yield from operation_hypotheses(trace, prepared.reference)
+    yield from step_order_hypotheses(trace, prepared.reference)
+    yield from joined_token_hypotheses(trace, prepared.reference)
+    yield from exchanged_factor_hypotheses(trace, prepared.reference)
+    yield from branch_order_hypotheses(trace, prepared.reference)
+    yield from loop_operation_hypotheses(trace, prepared.reference)
+
+
+def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
+    """Every known mistake in how one of these entries of the weight map packs its parameters, and exchanges of two.
+
+    Args:
+        prepared: what was compared.
+        trace: of the reference.
+        entries: of the pair's map.
+    """
+    shapes = parameter_shapes(prepared.reference)
+    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
+    gated = frozenset(_of_gated_units(trace))
+    heads = _heads(trace, shapes)
+    yield from weight_hypotheses(entries, shapes, candidate_shapes, heads, prepared.reference, (), gated)
+
+
+def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
+    """Every mistake that changes what the reference computes."""
+    module = prepared.reference
+    yield from norm_hypotheses(trace, module, stored_dtype(prepared))
+    yield from activation_hypotheses(trace, module)
+    yield from attention_hypotheses(trace, module)
+    yield from joined_stream_hypotheses(trace, module)
+    yield from shifted_window_hypotheses(trace, module)
+    yield from packed_hypotheses(trace, module)
+    yield from rope_hypotheses(trace, module, stored_dtype(prepared))
+    yield from norm_order_hypotheses(trace, module)
+    yield from norm_group_hypotheses(trace, module)
+    yield from residual_hypotheses(trace, module)
+    yield from pre_norm_hypotheses(trace, module)
+    yield from branch_norm_hypotheses(trace, module)
+    yield from extra_norm_hypotheses(trace, module)
+    yield from parallel_block_hypotheses(trace, module)
+    yield from bias_hypotheses(trace, module)
+    yield from lookup_hypotheses(trace, module)
+    yield from routing_hypotheses(trace, module)
+    yield from softcap_hypotheses(trace, module)
+    yield from clamp_hypotheses(trace, module)
+    yield from factor_hypotheses(trace, module)
+    yield from loss_hypotheses(trace, module)
+    yield from cross_entropy_hypotheses(trace, module)
+    yield from label_shift_hypotheses(trace, module)
+    yield from clipping_hypotheses(trace, module)
+    yield from optimizer_step_hypotheses(trace, module)
+    yield from optimizer_moment_hypotheses(trace, module)
+    yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
+    yield from sequence_first_hypotheses(trace, module)
+
+
+def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
+    """The mistakes that change what the reference computes by so little that an error's norm may not show it.
+
+    Each is made with all operations of its kind at once, which are those that have subtle mistakes. Inside
+    ``hypothesis.context()`` one pass of ``prepared.reference`` computes what the hypothesis says, in any dtype,
+    gradients included.
+    """
+    return tuple(one for one in subtle_hypotheses_anywhere(prepared, trace) if one.subtle and one.scope == "all")
+
+
+def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
+    """Those mistakes, also made with some of the operations alone, and with other values of the same constants."""
+    module = prepared.reference
+    candidates = (
+        *norm_hypotheses(trace, module, stored_dtype(prepared)),
+        *activation_hypotheses(trace, module),
+        *rope_hypotheses(trace, module, stored_dtype(prepared)),
+        *optimizer_step_hypotheses(trace, module),
+    )
+    constants = {one.title for one in candidates if one.subtle and one.tuned is not None}
+    return tuple(one for one in candidates if one.subtle or (one.tuned is not None and one.title in constants))
+
+
+def calls_of(prepared: Prepared) -> Calls:
+    """Of another forward pass of the reference in FP64, as golden's was."""
+    prepared.reference.double()
+    calls: list[Calls] = []
+
+    def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Only the module's own calls are recorded, not the copies that a pass makes of its inputs.
+        with Calls.recorded(module, calls):
+            return (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
+
+    with torch.no_grad(), in_fp64():
+        outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
+    return calls[0]
+
+
+def stored_dtype(prepared: Prepared) -> torch.dtype:
+    """In which the port holds weights and activations."""
+    return next((tensor.dtype for tensor in prepared.candidate_weights.values()), torch.float32)
+
+
+def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
+    """Of the reference's first attention that shows them."""
+    for attention in attentions(trace):
+        query, key, _ = heads_of(trace, attention)
+        rows, columns = frozenset(_projections_before(trace)), frozenset(_projections_after(trace))
+        if query.dim() == 4:
+            count, groups = query.shape[1], distinct_heads(key)
+        else:  # [batch * heads, seq, head_dim], of which the projections tell how many are heads
+            counts = {shapes[name][1] // query.shape[-1] for name in columns if len(shapes[name]) == 2}
+            counts = counts or {shapes[name][0] // query.shape[-1] for name in rows if len(shapes[name]) == 2}
+            count = groups = counts.pop() if len(counts) == 1 else 0
+            if query.dim() != 3 or count < 1 or len(query) % count:
+                continue
+        return Heads(count, groups, query.shape[-1], rows, columns)
+    return None
+
+
+def _of_gated_units(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that make gate and up."""
+    for unit in gated_units(trace):
+        for value in (unit.gate, unit.up):
+            yield from filter(None, map(trace.parameter, ancestors(trace, value, _NEAR_A_GATE)))
+
+
+def _projections_before(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that make queries, keys and values, their biases among them."""
+    for attention in attentions(trace):
+        for value in (attention.query, attention.key, attention.value):
+            for call in map(trace.producer, ancestors(trace, value, _NEAR)):
+                if call is not None and call.name in (*LINEAR, *_ADDS):
+                    yield from filter(None, map(trace.parameter, call.inputs))
+                if call is not None and call.name in LINEAR:
+                    break
+
+
+def _projections_after(trace: Trace) -> Iterator[str]:
+    """The parameters of the linear layers that read contexts."""
+    for attention in attentions(trace):
+        for call, _ in users(trace, attention.call.outputs[0], RESHAPES):
+            if call.name in LINEAR:
+                yield from filter(None, map(trace.parameter, call.inputs))

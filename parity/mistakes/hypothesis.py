@@ -1,0 +1,258 @@
+"""Say what a mistake is: a change to what the reference computes, and where it may have been made."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from parity.trace.calls import edited
+from parity.trace.trace import Edit
+
+# A hypothesis: a known mistake of ports, as a change under which the reference computes what such a port would.
+
+
+ModuleCall = Callable[..., Any]
+ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Scope = Literal["all", "kind", "one", "call"]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What might be wrong with a port.
+
+    Attributes:
+        title: of the finding, a key of ``parity.mistakes.codes.CODES``.
+        name: which one of this kind, short and the same in every run, e.g. ``norm eps=1e-06``.
+        repair: what to change in the user's code, as the end of a sentence that says how the error falls.
+        module: the reference.
+        edits: what it would have to compute otherwise.
+        read: from its parameters to those that would be others, by name; None where all are as they are.
+        around: from how it is called, ``call(module, *inputs)``, to how it would be; None for as it is.
+        subtle: whether the computed function changes by little, so that a norm of the error may not show it.
+        value: of the constant that the mistake is about, where it is about one; positive.
+        tuned: the same mistake with another value.
+        scope: whether the mistake is made with all operations that it could be made with, with those of one kind, with
+            one of several, or tried last: with a call that no subject knows, or as hardly anybody makes it.
+        place: of the one of several; empty where it is made with more. What is made elsewhere too has the same
+            ``family``.
+        family: what is wrong and what to change, wherever it is; empty where the mistake is made at no single place.
+    """
+
+    title: str
+    name: str
+    repair: str
+    module: nn.Module = field(repr=False)
+    edits: tuple[Edit, ...] = field(default=(), repr=False)
+    read: ReadWeights | None = field(default=None, repr=False)
+    around: Callable[[ModuleCall], ModuleCall] | None = field(default=None, repr=False)
+    subtle: bool = False
+    value: float | None = None
+    tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)
+    scope: Scope = "all"
+    place: str = ""
+    family: tuple[str, str] = ("", "")
+
+    def context(self) -> AbstractContextManager[None]:
+        """One forward pass of the reference inside, gradients included, computes what the hypothesis says.
+
+        ``read`` and ``around`` are left to ``parity.mistakes.trial``. The module raises ``Misfit`` if it calls
+        something else than it did when it was traced.
+        """
+        return edited(self.module, self.edits)
+
+
+def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
+    """One mistake that is made at several places, from what it is at each; of one family."""
+    first = same[0]
+    name, repair = first.family
+    places = ", ".join(sorted((one.place for one in same), key=_by_numbers))
+    tuned = [one.tuned for one in same]
+
+    def with_another(value: float) -> Hypothesis:
+        return at_places([family(value) for family in tuned if family is not None])
+
+    return replace(
+        first,
+        name=f"{name} in {places}",
+        repair=f"{repair} in {places}",
+        edits=tuple(edit for one in same for edit in one.edits),
+        tuned=with_another if all(tuned) else None,
+        place=places,
+    )
+
+
+def _by_numbers(place: str) -> list[tuple[str, int]]:
+    """A key that puts ``layers.10`` after ``layers.9``."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", place)]
+
+
+# A way to get one operation of the reference wrong, tried at all places where it occurs and at each.
+
+
+Operation = TypeVar("Operation")
+
+MOST_PLACES = 8
+"""Of an operation that occurs oftener, no single occurrence is tried: ports repeat their mistakes layer by layer."""
+
+
+@dataclass(frozen=True)
+class Mistake(Generic[Operation]):
+    """What a port computes in the place of an operation.
+
+    Attributes:
+        title, name, repair, subtle: as in ``Hypothesis``.
+        edits: to compute that at one place; none where it would compute what is right there.
+        value, tuned: as in ``Hypothesis``.
+    """
+
+    title: str
+    name: str
+    repair: str
+    edits: Callable[[Operation], Sequence[Edit]]
+    subtle: bool = False
+    value: float | None = None
+    tuned: Callable[[float], Mistake[Operation]] | None = None
+
+
+def everywhere_and_somewhere(
+    mistakes: Iterable[Mistake[Operation]],
+    operations: Sequence[Operation],
+    module: nn.Module,
+    place: Callable[[Operation], str] | None = None,
+    kinds: Callable[[Operation], Sequence[str]] = lambda operation: (),
+    where: str = "",
+) -> Iterator[Hypothesis]:
+    """Each mistake made with all operations at once, with those of each kind, and with each alone if they are few.
+
+    Args:
+        mistakes: to make.
+        operations: those of one sort in the reference.
+        module: the reference.
+        place: of an operation, for names and messages; None to try all at once only.
+        kinds: of an operation, for names and messages, where one argument of TE is for some of them.
+        where: the operations are, for names and messages; empty where they are all of their sort.
+    """
+    for mistake in mistakes:
+        changed = [operation for operation in operations if mistake.edits(operation)]
+        if not changed:
+            continue
+        yield _made(mistake, operations, module, where=where)
+        for name, some in _by_kind(changed, kinds).items():
+            yield _made(mistake, some, module, "kind", f" in {name}")
+        if place is not None and 1 < len(changed) <= MOST_PLACES:
+            for operation in changed:
+                yield _made(mistake, [operation], module, "one", place=place(operation))
+
+
+def _by_kind(
+    operations: Sequence[Operation], kinds: Callable[[Operation], Sequence[str]]
+) -> dict[str, list[Operation]]:
+    """Some of the operations, more than one, by their kind; kinds that are of the same ones are one."""
+    by_kind: dict[str, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        for kind in kinds(operation):
+            by_kind[kind].append(operation)
+    found: dict[tuple[int, ...], str] = {}
+    for name, some in by_kind.items():
+        if 1 < len(some) < len(operations):
+            found.setdefault(tuple(map(id, some)), name)
+    return {name: by_kind[name] for name in found.values()}
+
+
+def _made(
+    mistake: Mistake[Operation],
+    operations: Sequence[Operation],
+    module: nn.Module,
+    scope: Scope = "all",
+    where: str = "",
+    place: str = "",
+) -> Hypothesis:
+    family = mistake.tuned
+    where = f" in {place}" if place else where
+    return Hypothesis(
+        mistake.title,
+        mistake.name + where,
+        mistake.repair + where,
+        module,
+        tuple(edit for operation in operations for edit in mistake.edits(operation)),
+        subtle=mistake.subtle,
+        value=mistake.value,
+        tuned=None if family is None else lambda value: _made(family(value), operations, module, scope, where, place),
+        scope=scope,
+        place=place,
+        family=(mistake.name, mistake.repair) if place else ("", ""),
+    )
+
+
+# Changes to a reference that hold at once, also where two are about one operation: its mask and its scale, say.
+
+
+def together(first: Sequence[Edit], second: Sequence[Edit]) -> tuple[Edit, ...] | None:
+    """Both mistakes' edits; None where they change the same thing."""
+    shared = {one.site for one in first} & {one.site for one in second}
+    made = [one for one in (*first, *second) if one.site not in shared]
+    for site in shared:
+        same = [one for one in (*first, *second) if one.site == site]
+        merged = _of_one_operation(*same) if len(same) == 2 else ()
+        if not merged:
+            return None
+        made += merged
+    return tuple(made)
+
+
+def _of_one_operation(one: Edit, other: Edit) -> tuple[Edit, ...]:
+    """The edits with which an operation is changed as both say; none where that cannot be."""
+    if one.of is None or other.of is None or one.of.operation is not other.of.operation:
+        return ()
+    changes = _united(one.of.changes, other.of.changes)
+    return () if changes is None else tuple(one.of.operation.edits(**changes))
+
+
+def _united(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any] | None:
+    """All changes; None where both change one thing. Of a tuple ``None`` says that an element stays as it is."""
+    united = dict(some)
+    for name, value in others.items():
+        if name not in united:
+            united[name] = value
+            continue
+        known = united[name]
+        if not (isinstance(known, tuple) and isinstance(value, tuple) and len(known) == len(value)):
+            return None
+        if any(x is not None and y is not None for x, y in zip(known, value, strict=True)):
+            return None
+        united[name] = tuple(y if x is None else x for x, y in zip(known, value, strict=True))
+    return united
+
+
+# The 16-bit dtypes in which a port may hold, by mistake, what belongs in FP32.
+
+
+def low_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Those to look for in a port whose weights are of ``dtype``, the likeliest first.
+
+    BF16 is looked for everywhere: autocast makes it of FP32, and code that was written for BF16 names it.
+    """
+    return (torch.float16, torch.bfloat16) if dtype is torch.float16 else (torch.bfloat16,)
+
+
+def short(dtype: torch.dtype) -> str:
+    """As precisions are named: ``bf16`` or ``fp16``."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+# Rounding inside a differentiable computation.
+
+
+def rounded_to(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` with the values that it has in ``dtype``, in its own dtype; None rounds nothing.
+
+    The gradient is that of the identity.
+    """
+    return x if dtype is None else x + (x.detach().to(dtype).to(x.dtype) - x.detach())

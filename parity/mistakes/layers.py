@@ -1,0 +1,429 @@
+"""Mistakes in how layers follow each other: exchanged, in parallel, or never used."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.case.weight_map import Side, WeightMap, names, pack, shape_of, unpack
+from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere
+from parity.mistakes.norms import Norm, norms
+from parity.mistakes.weight_maps import Shapes
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users
+
+# Layers, or experts, whose weights TE holds in another order than the reference, and layers that compute twice.
+#
+# A weight map names them by number: ``layers.3.norm.weight``, or ``fc1.weight3`` of ``GroupedLinear``.
+
+
+_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # the first one is the layer's, others are of what it is made of
+_EXPERT = re.compile(r"(?<=weight)\d+$|(?<=bias)\d+$")
+_NUMBER = re.compile(r"\d+")
+_MOST_NAMED = 12  # numbers of an order that a message lists
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Numbered parts of TE's module, all alike, and what the map fills each from.
+
+    Attributes:
+        title: of a finding on their order.
+        what: TE's parts, before their number; of experts the grouped layer that has them, empty for all.
+        numbers: TE's, in order.
+        lefts: for each number, one side of the reference for every parameter of the part.
+        rights: ditto, TE's names.
+        order: for each of the reference's parts, in the reference's order, which number's sides it is (from 0).
+    """
+
+    title: str
+    what: str
+    numbers: tuple[int, ...]
+    lefts: tuple[tuple[Side, ...], ...]
+    rights: tuple[tuple[str, ...], ...]
+    order: tuple[int, ...]
+
+
+def layer_order_hypotheses(
+    weights: WeightMap, shapes: Shapes, module: nn.Module, unused: Container[str] = ()
+) -> Iterator[Hypothesis]:
+    """Every likely order of a stack other than the reference's, and parts that compute in the place of others.
+
+    Args:
+        weights: the pair's map.
+        shapes: of the reference's parameters, by name.
+        module: the reference.
+        unused: TE's parameters without a gradient, which the reference gives one.
+    """
+    for stack in _stacks(weights, shapes):
+        for order in _orders(stack):
+            yield _permuted(stack, order, shapes, module)
+        yield from _repeated(stack, shapes, module, unused)
+
+
+def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
+    for pattern, title in ((_LAYER, "layers-permuted"), (_EXPERT, "experts-permuted")):
+        parts: dict[str, dict[int, dict[str, tuple[Side, str]]]] = defaultdict(lambda: defaultdict(dict))
+        for left, right in weights.items():
+            found = pattern.search(next(iter(names(right)), ""))
+            if found is not None and any(names(left)):
+                name = found.string
+                alike = f"{name[: found.start()]}#{name[found.end() :]}"
+                for what in [name[: found.start()]] if pattern is _LAYER else _whose_experts(name):
+                    parts[what][int(found.group())][alike] = (left, name)
+        alone = len(parts) == 2 and pattern is _EXPERT  # all experts, and the same again
+        for what, by_number in list(parts.items())[: 1 if alone else None]:
+            stack = _stack(title, what, by_number, shapes)
+            if stack is not None:
+                yield stack
+
+
+def _whose_experts(name: str) -> tuple[str, str]:
+    """All, in all layers; and those of one of a mixture's grouped layers, which may be filled by another rule."""
+    return "", _LAYER.sub("#", name).rpartition(".")[0]
+
+
+def _stack(
+    title: str, what: str, by_number: Mapping[int, Mapping[str, tuple[Side, str]]], shapes: Shapes
+) -> _Stack | None:
+    """None where there is one part, or they are not alike."""
+    numbers = tuple(sorted(by_number))
+    alike = list(by_number[numbers[0]])
+    if len(numbers) < 2 or any(set(by_number[number]) != set(alike) for number in numbers):
+        return None
+    lefts = tuple(tuple(by_number[number][name][0] for name in alike) for number in numbers)
+    if any(len({shape_of(left, shapes) for left in same}) > 1 for same in zip(*lefts, strict=True)):
+        return None
+    rights = tuple(tuple(by_number[number][name][1] for name in alike) for number in numbers)
+    return _Stack(title, what, numbers, lefts, rights, _order_of([sides[0] for sides in lefts]))
+
+
+def _order_of(lefts: Sequence[Side]) -> tuple[int, ...]:
+    """By the number in which the reference's names differ; as they come where they differ in none."""
+    numbers = [tuple(map(int, _NUMBER.findall(next(iter(names(left)))))) for left in lefts]
+    if len({len(one) for one in numbers}) == 1:
+        for column in zip(*numbers, strict=True):
+            if len(set(column)) == len(lefts):
+                return tuple(sorted(range(len(lefts)), key=column.__getitem__))
+    return tuple(range(len(lefts)))
+
+
+def _orders(stack: _Stack) -> Iterator[tuple[int, ...]]:
+    """Which of the reference's parts TE may hold at each place: by the map's numbers, or as lists are often sorted."""
+    count = len(stack.numbers)
+    place = {source: number for number, source in enumerate(stack.order)}
+    own = tuple(range(count))
+    by_number = tuple(place[number] for number in own)  # not as they come, where the map itself is in another order
+    as_text = tuple(sorted(own, key=str))
+    told = {own}
+    for order in (by_number, own[::-1], own[1:] + own[:1], own[-1:] + own[:-1], as_text, _inverse(as_text)):
+        if order not in told:
+            told.add(order)
+            yield order
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Module) -> Hypothesis:
+    """That the part at each place computes with the weights of the reference's part at ``order[place]``."""
+    numbers = [stack.numbers[source] for source in order]
+    held = ", ".join(map(str, numbers[:_MOST_NAMED])) + (", ..." if len(numbers) > _MOST_NAMED else "")
+    of_one = f" of {stack.what}" if stack.what else ""
+    parts = f"TE's {stack.what}0, 1, ..." if stack.title == "layers-permuted" else f"TE's experts{of_one}"
+    theirs = "layers" if stack.title == "layers-permuted" else "experts"
+    return Hypothesis(
+        stack.title,
+        f"{theirs} in the order {held}" + (of_one if theirs == "experts" else ""),
+        f"fill {parts} in the reference's order; they hold its {theirs} {held}",
+        module,
+        read=_reading(stack, order, shapes),
+    )
+
+
+def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Container[str]) -> Iterator[Hypothesis]:
+    """That parts which get no gradient are not called, and another computes in their place."""
+    idle = [place for place, rights in enumerate(stack.rights) if all(name in unused for name in rights)]
+    if stack.title != "layers-permuted" or not idle:
+        return
+    for instead in range(len(stack.numbers)):
+        if instead not in idle:
+            missing = ", ".join(f"{stack.what}{stack.numbers[place]}" for place in idle)
+            yield Hypothesis(
+                "layer-repeated",
+                f"{stack.what}{stack.numbers[instead]} for {missing}",
+                f"call TE's {missing}; {stack.what}{stack.numbers[instead]} computes again in the place",
+                module,
+                read=_reading(
+                    stack, [instead if place in idle else place for place in range(len(stack.numbers))], shapes
+                ),
+            )
+
+
+def _reading(stack: _Stack, order: Sequence[int], shapes: Shapes) -> ReadWeights:
+    """The reference's parts would hold those at ``order``, both counted in the reference's order."""
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for place, source in enumerate(order):
+            if source != place:
+                held, filled = stack.lefts[stack.order[source]], stack.lefts[stack.order[place]]
+                for left, to in zip(held, filled, strict=True):
+                    found |= unpack(to, pack(left, reference, like), shapes)
+        return found
+
+    return read
+
+
+# Attention and MLP side by side on one input, and ports that put them one after the other.
+#
+# What sums the two branches may add them in any order, and both may read one norm, as in GPT-J, Phi and Cohere, or each
+# its own, as in GPT-NeoX.
+
+
+_THROUGH = CASTS | {"dropout"}
+_ENDS = RESHAPES | {"dropout", "mul"}  # what may follow a branch's last linear layer, and its bias
+_MOST_ANCESTORS = 400  # of a branch
+
+
+@dataclass(frozen=True)
+class ParallelBlock:
+    """``stream + first(norm(stream)) + second(norm(stream))``, in any order.
+
+    Attributes:
+        stream: what goes around both branches.
+        first: what the branch that is computed first returns.
+        norm: of the stream, which the second branch reads.
+        readers: the linear layers of the second branch that read the norm, where the first reads it too, or the norm is
+            computed before what the first returns; else none.
+        shared: whether the first reads it too.
+    """
+
+    stream: Value
+    first: Value
+    norm: Norm
+    readers: tuple[Call, ...]
+    shared: bool
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that has the norm and what the first branch returns."""
+        paths = [value.site[0].split(".") for value in (self.norm.call.outputs[0], self.first)]
+        return ".".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False)))
+
+    def without_norm(self) -> tuple[Edit, ...]:
+        """The second branch is to read the stream, where the first one alone has its norm."""
+        if not self.shared:
+            return ()
+        given = (self.stream,)
+        return tuple(
+            _reading_normed(call, self.norm.call.outputs[0], given, lambda stream: stream) for call in self.readers
+        )
+
+    def in_sequence(self) -> tuple[Edit, ...]:
+        """The second branch is to read the sum of the stream and the first."""
+        given = (self.stream, self.first, *self.norm.needs[1:])
+
+        def normed(stream: Tensor, first: Tensor, *affine: Tensor) -> Tensor:
+            return self.norm.compute(stream + first, *affine)
+
+        if not self.readers:
+            return (edit(self.norm.call, given, lambda was, *values: normed(*values).to(was.dtype)),)
+        return tuple(_reading_normed(call, self.norm.call.outputs[0], given, normed) for call in self.readers)
+
+
+def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """That blocks which the reference has side by side follow each other, or that one reads no norm."""
+    mistakes: tuple[Mistake[ParallelBlock], ...] = (
+        Mistake(
+            "parallel-block",
+            "sequential blocks",
+            "let the MLP read what attention reads: parallel_attention_mlp=True; it reads attention's sum",
+            ParallelBlock.in_sequence,
+        ),
+        Mistake(
+            "norm-missing",
+            "parallel blocks, of which one reads no norm",
+            "give both blocks the norm that they share; the MLP, or what is computed last, reads the layer's input",
+            ParallelBlock.without_norm,
+        ),
+    )
+    yield from everywhere_and_somewhere(mistakes, parallel_blocks(trace), module, lambda block: block.module)
+
+
+def parallel_blocks(trace: Trace) -> list[ParallelBlock]:
+    """Every two blocks side by side, in order."""
+    normed = norms(trace)
+    sums = (call for call in trace.calls if _is_sum(call))
+    return [block for call in sums if (block := _block(trace, call, normed)) is not None] if normed else []
+
+
+def _is_sum(call: Call) -> bool:
+    named = binary(call)
+    return named is not None and named[0] == "add" and all(isinstance(operand, Value) for operand in named[1:])
+
+
+def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | None:
+    terms = list(_terms(trace, call))
+    if len(terms) != 3 or len({trace.tensor(term).shape for term in terms}) > 1:
+        return None
+    branches = sorted((term for term in terms if ends_a_branch(trace, term)), key=lambda term: term.number)
+    streams = [term for term in terms if term not in branches]
+    if len(streams) != 1:
+        return None
+    (stream,), (first, second) = streams, branches
+    source = back(trace, stream, _THROUGH)
+    of_first, of_second = (ancestors(trace, branch, _MOST_ANCESTORS) for branch in (first, second))
+    if first in of_second:
+        return None
+    for norm in normed:
+        result = norm.call.outputs[0]
+        if back(trace, norm.x, _THROUGH) == source and result in of_second:
+            shared = result in of_first
+            is_early = shared or result.number < first.number
+            readers = _readers(trace, result, of_second) if is_early else ()
+            return ParallelBlock(stream, first, norm, readers, shared) if readers or not is_early else None
+    return None
+
+
+def _terms(trace: Trace, call: Call) -> Iterator[Value]:
+    """What a sum adds up, through sums that nothing else reads."""
+    for operand in call.inputs[:2]:
+        value = back(trace, operand, _THROUGH)
+        producer = trace.producer(value)
+        if producer is not None and _is_sum(producer) and len(users(trace, value, _THROUGH)) == 1:
+            yield from _terms(trace, producer)
+        else:
+            yield value
+
+
+def ends_a_branch(trace: Trace, value: Value) -> bool:
+    """Whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
+    call = trace.producer(back_along(trace, value, _ENDS))
+    while call is not None and call.outputs and _adds_parameter(trace, call):
+        call = trace.producer(back_along(trace, call.inputs[0], _ENDS))
+    return call is not None and call.name in LINEAR
+
+
+def _adds_parameter(trace: Trace, call: Call) -> bool:
+    """Whether a call adds a bias, and no other branch."""
+    named = binary(call)
+    return named is not None and named[0] == "add" and trace.parameter(back(trace, named[2])) is not None
+
+
+def _readers(trace: Trace, result: Value, of_second: Sequence[Value]) -> tuple[Call, ...]:
+    """The linear layers that read a norm for the second branch."""
+    return tuple(
+        call for call in trace.calls if call.name in LINEAR and call.outputs[0] in of_second and result in call.inputs
+    )
+
+
+def _reading_normed(call: Call, norm: Value, given: tuple[Value, ...], normed: Callable[..., Tensor]) -> Edit:
+    """The linear layer is to read what ``normed`` makes of the values in the place of the norm's result."""
+    others = [value for value in call.inputs if value != norm]
+
+    def compute(was: Tensor, *values: Tensor) -> Tensor:
+        of_norm, tensors = values[: len(given)], dict(zip(others, values[len(given) :], strict=True))
+        tensors[norm] = normed(*of_norm).to(was.dtype)
+        args, kwargs = tree_map_only(Value, tensors.__getitem__, (call.args, call.kwargs))
+        result: Tensor = call.function(*args, **kwargs)
+        return result
+
+    return edit(call, (*given, *others), compute)
+
+
+# Terms of sums that a port leaves out, told by the parameters that get no gradient: shared experts, a whole layer.
+
+
+_MOST_PARAMETERS = 3  # of the parameters that a message lists
+_FEW = 4  # calls, of which a norm's gain is made: a cast, a sum
+
+
+def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[str]:
+    """The reference's names of parameters that only these of TE hold."""
+    held = (left for left, right in weights.items() if all(name in unused for name in names(right)))
+    return frozenset(name for left in held for name in names(left))
+
+
+def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
+    """That every term is left out that is added and made of unused parameters, as far as they tell it from the other.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        unused: its parameters, by name, which get no gradient in the port.
+    """
+    made_of = _parameters(trace) if unused else {}
+    edits: list[Edit] = []
+    branches: dict[str, None] = {}
+    for call in trace.calls if unused else ():
+        for kept, left_out in _operands(trace, call):
+            own = made_of.get(left_out.number, frozenset()) - made_of.get(kept.number, frozenset())
+            if own and own <= unused:
+                edits.append(edit(call, (kept,), _instead))
+                branches |= dict.fromkeys(sorted(own))
+    if len(branches) > 1:  # of a single one its own finding says enough
+        named, more = _listed(list(branches))
+        yield Hypothesis(
+            "branch-missing",
+            f"branch of {named} left out",
+            f"add what {named}{more} compute, as the reference does; it is left out, and no gradient reaches them",
+            module,
+            tuple(edits),
+        )
+
+
+def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
+    """That the norms are left out whose weights get no gradient in the port; arguments as above."""
+    bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
+    if bare:
+        named, more = _listed([norm.call.module for norm in bare])
+        yield Hypothesis(
+            "norm-missing",
+            f"norms of {named} left out",
+            f"call the norms that the reference has as {named}{more}; what they are given is passed on",
+            module,
+            tuple(edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)) for norm in bare),
+        )
+
+
+def _listed(places: Sequence[str]) -> tuple[str, str]:
+    """The first of them, and how many there are besides; empty for none."""
+    others = len(places) - _MOST_PARAMETERS
+    return ", ".join(places[:_MOST_PARAMETERS]), f" and {others} more" if others > 0 else ""
+
+
+def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
+    """The parameters of which a norm's gain is made: itself, or one that is stored less 1."""
+    made_of = () if norm.gain is None else (norm.gain, *ancestors(trace, norm.gain, _FEW))
+    return frozenset(name for value in made_of if (name := trace.parameter(value)) is not None)
+
+
+def _instead(was: Tensor, kept: Tensor) -> Tensor:
+    return kept.expand_as(was).clone()
+
+
+def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
+    """Of a sum of two activations what would be kept and what left out, either way."""
+    match binary(call):
+        case ("add", Value() as left, Value() as right):
+            if trace.parameter(left) is None and trace.parameter(right) is None:
+                yield from ((left, right), (right, left))
+
+
+def _parameters(trace: Trace) -> dict[int, frozenset[str]]:
+    """By each value's number, of which parameters it is made."""
+    found: dict[int, frozenset[str]] = {number: frozenset([name]) for number, name in trace.parameters.items()}
+    for call in trace.calls:
+        of_call = frozenset().union(*(found.get(value.number, frozenset()) for value in call.inputs))
+        for value in call.outputs:
+            found[value.number] = found.get(value.number, frozenset()) | of_call
+    return found

@@ -1,0 +1,353 @@
+"""Mistakes in losses: their average, their labels, their weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, RESHAPES, back, binary
+
+# Losses that are averaged over tokens, and what ports get wrong about the average.
+
+
+OF_COUNTED = "the mean over the tokens that count"
+SUM = "the sum over all tokens"
+AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    OF_COUNTED: lambda losses, counts: losses.sum() / counts.sum(),
+    "the mean over all tokens, those that do not count included": lambda losses, counts: losses.mean(),
+    "the mean of each sequence's mean": lambda losses, counts: (losses.sum(-1) / counts.sum(-1)).mean(),
+    "the mean of each sequence's sum": lambda losses, counts: losses.sum(-1).mean(),
+    SUM: lambda losses, counts: losses.sum(),
+}
+"""Of losses ``[sequences, tokens]``, 0 where a token does not count, and of which count: 1 or 0."""
+
+
+def loss_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Other averages of the reference's losses ``[batch, seq]``, of which some tokens count."""
+    for call in trace.calls:
+        summed = _average(trace, call)
+        for described, average in AVERAGES.items() if summed else ():
+            if described == OF_COUNTED:
+                continue
+            yield Hypothesis(
+                "loss-scale",
+                f"loss as {described}",
+                f"divide the summed loss by the number of tokens that count; it is {described}",
+                module,
+                (edit(call, summed or (), _instead(average)),),
+            )
+
+
+def _instead(average: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda was, losses, counts: average(losses, counts).to(was.dtype)
+
+
+def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
+    """The losses and where they count, of a sum that is divided by another."""
+    named = binary(call)
+    if named is None or named[0] != "div":
+        return None
+    summed = [trace.producer(back(trace, operand, CASTS | {"clamp", "clamp_min"})) for operand in named[1:]]
+    values = [one.inputs[0] for one in summed if one is not None and one.name == "sum" and len(one.inputs) == 1]
+    if len(values) != 2 or trace.tensor(values[0]).dim() != 2:
+        return None
+    return tuple(values) if trace.tensor(values[0]).shape == trace.tensor(values[1]).shape else None
+
+
+# Calls of cross entropy, and what ports get wrong about them: averages, smoothing, and which labels count.
+
+
+_SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
+_REDUCTIONS = {"mean": OF_COUNTED, "sum": SUM, "none": None}
+_SMOOTHING = 0.1  # what most who smooth labels take
+_Z_LOSSES = (1e-4, 1e-3, 1e-2)
+_IGNORES_NONE = -100  # PyTorch's default, which is no label
+_PAD_IDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """An average of ``cross_entropy(logits, labels)``; of log probabilities, which are logits too, ``nll_loss``.
+
+    Attributes:
+        call: which returns it.
+        logits: ``[tokens, classes]``, or ``[sequences, classes, positions]``.
+        labels: whole numbers, ``[tokens]`` or ``[sequences, positions]``.
+        sequences: how many there are; 1 where that is not known.
+        average: of ``AVERAGES``; None where every token's own loss is returned.
+        ignored: the label that does not count.
+        smoothing: of labels.
+        has_ignored: whether a label of the traced pass does not count.
+        pads: those of ``_PAD_IDS`` that are among the labels of the traced pass.
+        z_loss: times each token's squared logarithm of the sum of exponentials, which is added to its loss.
+        clamped: whether a label that is no class counts as class 0.
+    """
+
+    call: Call
+    logits: Value
+    labels: Value
+    sequences: int
+    average: str | None
+    ignored: int
+    smoothing: float
+    has_ignored: bool = False
+    pads: tuple[int, ...] = ()
+    z_loss: float = 0.0
+    clamped: bool = False
+
+    def compute(self, was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss, in the place of what the call returned."""
+        labels = labels.clamp(min=0) if self.clamped else labels
+        losses = F.cross_entropy(
+            logits, labels, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
+        )
+        if self.z_loss:
+            losses = losses + self.z_loss * logits.logsumexp(1).square() * (labels != self.ignored)
+        if self.average is None:
+            return losses.view_as(was).to(was.dtype)
+        counts = (labels != self.ignored).to(losses.dtype)
+        by_sequence = (x.reshape(self.sequences, -1) for x in (losses, counts))
+        return AVERAGES[self.average](*by_sequence).to(was.dtype)
+
+    def edits(self, **changes: object) -> tuple[Edit, ...]:
+        """The loss is to be computed with other attributes; none where they are the same."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        return () if changed == self else (edit(self.call, (self.logits, self.labels), changed.compute),)
+
+
+def cross_entropies(trace: Trace) -> list[CrossEntropy]:
+    """Every cross entropy with labels that are whole numbers and classes of one weight, in order."""
+    return [one for call in trace.calls if (one := _called(trace, call)) is not None]
+
+
+def cross_entropy_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's cross entropies."""
+    found = cross_entropies(trace)
+    if found:
+        yield from everywhere_and_somewhere(_mistakes(found), found, module, lambda one: one.call.module)
+
+
+def _called(trace: Trace, call: Call) -> CrossEntropy | None:
+    if call.name not in _SIGNATURES or len(call.outputs) != 1:
+        return None
+    bound = _SIGNATURES[call.name].bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    labels = given["target"]
+    is_plain = given["weight"] is None and given["reduce"] is None and given["size_average"] is None
+    if not is_plain or trace.tensor(labels).is_floating_point() or trace.tensor(given["input"]).dim() < 2:
+        return None
+    smoothing = given.get("label_smoothing", 0.0)
+    average = _REDUCTIONS[given["reduction"]]
+    ignored = given["ignore_index"]
+    has_ignored = bool((trace.tensor(labels) == ignored).any())
+    pads = tuple(label for label in _PAD_IDS if bool((trace.tensor(labels) == label).any()))
+    return CrossEntropy(
+        call, given["input"], labels, _sequences(trace, labels), average, ignored, smoothing, has_ignored, pads
+    )
+
+
+def _sequences(trace: Trace, labels: Value) -> int:
+    """Into how many rows the labels came before they were made one."""
+    value = labels
+    while trace.tensor(value).dim() < 2:
+        made = trace.producer(value)
+        if made is None or made.name not in RESHAPES or not made.inputs:
+            return 1
+        value = made.inputs[0]
+    return trace.tensor(value).shape[0]
+
+
+def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
+    right = " or ".join(sorted({one.average for one in found if one.average is not None}))
+    for average in AVERAGES:
+        yield Mistake(
+            "loss-scale", f"loss as {average}", f"take {right}, as the reference does; it is {average}", _by(average)
+        )
+    yield from _label_mistakes(found)
+    smoothing = " or ".join(sorted({f"{one.smoothing:g}" for one in found}))
+
+    def smoothed(value: float) -> Mistake[CrossEntropy]:
+        return Mistake(
+            "label-smoothing",
+            f"label smoothing {value:.4g}",
+            f"smooth labels by {smoothing}, as the reference does; they are smoothed by {value:.4g}",
+            lambda one: one.edits(smoothing=value) if value < 1.0 else (),
+            value=value or None,
+            tuned=smoothed if value else None,
+        )
+
+    yield smoothed(0.0)
+    yield smoothed(_SMOOTHING)
+    yield from map(smoothed, sorted({2.0 * one.smoothing for one in found if one.smoothing}))
+    yield from map(_with_z_loss, _Z_LOSSES)
+
+
+def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
+    for label in _PAD_IDS:
+        yield Mistake(
+            "ignored-label",
+            f"label {label} ignored",
+            f"count tokens whose label is {label}, as the reference does; they are ignored",
+            _ignoring(label),
+        )
+    for label in sorted({one.ignored for one in found if one.ignored >= 0}):
+        yield Mistake(
+            "ignored-label",
+            f"label {label} not ignored",
+            f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count",
+            lambda one: one.edits(ignored=_IGNORES_NONE) if one.ignored >= 0 else (),
+        )
+    for label in sorted({one.ignored for one in found if one.ignored < 0}):
+        yield Mistake(
+            "ignored-label",
+            f"label {label} clamped to 0",
+            f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count as class 0",
+            lambda one: one.edits(clamped=True) if one.ignored < 0 and one.has_ignored else (),
+        )
+
+
+def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
+    return Mistake(
+        "z-loss",
+        f"z-loss {factor:.4g}",
+        f"add nothing to the cross entropy, as the reference does; the logits' squared logsumexp times {factor:.4g} "
+        "is added",
+        lambda one: one.edits(z_loss=factor),
+        value=factor,
+        tuned=_with_z_loss,
+    )
+
+
+def _by(average: str) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
+    return lambda one: () if one.average is None else one.edits(average=average)
+
+
+def _ignoring(label: int) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
+    return lambda one: one.edits(ignored=label) if label in one.pads else ()
+
+
+# Which position's label each position's logits are compared with, and ports that take another one's.
+
+
+_SLICES = RESHAPES | {"getitem", "narrow"}
+_WHOSE = {
+    -1: "the label of the position before",
+    0: "its own label",
+    1: "the next position's label",
+    2: "the label of the second next position",
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """``whole[:, start : start + count]`` of logits or labels ``[sequences, positions, ...]``."""
+
+    whole: Value
+    start: int
+    count: int
+    positions: int  # of the whole
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """A cross entropy of logits with labels so many positions ``further``."""
+
+    loss: CrossEntropy
+    logits: _Part
+    labels: _Part
+
+    @property
+    def further(self) -> int:
+        return self.labels.start - self.logits.start
+
+    def edits(self, further: int, shorter: bool) -> tuple[Edit, ...]:
+        """Another label is taken; none where it is the same, or no two positions meet.
+
+        Args:
+            further: how many positions on it is.
+            shorter: whether no more positions count than the reference's, where more could.
+        """
+        first, label = max(0, -further), max(0, further)
+        count = min(self.logits.positions - first, self.labels.positions - label)
+        if further == self.further or count < 1 or (shorter and count <= self.logits.count):
+            return ()
+        count = self.logits.count if shorter else count
+
+        def compute(was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+            x = logits[:, first : first + count].flatten(0, 1)
+            return self.loss.compute(was, x, labels[:, label : label + count].flatten())
+
+        return (edit(self.loss.call, (self.logits.whole, self.labels.whole), compute),)
+
+
+def label_shift_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Labels of other positions, for each cross entropy of the reference whose logits and labels have positions."""
+    found = [shifted for loss in cross_entropies(trace) if (shifted := _shifted(trace, loss)) is not None]
+    if found:
+        yield from everywhere_and_somewhere(_shift_mistakes(found), found, module, lambda one: one.loss.call.module)
+
+
+def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
+    right = " or ".join(sorted({_WHOSE.get(one.further, f"the label {one.further} further on") for one in found}))
+    for further, whose in _WHOSE.items():
+        for shorter, where in ((False, ""), (True, ", as many positions as in the reference")):
+            yield Mistake(
+                "labels-shifted",
+                f"labels {further:+d} positions{where}",
+                f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}",
+                _shifted_by(further, shorter),
+            )
+
+
+def _shifted_by(further: int, shorter: bool) -> Callable[[_Shifted], tuple[Edit, ...]]:
+    return lambda one: one.edits(further, shorter)
+
+
+def _shifted(trace: Trace, loss: CrossEntropy) -> _Shifted | None:
+    labels = _part(trace, loss.labels, 2, None)
+    if labels is None or trace.tensor(loss.logits).dim() > 3:
+        return None
+    logits = _part(trace, loss.logits, 3, labels.count)
+    return None if logits is None or logits.count != labels.count else _Shifted(loss, logits, labels)
+
+
+def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | None:
+    """Of which whole a value is a part, before it was flattened or its classes moved; None where that is not seen.
+
+    Args:
+        trace: of the reference.
+        value: logits or labels, as the loss is given them.
+        dims: that they have before they are flattened.
+        count: positions that are read; None for as many as there are.
+    """
+    before = [value]
+    while (made := trace.producer(before[-1])) is not None and made.name in _SLICES and made.inputs:
+        before.append(made.inputs[0])
+    read = [x for x in before if trace.tensor(x).dim() == dims and count in (None, trace.tensor(x).shape[1])]
+    if not read:
+        return None
+    used, whole = trace.tensor(read[0]), trace.tensor(read[0])
+    found = _Part(read[0], 0, used.shape[1], used.shape[1])
+    for x in before[before.index(read[0]) :]:
+        whole = trace.tensor(x)
+        starts = _starts(whole, used)
+        if starts is not None and whole.shape[1] > found.positions:
+            found = _Part(x, starts, used.shape[1], whole.shape[1])
+    return found
+
+
+def _starts(whole: Tensor, part: Tensor) -> int | None:
+    """Where a part begins in the second dimension; None if it is none."""
+    if whole.dim() != part.dim() or whole.shape[0] != part.shape[0] or whole.shape[2:] != part.shape[2:]:
+        return None
+    count = part.shape[1]
+    starts = range(whole.shape[1] - count + 1)
+    return next((start for start in starts if torch.equal(whole[:, start : start + count], part)), None)

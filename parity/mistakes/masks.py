@@ -1,0 +1,581 @@
+"""Recognise masks of attention, and make the wrong ones: causal, windows, padding, segments, ALiBi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from parity.mistakes.hypothesis import Mistake, Operation
+from parity.numerics.blocked_attention import Band, distance_of
+from parity.trace.trace import Edit
+
+# Slopes of ALiBi, a bias that falls with the distance of a key, and which others a port has (arXiv 2108.12409).
+
+
+_EXACT = 1e-3  # of a slope, by which a bias in a 16-bit dtype may deviate from it
+
+
+def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """What a port's slopes may be instead, each with the change from the reference's bias to that port's.
+
+    Args:
+        bias: ``[..., heads, queries, keys]`` without what hides keys; nothing is found if it is not ALiBi's.
+    """
+    slopes = _slopes(bias)
+    if slopes is None:
+        return
+    heads = len(slopes)
+    named = {
+        "the paper's, which are its default": papers_slopes(heads),
+        f"2^(-8 i / {heads})": 2.0 ** (-8.0 * torch.arange(1.0, heads + 1.0, dtype=torch.float64) / heads),
+    }
+    for described, others in named.items():
+        ratio = others.to(slopes) / slopes
+        if not torch.allclose(ratio, torch.ones_like(ratio), rtol=_EXACT):
+            yield described, lambda shown, ratio=ratio: shown * ratio[:, None, None].to(shown)  # type: ignore[misc]
+
+
+def papers_slopes(heads: int) -> Tensor:
+    """``[heads]``, FP64: a geometric sequence for a power of 2, else every other one of a longer one besides."""
+    power = 2 ** math.floor(math.log2(heads))
+    first = 2.0 ** (-8.0 * torch.arange(1.0, power + 1.0, dtype=torch.float64) / power)
+    between = 2.0 ** (-4.0 * (2.0 * torch.arange(heads - power, dtype=torch.float64) + 1.0) / power)
+    return torch.cat((first, between))
+
+
+def _slopes(bias: Tensor) -> Tensor | None:
+    """``[heads]``, FP64: by how much each head's bias rises from one key to the next, for every query alike."""
+    if bias.dim() < 3 or bias.shape[-3] < 2 or bias.shape[-1] < 3:
+        return None
+    last = bias[(0,) * (bias.dim() - 3)][:, -1].double()  # the last query sees the nearest keys in any mask
+    steps = last[:, 1:] - last[:, :-1]
+    slopes = steps[:, :1]
+    if bool((slopes <= 0.0).any()) or not bool(((steps - slopes).abs() <= _EXACT * slopes).all()):
+        return None
+    return slopes.squeeze(-1)
+
+
+# Attention masks: which band of keys each query sees, which keys are padding, and what ports make of them.
+
+
+HIDDEN = -1e30
+"""Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""
+
+_HIDES = -5000.0
+"""Added to a score, at most: no weight is left of the key. BERT's masks add -10,000, which FP16 holds; a bias by
+distance, which is no mask, comes so far at 10,000 keys."""
+
+Bias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MaskMistake:
+    """Another mask.
+
+    Attributes:
+        title: of the finding.
+        name: short, for the hypothesis.
+        repair: what to change, the end of a sentence.
+        bias: from what is added to the scores, ``[..., queries, keys]``, to what is added instead.
+        value, tuned: as in ``Hypothesis``.
+    """
+
+    title: str
+    name: str
+    repair: str
+    bias: Bias
+    value: float | None = None
+    tuned: Callable[[float], MaskMistake] | None = None
+
+    def made_by(self, edits: Callable[[Bias], Callable[[Operation], Sequence[Edit]]]) -> Mistake[Operation]:
+        """The mistake in an operation, whose edits follow from the mask that it has instead."""
+        family = self.tuned
+        return Mistake(
+            self.title,
+            self.name,
+            self.repair,
+            edits(self.bias),
+            value=self.value,
+            tuned=None if family is None else lambda value: family(value).made_by(edits),
+        )
+
+
+def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
+    """What ports make of a mask.
+
+    Args:
+        bias: what the reference adds to its scores, ``[..., queries, keys]``; see ``hidden_keys``.
+    """
+    hidden = hidden_keys(bias)
+    band, padded = band_of(hidden)
+    yield from _of_a_cache(band, *hidden.shape[-2:])
+    if band is not None:
+        for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
+            yield MaskMistake(title, name, repair, _band_instead(other, padded))
+            if other.right < band.right:  # queries that would see nothing may have been spared
+                yield MaskMistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
+        own = _own_key(band, *hidden.shape[-2:])
+        yield from map(_window_instead(band, own, padded), _other_windows(_moved_by(band, -own), hidden.shape[-1]))
+    if bool(hidden.any()):
+        if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
+            yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
+        if not padded and hidden.shape[-1] == hidden.shape[-2] and not torch.equal(hidden, hidden.mT):
+            yield MaskMistake(
+                "mask",
+                "mask transposed",
+                "give TE the reference's mask, [..., queries, keys]; queries and keys are exchanged",
+                lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias).mT, HIDDEN),
+            )
+        yield MaskMistake(
+            "mask-polarity",
+            "mask inverted",
+            "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible",
+            lambda bias: torch.where(hidden_keys(bias), 0.0, HIDDEN).to(bias.dtype),
+        )
+    yield from _other_biases(bias)
+    if padded:
+        yield from _of_other_keys(bias)
+        yield MaskMistake(
+            "padding-mask",
+            "padding ignored",
+            'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; padded keys are attended to',
+            lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) & ~_padding(bias), HIDDEN),
+        )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted",
+            "invert the padding mask: for TE True means that a key is hidden",
+            lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
+        )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted, for queries too",
+            "invert the padding mask: for TE True means that a key is hidden; no query sees any",
+            lambda bias: torch.full_like(bias, HIDDEN),
+        )
+        yield MaskMistake(
+            "mask-polarity",
+            "padding mask inverted, lengths counted from it",
+            "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
+            _lengths_of_padding,
+        )
+
+
+def _of_other_keys(bias: Tensor) -> Iterator[MaskMistake]:
+    """Padding at the sequences' other end, or one key more or less of it."""
+    right = "hide the keys that the reference hides, and no others"
+    last = bool(_padding(bias)[..., -1].any())
+    end, other = ("last", "first") if last else ("first", "last")
+    yield MaskMistake(
+        "padding-mask",
+        f"padding taken to be {other}",
+        f"{right}: padding is the {end} keys of a sequence; as many of the {other} ones are hidden",
+        lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1)),
+    )
+    yield MaskMistake(
+        "padding-mask",
+        f"padding taken to be {other}, queries too",
+        f"{right}: padding is the {end} keys of a sequence; it is taken to be the {other} ones, as where lengths alone "
+        'are counted (attn_mask_type="padding", cu_seqlens): give TE attn_mask_type="arbitrary" and the mask, or move '
+        f"the padding to the {other} places",
+        lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1), queries_too=True),
+    )
+    lacks, seen = "each sequence lacks a token", "one padded key of each sequence is attended to"
+    for described, by, queries_too in ((seen, 1, False), (lacks, -1, False), (lacks, -1, True)):
+        yield MaskMistake(
+            "padding-mask",
+            f"padding off by {by:+d}{', queries too' if queries_too else ''}",
+            f"{right}; {described}",
+            lambda bias, by=by, queries_too=queries_too: _padded_otherwise(  # type: ignore[misc]
+                bias, lambda padding: _moved(padding, by, last), queries_too
+            ),
+        )
+
+
+def _moved(padding: Tensor, by: int, last: bool) -> Tensor:
+    """Padding that begins, seen from the tokens, a key later for 1 and a key earlier for -1."""
+    ordered = padding if last else padding.flip(-1)
+    edge = torch.full_like(ordered[..., :1], by < 0)
+    moved = torch.cat((edge, ordered[..., :-1]) if by > 0 else (ordered[..., 1:], edge), -1)
+    return moved if last else moved.flip(-1)
+
+
+def _padded_otherwise(bias: Tensor, change: Callable[[Tensor], Tensor], queries_too: bool = False) -> Tensor:
+    padding = _padding(bias)
+    changed = change(padding)
+    hidden = (hidden_keys(bias) & ~padding) | changed
+    if queries_too and bias.shape[-1] == bias.shape[-2]:
+        hidden = hidden | changed.transpose(-2, -1)
+    return without_hiding(bias).masked_fill(hidden, HIDDEN)
+
+
+def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[MaskMistake]:
+    """Of queries that come after most keys, as in a step of decoding: keys that are lost at either end."""
+    if keys <= queries or band is None or min(band.right, keys - 1) < keys - queries:
+        return
+    right = "let each query see the keys that the reference's sees: all before it, and its own"
+    lost = {
+        "the newest key is hidden": slice(keys - 1, keys),
+        f"the {queries} newest keys, the step's own, are hidden": slice(keys - queries, keys),
+        "the oldest key is hidden": slice(0, 1),
+        f"the {queries} oldest keys are hidden": slice(0, queries),
+    }
+    for described, some in lost.items() if queries > 1 else list(lost.items())[::2]:
+        repair = f"{right} (cache's length, cu_seqlens_kv, the mask's offset); {described}"
+        yield MaskMistake("cache-step", described, repair, _without_keys(some))
+
+
+def _without_keys(some: slice) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        hidden = torch.zeros_like(bias, dtype=torch.bool)
+        hidden[..., some] = True
+        return bias.masked_fill(hidden, HIDDEN)
+
+    return instead
+
+
+def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
+    """What ports make of a bias by position, which is added where no key is hidden."""
+    if not bool((without_hiding(bias) != 0.0).any()):
+        return
+
+    def changed(change: Bias) -> Bias:
+        return lambda bias: torch.where(hidden_keys(bias), bias, change(without_hiding(bias)))
+
+    repair = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
+    yield MaskMistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
+    yield MaskMistake("attention-bias", "bias subtracted", f"{repair}; it is subtracted", changed(torch.neg))
+    if bias.shape[-1] == bias.shape[-2]:
+        yield MaskMistake(
+            "attention-bias",
+            "bias transposed",
+            f"{repair}; that of query and key is exchanged",
+            changed(lambda shown: shown.transpose(-2, -1)),
+        )
+    for described, dims in (("keys", (-1,)), ("queries and keys", (-2, -1))):
+        yield MaskMistake(
+            "attention-bias",
+            f"bias of {described} in reverse order",
+            f"{repair}; it is that of {described} in reverse order",
+            changed(lambda shown, dims=dims: shown.flip(dims)),  # type: ignore[misc]
+        )
+    for described, move in _moved_heads(bias).items():
+        name = f"bias of {described}"
+        yield MaskMistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))
+    for described, change in other_slopes(without_hiding(bias)):
+        slopes = f"give TE the reference's slopes as alibi_slopes; it has {described}"
+        yield MaskMistake("attention-bias", f"slopes {described}", slopes, changed(change))
+
+    def times(factor: float) -> MaskMistake:
+        name = f"bias times {factor:.3g}"
+        return MaskMistake(
+            "attention-bias",
+            name,
+            f"{repair}, added after the scores are scaled; it is {factor:.3g} times that",
+            changed(lambda shown: shown * factor),
+            factor,
+            times,
+        )
+
+    yield from map(times, (0.5, 2.0))
+
+
+def _moved_heads(bias: Tensor) -> dict[str, Bias]:
+    """Other heads whose bias a head may have, where ``[..., heads, queries, keys]`` is not the same for all."""
+    if bias.dim() < 3 or torch.equal(bias, bias.roll(1, -3)):
+        return {}
+    return {
+        "the heads in reverse order": lambda shown: shown.flip(-3),
+        "the head before": lambda shown: shown.roll(1, -3),
+        "the head after": lambda shown: shown.roll(-1, -3),
+        "the first head": lambda shown: shown[..., :1, :, :].expand_as(shown),
+    }
+
+
+def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
+    """The band that a mask leaves visible, None if it is no band, and whether there are padded keys besides.
+
+    Args:
+        hidden: ``[..., queries, keys]``.
+    """
+    queries, keys = hidden.shape[-2:]
+    distance = distance_of(range(queries), range(keys), hidden.device).expand_as(hidden)
+    everywhere = hidden.all(-2, keepdim=True).expand_as(hidden)
+    for padded in (torch.zeros_like(hidden), everywhere):
+        seen = distance[~hidden & ~padded]
+        left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
+        for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
+            if bool((band.hidden(range(queries), range(keys), hidden.device) | padded).eq(hidden).all()):
+                return band, bool(padded.any())
+    return None, bool(everywhere.any())
+
+
+def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, str, str, str]]:
+    """Other bands, each with a title, a name and a repair."""
+    if math.isinf(band.right):
+        repair = 'give TE attn_mask_type="no_mask" (or "padding"); its layers hide later keys by default'
+        yield replace(band, right=0), "mask", "causal mask added", repair
+        return
+    repair = 'give TE attn_mask_type="causal" (or "padding_causal"); later keys are attended to'
+    yield replace(band, right=math.inf), "mask", "causal mask missing", repair
+    for right, corner, argument in ((0, "top left", "causal"), (keys - queries, "bottom right", "causal_bottom_right")):
+        repair = f"align the causal mask as the reference does; it is aligned {corner}, which TE calls {argument!r}"
+        other = Band(band.left - right + band.right, right)
+        if other != band:
+            yield other, "mask-corner", f"causal mask aligned {corner}", repair
+    for by, seen in ((-1, "one key too few"), (1, "one key too many")):
+        repair = f"move the causal mask by one; a query sees {seen}"
+        yield replace(band, right=band.right + by), "mask", f"causal mask off by {by:+d}", repair
+    own = _own_key(band, queries, keys)
+    right_window, left = _right_window(_moved_by(band, -own)), band.left + own
+    if band.right > own:
+        repair = f"{right_window}; it sees none after it"
+        yield replace(band, right=own), "window", "window before the query alone", repair
+        for by in (-1, 1) if math.isfinite(band.left) else ():
+            repair = f"{right_window}; it sees {left + by:g} and {band.right - own + by:g}"
+            other = Band(band.left + by, band.right + by)
+            yield other, "window", f"window off by {by:+d} on both sides", repair
+    if math.isfinite(band.left):
+        for by in (-1, 1):
+            repair = f"{right_window}; it sees {left + by:g}"
+            yield replace(band, left=band.left + by), "window", f"window off by {by:+d}", repair
+        yield replace(band, left=math.inf), "window", "window missing", f"{right_window}; it sees all"
+
+
+def _own_key(band: Band, queries: int, keys: int) -> int:
+    """How far right of a query's number its own key is: not at all, or at the bottom right corner of the mask."""
+    corner = keys - queries
+    return corner if 0 < corner == band.right != band.left else 0
+
+
+def _moved_by(band: Band, places: int) -> Band:
+    return Band(band.left - places, band.right + places)
+
+
+def _other_windows(band: Band, keys: int) -> Iterator[float]:
+    """Numbers of keys before its own that a query may see instead, so different that each leads to those near it."""
+    sizes = [band.left / 2, band.left * 2]
+    if math.isinf(band.left):  # a search goes up to eight times as far, but not from one whole number to the next
+        sizes = [*(keys * share for share in (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)), *range(1, 4)]
+    yield from (size for size in sizes if 1 <= size < keys)
+
+
+def _window_instead(band: Band, own: int, padded: bool) -> Callable[[float], MaskMistake]:
+    """A window of so many keys before a query's own one; on both sides where later keys are seen."""
+    right = _moved_by(band, -own)
+
+    def of_size(size: float) -> MaskMistake:
+        left = max(round(size), 1)
+        return MaskMistake(
+            "window",
+            f"window of {left}",
+            f"{_right_window(right)}; it sees {left}",
+            _band_instead(_moved_by(Band(left, 0 if right.right == 0 else left), own), padded),
+            size,
+            of_size,
+        )
+
+    return of_size
+
+
+def _right_window(band: Band) -> str:
+    left, right = (-1 if math.isinf(side) else f"{side:g}" for side in (band.left, band.right))
+    return f"give TE window_size=({left}, {right}), the number of keys that a query sees before and after its own"
+
+
+def _band_instead(band: Band, padded: bool) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        queries, keys = bias.shape[-2:]
+        hidden = band.hidden(range(queries), range(keys), bias.device)
+        return without_hiding(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
+
+    return instead
+
+
+def _lengths_of_padding(bias: Tensor) -> Tensor:
+    """As many tokens at the start as there are padded ones, which attend to each other; others see nothing."""
+    length = _padding(bias).sum(-1, keepdim=True)
+    queries, keys = bias.shape[-2:]
+    beyond = (torch.arange(queries, device=bias.device)[:, None] >= length) | (
+        torch.arange(keys, device=bias.device) >= length
+    )
+    return without_hiding(bias).masked_fill(beyond, HIDDEN)
+
+
+def _sparing(band: Band, padded: bool) -> Bias:
+    instead = _band_instead(band, padded)
+
+    def sparing(bias: Tensor) -> Tensor:
+        changed = instead(bias)
+        return torch.where(hidden_keys(changed).all(-1, keepdim=True), bias, changed)
+
+    return sparing
+
+
+def hidden_keys(bias: Tensor) -> Tensor:
+    """Where a key is hidden by what is added to its scores."""
+    return bias <= _HIDES
+
+
+def _padding(bias: Tensor) -> Tensor:
+    """Keys that no query sees."""
+    return hidden_keys(bias).all(-2, keepdim=True)
+
+
+def without_hiding(bias: Tensor) -> Tensor:
+    """The bias without what hides keys; a bias by position stays."""
+    return bias.masked_fill(hidden_keys(bias), 0.0)
+
+
+# Masks of several sequences in one: each token sees its own sequence, and often only what came before.
+#
+# Packed sequences, documents and chunks are such masks. A prefix that all see, or padding before a sequence, is a mask
+# that is no band either; ports have the causal mask in its place.
+
+
+_FEW_BORDERS = 8  # of which each is tried elsewhere
+
+
+def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
+    """What ports make of a mask that is no band.
+
+    Args:
+        bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
+    """
+    hidden = hidden_keys(bias)
+    if band_of(hidden)[0] is not None or not bool(hidden.any()):
+        return
+    yield MaskMistake(
+        "mask",
+        "causal mask alone",
+        'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); it has the '
+        "causal one alone",
+        _instead(_future),
+    )
+    lengths = lengths_of(hidden)
+    if lengths is not None:
+        yield from _other_segments(lengths, bool((hidden | ~_future(hidden)).all()))
+    if bool(_padded_before(hidden).any()):
+        yield MaskMistake(
+            "padding-mask",
+            "padding before sequences taken for padding after them",
+            'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); it '
+            "takes padding to follow a sequence, and counts as many tokens from the first",
+            _as_padded_after,
+        )
+
+
+def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[MaskMistake]:
+    borders = [0, *accumulate(lengths)]
+    right = f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
+
+    def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> MaskMistake:
+        return MaskMistake("mask", name, f"{right}; it has {name}", _segments_instead(other, causal))
+
+    yield of_lengths("one sequence, across all borders", [sum(lengths)])
+    other_way = f"sequences that are {'not ' if is_causal else ''}causal"
+    yield of_lengths(other_way, lengths, not is_causal)
+    orders = {"in reverse order": lengths[::-1], "shortest first": sorted(lengths)}
+    orders["longest first"] = orders["shortest first"][::-1]
+    if sum(lengths) % len(lengths) == 0:
+        orders["made equal"] = [sum(lengths) // len(lengths)] * len(lengths)
+    for by in (-1, 1):  # every border but the two ends
+        if lengths[0] + by > 0 and lengths[-1] - by > 0:
+            orders[f"with every border moved by {by:+d}"] = [lengths[0] + by, *lengths[1:-1], lengths[-1] - by]
+    for described, order in orders.items():
+        if list(order) != list(lengths):
+            yield of_lengths(f"the sequences' lengths {described}", order)
+    if len(lengths) <= _FEW_BORDERS:
+        for number, (before, after) in enumerate(pairwise(lengths), 1):
+            around = list(lengths[: number - 1]), list(lengths[number + 1 :])
+            yield of_lengths(f"no border before sequence {number}", [*around[0], before + after, *around[1]])
+            for by in (-1, 1):
+                if before + by > 0 and after - by > 0:
+                    moved = [*around[0], before + by, after - by, *around[1]]
+                    yield of_lengths(f"sequence {number} beginning at {sum(moved[:number])}", moved)
+    if is_causal:
+        yield _window_for_segments(max(lengths) - 1, right)
+
+
+def is_of_sequences(hidden: Tensor) -> bool:
+    """Whether a mask ``[..., seq, seq]`` is causal, in one sequence or in several."""
+    return torch.equal(_future(hidden).expand_as(hidden), hidden) or (
+        lengths_of(hidden) is not None and bool((hidden | ~_future(hidden)).all())
+    )
+
+
+def sequences_instead(lengths: Sequence[int]) -> Bias:
+    """A causal mask in sequences of these lengths, in the place of another."""
+    return _segments_instead(lengths, True)
+
+
+def _window_for_segments(size: float, right: str) -> MaskMistake:
+    left = max(round(size), 1)
+    return MaskMistake(
+        "window",
+        f"window of {left}, not sequences",
+        f"{right}; it has a window of {left} keys before the query's own",
+        _instead(lambda like: Band(left, 0).hidden(range(like.shape[-2]), range(like.shape[-1]), like.device)),
+        size,
+        lambda other: _window_for_segments(other, right),
+    )
+
+
+def lengths_of(hidden: Tensor) -> list[int] | None:
+    """Of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None if it is no such mask."""
+    seq = hidden.shape[-1]
+    if hidden.shape[-2] != seq or seq < 2 or not bool((hidden == hidden[(0,) * (hidden.dim() - 2)]).all()):
+        return None
+    one = hidden[(0,) * (hidden.dim() - 2)]
+    starts = [0, *(1 + i for i in range(seq - 1) if bool(one[i + 1, i]))]
+    lengths = [after - before for before, after in pairwise([*starts, seq])]
+    apart = _between(lengths, one)
+    is_it = torch.equal(apart, one) or torch.equal(apart | _future(one), one)
+    return lengths if is_it and len(lengths) > 1 else None
+
+
+def _between(lengths: Sequence[int], like: Tensor) -> Tensor:
+    """Where query and key are of different sequences, ``[seq, seq]``."""
+    number = torch.arange(len(lengths), device=like.device).repeat_interleave(
+        torch.tensor(lengths, device=like.device), output_size=sum(lengths)
+    )
+    return number[:, None] != number
+
+
+def _future(like: Tensor) -> Tensor:
+    """Keys that come later, ``[queries, keys]``."""
+    return distance_of(range(like.shape[-2]), range(like.shape[-1]), like.device) > 0
+
+
+def _padded_before(hidden: Tensor) -> Tensor:
+    """Keys before the first one that the last query sees, ``[..., keys]``."""
+    return (~hidden[..., -1, :]).cumsum(-1) == 0
+
+
+def _as_padded_after(bias: Tensor) -> Tensor:
+    hidden = hidden_keys(bias)
+    seen = (~_padded_before(hidden)).sum(-1)[..., None, None]
+    queries, keys = (torch.arange(count, device=bias.device) for count in bias.shape[-2:])
+    is_causal = bool((hidden | ~_future(hidden)).all())
+    beyond = (queries[:, None] >= seen) | (keys >= seen)
+    return without_hiding(bias).masked_fill(beyond | _future(hidden) if is_causal else beyond, HIDDEN)
+
+
+def _instead(other: Callable[[Tensor], Tensor]) -> Bias:
+    """What ``other`` makes of the bias is hidden, and nothing else."""
+    return lambda bias: without_hiding(bias).masked_fill(other(bias), HIDDEN)
+
+
+def _segments_instead(lengths: Sequence[int], is_causal: bool) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        if bias.shape[-2:] != (sum(lengths), sum(lengths)):
+            return bias
+        apart = _between(lengths, bias)
+        return without_hiding(bias).masked_fill(apart | _future(bias) if is_causal else apart, HIDDEN)
+
+    return instead

@@ -1,0 +1,391 @@
+"""Recognise a router and its experts in a trace, and mistakes in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.trace.walk import CASTS, RESHAPES, back, binary, users
+
+# Routers of mixtures of experts in a trace: which scores choose a token's experts, and which weights they get.
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Chooses each token's experts by ``topk``, or its one expert by ``max``, and weights what they return.
+
+    Attributes:
+        choice: the call that chooses, which returns values and indices.
+        scores: among which it chooses, ``[..., experts]``; those of groups that are not chosen may be masked.
+        unbiased: the scores before masks, and before a bias is added.
+        bias: ``[experts]``, a parameter or a buffer; None where none is added.
+        biasing: the call that adds it; ditto.
+        taken: the ``gather`` of weights by the choice's indices; None where they are the values that it returns.
+        source: what ``taken`` gathers from; None where it is None.
+        weighting: the call that returns the chosen experts' weights, ``[..., k]``: ``choice`` itself, ``taken``, or
+            what is computed from these.
+        total: their sum, by which they are divided; None where they are not.
+        activation: the softmax or sigmoid of all experts' logits that makes the scores; None where they are the logits.
+        is_softmax_of_chosen: whether the weights are a softmax of the chosen scores.
+    """
+
+    choice: Call
+    scores: Value
+    unbiased: Value
+    bias: Value | None
+    biasing: Call | None
+    taken: Call | None
+    source: Value | None
+    weighting: Call
+    total: Value | None
+    activation: Call | None
+    is_softmax_of_chosen: bool
+
+    @property
+    def indices(self) -> Value:
+        """Of the chosen experts."""
+        return self.choice.outputs[1]
+
+
+@once_a_trace
+def routers(trace: Trace) -> list[Router]:
+    """Every router, in order."""
+    return [router for call in trace.calls if (router := _router(trace, call)) is not None]
+
+
+def _router(trace: Trace, call: Call) -> Router | None:
+    if call.name not in ("topk", "max") or len(call.outputs) != 2 or not call.inputs:
+        return None
+    scores = call.inputs[0]
+    values, indices = call.outputs
+    if trace.tensor(scores).dim() < 2 or not users(trace, indices, RESHAPES):
+        return None
+    unbiased, bias, biasing = _without_bias(trace, _unmasked(trace, scores))
+    taken, weights = None, values
+    for user, _ in users(trace, indices):
+        if user.name == "gather" and len(user.outputs) == 1:
+            taken, weights = user, user.outputs[0]
+    weighting = taken or call
+    is_softmax = False
+    for user, _ in users(trace, weights):
+        if user.name == "softmax" and user.outputs:
+            weighting, weights, is_softmax = user, user.outputs[0], True
+    total = None
+    for user, given in users(trace, weights):
+        match binary(user):
+            case ("div", left, Value() as right) if left == given and _is_sum(trace, right, given):
+                weighting, total = user, right
+    source = trace.producer(back(trace, unbiased))
+    activation = source if source is not None and source.name in ("softmax", "sigmoid") else None
+    gathered = taken.inputs[0] if taken is not None else None
+    return Router(call, scores, unbiased, bias, biasing, taken, gathered, weighting, total, activation, is_softmax)
+
+
+def _unmasked(trace: Trace, scores: Value) -> Value:
+    """The scores before those of some experts are masked, as DeepSeek's of groups that are not chosen."""
+    shape = trace.tensor(scores).shape
+    while (call := trace.producer(back(trace, scores))) is not None and call.name in ("masked_fill", "where"):
+        masked = [x for x in call.inputs if trace.tensor(x).is_floating_point() and trace.tensor(x).shape == shape]
+        if len(masked) != 1:
+            break
+        scores = masked[0]
+    return scores
+
+
+def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Call | None]:
+    """The scores, what is added to all tokens' scores alike, and the call that adds it, where something is."""
+    call = trace.producer(back(trace, scores))
+    match binary(call):
+        case ("add", Value() as left, Value() as right):
+            width = trace.tensor(scores).shape[-1]
+            for value, bias in ((left, right), (right, left)):
+                if trace.tensor(bias).numel() == width < trace.tensor(value).numel():
+                    return value, bias, call
+    return scores, None, None
+
+
+def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
+    """Whether a value is the sum of another, a tiny number added or not."""
+    call = trace.producer(back(trace, value))
+    if call is not None and call.name == "add" and call.inputs:
+        call = trace.producer(back(trace, call.inputs[0]))
+    return call is not None and call.name == "sum" and back(trace, call.inputs[0], CASTS) == back(trace, of, CASTS)
+
+
+# What ports get wrong about the weights that a router gives, and about the experts that it chooses.
+
+
+_Edits = tuple[Edit, ...]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+}
+
+
+def routing_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's routers."""
+    found = routers(trace)
+    mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
+    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.choice.module)
+    for one in everywhere_and_somewhere(_split_mistakes(), found, module, lambda one: one.choice.module):
+        # A token's expert depends on the others' here: the batch must not be cut to one row.
+        yield replace(one, around=lambda call: call)
+
+
+def _weight_mistakes() -> Iterator[Mistake[Router]]:
+    yield Mistake(
+        "routing-weights",
+        "routing weights not normalised",
+        "divide the chosen experts' weights by their sum, as the reference does; they are not",
+        lambda one: (edit(one.weighting, (one.total,), lambda was, total: was * total),) if one.total else (),
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights normalised",
+        "take the chosen experts' weights as they are, as the reference does; they are divided by their sum",
+        lambda one: () if one.total or one.is_softmax_of_chosen else _weighted(one, _normalised),
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights from a softmax of all experts",
+        "take the softmax of the chosen experts' scores alone, as the reference does; it is of all experts",
+        _softmax_of_all,
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights missing",
+        "weight what the experts return by the router's probabilities (merging_probs of moe_unpermute); it is summed "
+        "as it is",
+        lambda one: _weighted(one, torch.ones_like),
+    )
+    yield Mistake(
+        "routing-weights",
+        "routing weights applied twice",
+        "weight what the experts return once (merging_probs of moe_unpermute, or by hand); it is weighted twice",
+        lambda one: _weighted(one, torch.square),
+    )
+    for name, activation in _ACTIVATIONS.items():
+        yield Mistake(
+            "routing-weights",
+            f"routing scores by {name}",
+            f"score the experts as the reference does; they are scored by a {name}",
+            _activated_by(name, activation),
+        )
+        yield Mistake(
+            "routing-weights",
+            f"routing scores by {name}, elsewhere as they are",
+            f"score the experts as the reference does, where they are chosen; they are scored by a {name} there",
+            _chosen_by_activated(name, activation),
+        )
+
+
+def _bias_mistakes() -> Iterator[Mistake[Router]]:
+    """With a bias that the reference adds to the scores by which it chooses, or by which it weights, too."""
+    right = "add the router's bias to the scores where the reference does, "
+    yield Mistake(
+        "routing-bias",
+        "routing bias in the weights",
+        right + "for the choice alone; the weights are of scores with the bias",
+        lambda one: _taken_from(one, one.biasing.outputs[0]) if one.biasing and one.source == one.unbiased else (),
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias not in the weights",
+        right + "in the weights too; they are of scores without the bias",
+        _weights_without_bias,
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias missing",
+        right + "for the choice; experts are chosen without it",
+        _with_bias(lambda scores, bias: scores),
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias subtracted",
+        right + "for the choice; it is subtracted",
+        _with_bias(lambda scores, bias: scores - bias),
+    )
+    yield Mistake(
+        "routing-bias",
+        "routing bias added to the logits",
+        right + "for the choice; it is added to the logits, of which the scores are made",
+        _biased_logits,
+    )
+
+
+def _choice_mistakes() -> Iterator[Mistake[Router]]:
+    for more, described in ((1, "one more"), (-1, "one fewer")):
+        yield Mistake(
+            "top-k",
+            f"{described} expert a token",
+            f"send a token to as many experts as the reference does; it goes to {described}",
+            _with_more(more),
+        )
+    yield Mistake(
+        "routing-weights",
+        "experts sorted, not their weights",
+        "keep each chosen expert's weight with it; the experts are sorted by number, their weights are not",
+        lambda one: _rerouted(one, lambda indices, experts: indices.sort(-1).values),
+    )
+
+
+def _split_mistakes() -> Iterator[Mistake[Router]]:
+    for described, split in _SPLITS.items():
+        yield Mistake(
+            "expert-splits",
+            f"tokens split {described}",
+            "give GroupedLinear m_splits in the experts' own order, as many for each as moe_permute put there; they "
+            f"are {described}",
+            _split(split),
+        )
+
+
+_SPLITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sorted, the largest first": lambda counts: counts.sort(descending=True).values,
+    "sorted, the smallest first": lambda counts: counts.sort().values,
+    "in reverse order": lambda counts: counts.flip(0),
+    "equal, the rest to the first": lambda counts: _equal(counts, 0),
+    "equal, the rest to the last": lambda counts: _equal(counts, -1),
+}
+
+
+def _equal(counts: Tensor, last: int) -> Tensor:
+    equal = torch.full_like(counts, int(counts.sum()) // len(counts))
+    equal[last] += counts.sum() - equal.sum()
+    return equal
+
+
+def _weighted(router: Router, change: Callable[[Tensor], Tensor]) -> _Edits:
+    """The weights are to be changed."""
+    if router.weighting is not router.choice:
+        return (edit(router.weighting, (), change),)
+    return (edit(router.choice, (), lambda was: type(was)((change(was[0]), was[1]))),)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _softmax_of_all(router: Router) -> _Edits:
+    if not router.is_softmax_of_chosen or router.total:
+        return ()
+
+    def weights(was: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
+        return scores.softmax(-1).gather(-1, indices).to(was.dtype)
+
+    return (edit(router.weighting, (router.scores, router.indices), weights),)
+
+
+def _activated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    def edits(router: Router) -> _Edits:
+        own = router.activation
+        if own is None or own.name == name:
+            return ()
+        return (edit(own, own.inputs[:1], lambda was, logits: activation(logits.to(was.dtype))),)
+
+    return edits
+
+
+def _chosen_by_activated(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    """As above, where something else reads the scores, such as an auxiliary loss, which TE computes by itself."""
+
+    def edits(router: Router) -> _Edits:
+        own = router.activation
+        if own is None or own.name == name or router.taken is not None or router.scores != router.unbiased:
+            return ()
+
+        def chosen(was: Any, logits: Tensor) -> Any:
+            values, indices = torch.topk(
+                activation(logits), was[0].shape[-1] if router.choice.name == "topk" else 1, -1
+            )
+            return type(was)((values.view_as(was[0]), indices.view_as(was[1])))
+
+        return (edit(router.choice, own.inputs[:1], chosen),)
+
+    return edits
+
+
+def _taken_from(router: Router, source: Value) -> _Edits:
+    """The weights are of other scores."""
+    if router.taken is None:
+        return ()
+    return (edit(router.taken, (source, router.indices), lambda was, x, indices: x.gather(-1, indices).to(was.dtype)),)
+
+
+def _weights_without_bias(router: Router) -> _Edits:
+    if router.bias is None:
+        return ()
+    if router.taken is not None:
+        return _taken_from(router, router.unbiased) if router.source != router.unbiased else ()
+    return (edit(router.choice, (router.unbiased,), lambda was, x: type(was)((x.gather(-1, was[1]), was[1]))),)
+
+
+def _with_bias(scores: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    """The bias is to be added otherwise; whatever is made of the sum, such as masks of groups, follows."""
+
+    def edits(router: Router) -> _Edits:
+        if router.biasing is None or router.bias is None:
+            return ()
+        needs = router.unbiased, router.bias
+        return (edit(router.biasing, needs, lambda was, x, bias: scores(x, bias).expand_as(was).to(was.dtype)),)
+
+    return edits
+
+
+def _biased_logits(router: Router) -> _Edits:
+    own = router.activation
+    if router.biasing is None or router.bias is None or own is None:
+        return ()
+    activation = _ACTIVATIONS[own.name]
+    needs = own.inputs[0], router.bias
+    return (edit(router.biasing, needs, lambda was, logits, bias: activation(logits + bias).to(was.dtype)),)
+
+
+def _with_more(more: int) -> Callable[[Router], _Edits]:
+    def edits(router: Router) -> _Edits:
+        def chosen(was: Any, scores: Tensor) -> Any:
+            return torch.topk(scores, was[0].shape[-1] + more, -1)
+
+        return (edit(router.choice, (router.scores,), chosen),) if router.choice.name == "topk" else ()
+
+    return edits
+
+
+def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
+    """Tokens are sorted by their experts, and cut where other numbers of tokens say."""
+
+    def cut(indices: Tensor, experts: int) -> Tensor:
+        right = indices.flatten()
+        counts = split(torch.bincount(right, minlength=experts))
+        read_by = torch.empty_like(right)
+        read_by[right.argsort(stable=True)] = torch.arange(experts, device=right.device).repeat_interleave(counts)
+        return read_by.view_as(indices)
+
+    return lambda router: _rerouted(router, cut)
+
+
+def _rerouted(router: Router, change: Callable[[Tensor, int], Tensor]) -> _Edits:
+    """Tokens go to other experts, with the weights of the right ones.
+
+    Args:
+        router: of the reference.
+        change: from the right experts ``[..., k]`` and how many there are to the others.
+    """
+
+    def chosen(was: Any, scores: Tensor) -> Any:
+        return type(was)((was[0], change(was[1], scores.shape[-1])))
+
+    def weights(was: Tensor, source: Tensor, scores: Tensor) -> Tensor:
+        return source.gather(-1, torch.topk(scores, was.shape[-1], -1).indices).to(was.dtype)
+
+    changed = [edit(router.choice, (router.scores,), chosen)]
+    if router.taken is not None and router.source is not None:
+        changed.append(edit(router.taken, (router.source, router.scores), weights))
+    return tuple(changed)

@@ -1,0 +1,357 @@
+"""Mistakes in where norms stand: left out, added, before or after a block, inside of attention."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.mistakes.attention import Attention, attentions, heads_of
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.norms import Norm, norms
+from parity.mistakes.operations import ordinal
+from parity.mistakes.residuals import Residual, residuals
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, users
+
+# Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, that a port has
+# before its branches, as TE's layers do.
+
+
+def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """That each norm after a sum comes before the sum's branch."""
+    edits: list[Edit] = []
+    for one in residuals(trace):
+        after = next((norm for norm in norms(trace) if back(trace, norm.x) == one.call.outputs[0]), None)
+        if after is not None and one.norm is None:
+            edits += _norm_before(trace, one.stream, after, module)
+    if edits:
+        yield Hypothesis(
+            "post-norm",
+            "norms before the branches",
+            "put each norm after the sum, as the reference does; it is before the branch, as in TE's TransformerLayer",
+            module,
+            tuple(edits),
+        )
+
+
+def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """That each norm of a branch's result comes before the branch, or after the sum."""
+    found = list(_normed_branches(trace))
+    before = [one for call, stream, norm in found for one in _norm_before(trace, stream, norm, module)]
+    right = "norm each branch's result before it is added, as the reference does"
+    for edits, name, repair in (
+        (before, "norms of branches before them", f"{right}; each norm is before its branch, as in TE's layers"),
+        (
+            [_norm_of_sum(call, stream, norm) for call, stream, norm in found],
+            "norms of branches after the sums",
+            f"{right}; each norm is after the sum",
+        ),
+    ):
+        if edits:
+            yield Hypothesis("post-norm", name, repair, module, tuple(edits))
+
+
+def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
+    """Every ``stream + norm(branch)``: the sum, the stream, the norm; not where the stream's norm is added alone."""
+    by_result = {norm.call.outputs[0]: norm for norm in norms(trace)}
+    for call in trace.calls:
+        named = binary(call)
+        operands = [back(trace, operand) for operand in named[1:]] if named and named[0] == "add" else []
+        for stream, branch in (operands, operands[::-1]) if operands else ():
+            norm = by_result.get(branch) if isinstance(branch, Value) else None
+            if norm is not None and isinstance(stream, Value) and back(trace, norm.x) != stream:
+                yield call, stream, norm
+
+
+def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
+    def compute(was: Tensor, stream: Tensor, branch: Tensor, *affine: Tensor) -> Tensor:
+        return norm.compute(stream + branch, *affine).to(was.dtype)
+
+    return edit(call, (stream, *norm.needs), compute)
+
+
+def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
+    """The branch's linear layers read the norm of the stream, and the norm after it or its sum is left out."""
+    # Parameters are the module's own: the norm, which shows them to a trace, comes later than the branch.
+    names = [trace.parameter(value) for value in after.needs[1:]]
+    if None in names:
+        return
+    yield edit(after.call, (after.x,), lambda was, x: x.to(was.dtype))
+    width = trace.tensor(stream).shape[-1]
+    for call, given in users(trace, stream, RESHAPES):  # nn.MultiheadAttention puts the sequence first
+        if call.name in LINEAR and given in call.inputs and trace.tensor(given).shape[-1] == width:
+            yield edit(call, call.inputs, _of_prenormed(call, given, after, [name for name in names if name], module))
+
+
+def _of_prenormed(call: Call, given: Value, norm: Norm, names: list[str], module: nn.Module) -> Callable[..., Tensor]:
+    def compute(was: Tensor, *inputs: Tensor) -> Tensor:
+        by_number = dict(zip((value.number for value in call.inputs), inputs, strict=True))
+        affine = (module.get_parameter(name) for name in names)
+        by_number[given.number] = norm.compute(by_number[given.number], *affine).to(was.dtype)
+        args, kwargs = tree_map_only(Value, lambda value: by_number[value.number], (call.args, call.kwargs))
+        result: Tensor = call.function(*args, **kwargs)
+        return result
+
+    return compute
+
+
+# Norms of queries, keys and values that a port alone has: of some of them, of all, of each head, of all heads at once.
+#
+# TE's ``qk_norm_type``, or norms of another model, with weights that say nothing, or with those of the keys.
+
+
+_EPS = 1e-5  # TE's default
+_EPS_OF_L2 = 1e-6  # ditto, of L2Normalization
+_NEAR = 24  # of a key's ancestors, among which its norm is
+
+Compute = Callable[[Tensor], Tensor]
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
+
+
+def _layer_norm(x: Tensor) -> Tensor:
+    return _rms_norm(x - x.mean(-1, keepdim=True))
+
+
+def _l2_norm(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _EPS_OF_L2).rsqrt()
+
+
+KINDS: dict[str, Compute] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
+"""Norms without weights, by their names in TE."""
+
+
+def attention_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Each such norm, in all layers and, of queries and keys, in each."""
+    found = attentions(trace)
+    of_both = (_of_queries_and_keys(*named) for named in (*KINDS.items(), ("L2Normalization", _l2_norm)))
+    yield from everywhere_and_somewhere(of_both, found, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere((made for named in KINDS.items() for made in _of_some(*named)), found, module)
+    keyed = [_Keyed(one, norm) for one in found if (norm := _of_key(trace, one)) is not None]
+    yield from everywhere_and_somewhere([_values_as_keys()], keyed, module)
+
+
+def _of_queries_and_keys(kind: str, norm: Compute) -> Mistake[Attention]:
+    return Mistake(
+        "norm-missing",
+        f"{kind} of queries and keys",
+        f"take queries and keys as they are, as the reference does: qk_norm_type=None; they go through a {kind}",
+        lambda one: one.edits(arrange=(norm, norm, None, None)),
+    )
+
+
+def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
+    """Of other ones than queries and keys, or of all heads at once, as OLMo 2's."""
+    arranged: dict[str, tuple[Compute | None, ...]] = {
+        f"{kind} of values": (None, None, norm, None),
+        f"{kind} of queries, keys and values": (norm, norm, norm, None),
+        f"{kind} of queries": (norm, None, None, None),
+        f"{kind} of keys": (None, norm, None, None),
+        f"{kind} of queries and keys, all heads at once": (_of_all_heads(norm), _of_all_heads(norm), None, None),
+    }
+    for name, arrange in arranged.items():
+        yield Mistake(
+            "norm-missing",
+            name,
+            f"take queries, keys and values as they are where the reference does; attention has a {name}",
+            lambda one, arrange=arrange: one.edits(arrange=arrange),  # type: ignore[misc]
+        )
+
+
+def _of_all_heads(norm: Compute) -> Compute:
+    """Of ``[..., heads, seq, head_dim]`` the norm of each position's channels, of all heads."""
+
+    def computed(x: Tensor) -> Tensor:
+        rows = norm(x.transpose(-3, -2).flatten(-2))
+        return rows.unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
+
+    return lambda x: computed(x) if x.dim() > 3 else norm(x)
+
+
+@dataclass(frozen=True, eq=False)
+class _Keyed:
+    """Attention whose keys are normalised."""
+
+    attention: Attention
+    norm: Norm
+
+
+def _of_key(trace: Trace, attention: Attention) -> Norm | None:
+    """The norm of each head that makes the keys, before a rotation or not; None where values may have it, too."""
+    *_, value = heads_of(trace, attention)
+    made = set(ancestors(trace, attention.key, _NEAR)) | {attention.key}
+    of_value = set(ancestors(trace, attention.value, _NEAR)) | {attention.value}
+    of_heads = (one for one in norms(trace) if one.call.outputs[0] in made - of_value)
+    return next((one for one in of_heads if trace.tensor(one.x).shape[-1] == value.shape[-1]), None)
+
+
+def _values_as_keys() -> Mistake[_Keyed]:
+    def edits(one: _Keyed) -> tuple[Edit, ...]:
+        attention, count, parameters = one.attention, len(one.attention.needs), one.norm.needs[1:]
+
+        def compute(was: Tensor, *values: Tensor) -> Tensor:
+            of_values = partial(_computed, one.norm, values[count:])
+            return replace(attention, arrange=(None, None, of_values, None)).compute(*values[:count]).to(was.dtype)
+
+        return (edit(attention.call, (*attention.needs, *parameters), compute),)
+
+    return Mistake(
+        "norm-missing",
+        "norm of keys for values, too",
+        "take values as they are, as the reference does; they go through the norm of the keys",
+        edits,
+    )
+
+
+def _computed(norm: Norm, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    return norm.compute(x, *parameters)
+
+
+# Norms that a port alone has: before linear layers, of queries and keys, of a branch's result, after a sum.
+#
+# TE's ``LayerNormLinear`` and ``LayerNormMLP`` in the place of ``Linear`` and an MLP, ``qk_norm_type``, or norms of
+# another model, with weights that say nothing; in all layers, or in some.
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """A norm in each place where ports have one that the reference lacks."""
+    for calls in _alike(trace):
+        for kind, norm in KINDS.items():
+            yield _before(calls, kind, norm, module)
+            places = _by_input(trace, calls)
+            for some in places if 1 < len(places) <= MOST_PLACES else ():
+                yield _before(some, kind, norm, module, calls)
+    yield from attention_norm_hypotheses(trace, module)
+    for mistake in (_of_branch, _of_product, _after_sum):
+        yield from everywhere_and_somewhere(
+            (mistake(*named) for named in KINDS.items()),
+            residuals(trace),
+            module,
+            lambda one: f"{one.call.module} (sum {one.number})",
+            lambda one: (f"each layer (sum {one.number})",),
+        )
+
+
+def _of_branch(kind: str, norm: Compute) -> Mistake[Residual]:
+    return Mistake(
+        "norm-missing",
+        f"{kind} before a sum",
+        f"add what the branch computes as it is, as the reference does; a {kind} comes before the sum",
+        lambda one: (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x + norm(y)).to(was.dtype)),),
+    )
+
+
+def _of_product(kind: str, norm: Compute) -> Mistake[Residual]:
+    """As above, before a gate, a gain or a number scales it."""
+
+    def edits(one: Residual) -> tuple[Edit, ...]:
+        if one.product.outputs[0] == one.branch:
+            return ()
+        return (edit(one.product, (), lambda was: norm(was).to(was.dtype)),)
+
+    return Mistake(
+        "norm-missing",
+        f"{kind} before the scale of a branch",
+        f"scale what the branch computes as it is, as the reference does; a {kind} comes before",
+        edits,
+    )
+
+
+def _after_sum(kind: str, norm: Compute) -> Mistake[Residual]:
+    return Mistake(
+        "norm-missing",
+        f"{kind} after a sum",
+        f"pass the sum on as it is, as the reference does; a {kind} comes after it",
+        lambda one: (edit(one.call, (), lambda was: norm(was).to(was.dtype)),),
+    )
+
+
+def _alike(trace: Trace) -> list[list[Call]]:
+    """Linear layers that read no norm, those of the same name in all layers together."""
+    normed = {norm.call.outputs[0].number for norm in norms(trace)}
+    alike: dict[tuple[str, ...], list[Call]] = defaultdict(list)
+    for number, calls in _readers(trace).items():
+        if number not in normed:
+            where = tuple(_NUMBER.sub("#", trace.parameter(x) or "") for call in calls for x in call.inputs)
+            alike[where].extend(calls)
+    return list(alike.values())
+
+
+def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls that read one value, for each."""
+    found: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        found[back(trace, call.inputs[0], CASTS).number].append(call)
+    return list(found.values())
+
+
+def _before(
+    calls: Sequence[Call], kind: str, norm: Compute, module: nn.Module, alike: Sequence[Call] = ()
+) -> Hypothesis:
+    """That these linear layers, all or some of those that are alike, read a norm."""
+    first = _named(calls[0])
+    others = f" and {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    as_reference = "as the reference does (Linear for LayerNormLinear, no LayerNormMLP)"
+    like = f"linear layers like {_named(alike[0])}" if alike else ""
+    return Hypothesis(
+        "norm-missing",
+        f"{kind} before {first}{' alone' if alike else ''}",
+        f"leave out the norm before {first}{others}, {as_reference}; a {kind} comes before",
+        module,
+        tuple(_of_normed(call, norm) for call in calls),
+        scope="one" if alike else "all",
+        place=calls[0].module if alike else "",
+        family=(f"{kind} before {like}", f"leave out the {kind} before {like}, {as_reference},") if alike else ("", ""),
+    )
+
+
+def _named(call: Call) -> str:
+    return f"the {ordinal(call.site[3] + 1)} 'linear' of {call.module}"
+
+
+def _readers(trace: Trace) -> dict[int, list[Call]]:
+    """The products with parameters by the number of the activation that each reads, casts aside."""
+    found: dict[int, list[Call]] = {}
+    for call in trace.calls:
+        given = _activation(trace, call)
+        if given is not None:
+            found.setdefault(back(trace, given, CASTS).number, []).append(call)
+    return found
+
+
+def _activation(trace: Trace, call: Call) -> Value | None:
+    """What a linear layer multiplies by its parameter."""
+    if call.name != "linear" or not any(trace.parameter(value) for value in call.inputs[1:]):
+        return None
+    return None if trace.parameter(call.inputs[0]) else call.inputs[0]
+
+
+def _of_normed(call: Call, norm: Compute) -> Edit:
+    return edit(call, call.inputs, _again(call, norm))
+
+
+def _again(call: Call, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The call, given something else in the place of its first tensor."""
+
+    def compute(was: Tensor, *inputs: Tensor) -> Tensor:
+        given = dict(zip((value.number for value in call.inputs), _changed(inputs, change), strict=True))
+        args, kwargs = tree_map_only(Value, lambda value: given[value.number], (call.args, call.kwargs))
+        result: Tensor = call.function(*args, **kwargs)
+        return result
+
+    return compute
+
+
+def _changed(inputs: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [change(inputs[0]).to(inputs[0].dtype), *inputs[1:]]

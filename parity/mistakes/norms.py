@@ -1,0 +1,429 @@
+"""Recognise norms in a trace, and their mistakes: eps, kind, gain, groups."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, rounded_to, short
+from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
+from parity.trace.walk import RESHAPES, agree, back, binary, chain, other, users, with_number
+
+# Norms, called or written out, and what ports get wrong about them.
+
+
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""What TE's modules and the configurations of well-known models have for eps."""
+
+_LARGE_EPSILONS = (1e-4, 1e-3)
+"""Those of others, as of Keras. No matched filter of outputs looks for them: they change what the usual ones change."""
+
+_IN_LIST = re.compile(r"(.+?)\.\d+\.")  # the path of what is in a list of layers
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``(x - mean) / sqrt(mean of squares + eps) * gain + bias`` over the last dimension.
+
+    Where squares are summed instead of averaged, this is what TE calls L2Normalization.
+
+    Attributes:
+        call: the last of those that compute it.
+        x: what is normalised.
+        centred: whether the mean is subtracted: LayerNorm, else RMSNorm.
+        eps: added to the mean of squares; None for RMSNorm's default, the dtype's machine epsilon.
+        gain: ``[width]``, or None.
+        bias: ditto.
+        summed: whether the sum of squares takes the place of their mean: every row has the length 1.
+        statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
+        root: dtype to which the reciprocal root is rounded; ditto.
+        before_gain: dtype to which the normalised value is rounded before it is scaled; ditto.
+    """
+
+    call: Call
+    x: Value
+    centred: bool
+    eps: float | None
+    gain: Value | None = None
+    bias: Value | None = None
+    summed: bool = False
+    statistics: torch.dtype | None = None
+    root: torch.dtype | None = None
+    before_gain: torch.dtype | None = None
+
+    def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        """The norm of ``x``, given those of gain and bias that there are."""
+        return self.scaled(self.normalized(x), *parameters)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """The norm of ``x`` before gain and bias."""
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        if self.centred:
+            x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
+        squares = x.square()
+        size = squares.sum(-1, keepdim=True) if self.summed else squares.mean(-1, keepdim=True)
+        reciprocal = rounded_to(torch.rsqrt(rounded_to(size, self.statistics) + eps), self.root)
+        return rounded_to(x * reciprocal, self.before_gain)
+
+    def scaled(self, y: Tensor, *parameters: Tensor) -> Tensor:
+        """What is normalised times the gain, plus the bias, given those that there are."""
+        affine = iter(parameters)
+        y = y if self.gain is None else y * next(affine)
+        return y if self.bias is None else y + next(affine)
+
+    @property
+    def needs(self) -> tuple[Value, ...]:
+        """The values that ``compute`` is given."""
+        return tuple(value for value in (self.x, self.gain, self.bias) if value is not None)
+
+    def edits(self, **changes: object) -> tuple[Edit, ...]:
+        """The norm is to be computed with other attributes; none where they are the same."""
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        if changed == self:
+            return ()
+        of = Changed(self, changes)
+        return (edit(self.call, self.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
+
+
+@once_a_trace
+def norms(trace: Trace) -> list[Norm]:
+    """Every norm over the last dimension that the trace computes, in order."""
+    found = [norm for call in trace.calls if (norm := _called(call) or _written_out(trace, call)) is not None]
+    return [
+        norm
+        for norm in found
+        if agree(norm.compute(*map(trace.tensor, norm.needs)), trace.tensor(norm.call.outputs[0]))
+    ]
+
+
+def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's norms.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        dtype: in which the port stores activations.
+    """
+    found = norms(trace)
+    if found:
+        yield from everywhere_and_somewhere(
+            _mistakes(found, dtype),
+            found,
+            module,
+            lambda norm: norm.call.module,
+            lambda norm: kinds(norm, trace),
+        )
+
+
+def kinds(norm: Norm, trace: Trace) -> list[str]:
+    """Those of queries and keys have few channels; the last norm of a model is beside its list of layers."""
+    of_size = f"norms of {trace.tensor(norm.x).shape[-1]} channels"
+    in_list = _IN_LIST.match(f"{norm.call.module}.")
+    return [of_size, *([f"{of_size} in {in_list[1]}"] if in_list else [])]
+
+
+def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Norm]]:
+    named = sorted({norm.eps for norm in found if norm.eps is not None})
+    right = " or ".join(f"{eps:g}" for eps in named) or "the machine epsilon, PyTorch's default"
+
+    def with_eps(eps: float) -> Mistake[Norm]:
+        repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), eps in EPSILONS, eps, with_eps)
+
+    yield from map(with_eps, (*EPSILONS, *_LARGE_EPSILONS))
+    # BF16 in an FP16 port is no subtle mistake.
+    for low in low_dtypes(dtype):
+        yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
+    if dtype is not torch.float32:
+        yield Mistake(
+            "norm-rounding",
+            f"norm rounded to {short(dtype)} before its weight",
+            f"scale by the norm's weight in FP32 and round after that, as TE does; the normalised value is rounded to "
+            f"{short(dtype)} first",
+            lambda norm: norm.edits(before_gain=dtype) if norm.gain else (),
+            subtle=True,
+        )
+    yield Mistake(
+        "norm-kind",
+        "LayerNorm for RMSNorm",
+        'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
+        _for(_is_rms, centred=True),
+    )
+    yield Mistake(
+        "norm-kind",
+        "RMSNorm for LayerNorm",
+        'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
+        _for(_is_layer_norm, centred=False),
+    )
+    yield Mistake(
+        "norm-kind",
+        "L2Normalization for RMSNorm",
+        "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
+        "of their mean",
+        _for(_is_rms, summed=True),
+    )
+    yield Mistake(
+        "norm-kind",
+        "RMSNorm for L2Normalization",
+        "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
+        "of their sum",
+        _for(lambda norm: norm.summed, summed=False),
+    )
+    yield Mistake(
+        "norm-missing",
+        "norm missing",
+        "add the norm that the reference has; TE's module passes on what it is given",
+        lambda norm: (edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),),
+    )
+
+
+def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm]]:
+    rounded: dict[str, dict[str, object]] = {
+        "statistics": dict(statistics=low, root=low),
+        "reciprocal root": dict(root=low),
+        "mean of squares": dict(statistics=low),
+    }
+    for what, changes in rounded.items():
+        yield Mistake(
+            "norm-statistics",
+            f"norm {what} in {short(low)}",
+            f"take the norm's mean and root in FP32; {what} rounded to {short(low)}",
+            _with(**changes),
+            subtle=subtle,
+        )
+
+
+def _with(**changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
+    return lambda norm: norm.edits(**changes)
+
+
+def _for(which: Callable[[Norm], bool], **changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
+    return lambda norm: norm.edits(**changes) if which(norm) else ()
+
+
+def _is_rms(norm: Norm) -> bool:
+    return not norm.centred and not norm.summed
+
+
+def _is_layer_norm(norm: Norm) -> bool:
+    return norm.centred and not norm.summed
+
+
+def _called(call: Call) -> Norm | None:
+    """A call of PyTorch's own norm."""
+    if call.name == "normalize":
+        return _normalized(call)
+    if call.name not in ("rms_norm", "layer_norm") or not call.outputs:
+        return None
+    bound = inspect.signature(F.rms_norm if call.name == "rms_norm" else F.layer_norm).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if len(given["normalized_shape"]) != 1:
+        return None
+    return Norm(call, given["input"], call.name == "layer_norm", given["eps"], given["weight"], given.get("bias"))
+
+
+def _normalized(call: Call) -> Norm | None:
+    """``F.normalize`` over the last dimension, whose eps is the least length that it divides by."""
+    bound = inspect.signature(F.normalize).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["p"] != 2 or given["dim"] != -1 or not call.outputs or not isinstance(given["input"], Value):
+        return None
+    return Norm(call, given["input"], False, given["eps"] ** 2, summed=True)
+
+
+def _written_out(trace: Trace, call: Call) -> Norm | None:
+    """A norm whose reciprocal root is ``call``: its mean of squares before it, scaling after it."""
+    eps = 0.0
+    match with_number(call):
+        case ("pow", variance, exponent) if abs(exponent) == 0.5:
+            pass
+        case _ if call.name in ("rsqrt", "sqrt") and call.inputs:
+            variance = call.inputs[0]
+        case _:
+            return None
+    match with_number(trace.producer(variance)):
+        case ("add", variance, eps):
+            pass
+    source = _averaged(trace, back(trace, variance))
+    if source is None:
+        return None
+    x, centred, summed, differences = source
+    for user, root in users(trace, call.outputs[0]):
+        named = binary(user)
+        if named and named[0] in ("mul", "div") and back(trace, other(user, root)) in differences:
+            return _with_parameters(trace, Norm(user, x, centred, eps, summed=summed))
+        if named and named[0] == "div" and isinstance(named[1], float | int):  # 1 / sqrt(...)
+            for scaled, by in users(trace, user.outputs[0]):
+                if back(trace, other(scaled, by)) in differences:
+                    return _with_parameters(trace, Norm(scaled, x, centred, eps, summed=summed))
+    return None
+
+
+def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Value]] | None:
+    """Of what a value is the mean of squares, or their sum.
+
+    Returns:
+        The input, whether its mean was subtracted, whether squares are summed, and what is to be scaled.
+    """
+    call = trace.producer(variance)
+    if call is None or not call.inputs:
+        return None
+    if call.name == "var":
+        x = back(trace, call.inputs[0])
+        centred = {made.outputs[0] for made, _ in users(trace, x) if made.name == "sub" and made.outputs}
+        return x, True, False, centred
+    squares = trace.producer(back(trace, call.inputs[0]))
+    summed = call.name == "sum"
+    if not (summed or call.name == "mean") or squares is None or not squares.inputs:
+        return None
+    match binary(squares):
+        case ("pow", Value() as root, 2 | 2.0):
+            pass
+        case ("mul", Value() as root, same) if same == root:
+            pass
+        case _ if squares.name == "square":
+            root = squares.inputs[0]
+        case _:
+            return None
+    root = back(trace, root)
+    difference = binary(trace.producer(root))
+    if difference and difference[0] == "sub":
+        x, mean = (back(trace, operand) for operand in difference[1:])
+        subtracted = trace.producer(mean)
+        if subtracted is not None and subtracted.name == "mean":
+            return x, True, summed, set(_differences(trace, x, mean))
+    return root, False, summed, {root}
+
+
+def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
+    """Wherever the mean is subtracted: some norms do it once for the squares, and again for what they scale."""
+    for call, value in users(trace, x):
+        match binary(call):
+            case ("sub", left, right) if left == value and back(trace, right) == mean:
+                yield call.outputs[0]
+
+
+def _with_parameters(trace: Trace, norm: Norm) -> Norm:
+    """The norm together with the gain and the bias that are applied next, if there are any."""
+    width = trace.tensor(norm.x).shape[-1:]
+
+    def applied(wanted: str, call: Call) -> tuple[Call, Value | None]:
+        for user, value in users(trace, call.outputs[0]):
+            named, parameter = binary(user), other(user, value)
+            is_affine = named is not None and named[0] == wanted and isinstance(parameter, Value)
+            if is_affine and trace.tensor(parameter).shape == width:
+                return user, parameter
+        return call, None
+
+    call, gain = applied("mul", norm.call)
+    call, bias = applied("add", call)
+    return replace(norm, call=call, gain=gain, bias=bias)
+
+
+# Norms that take more or fewer channels together than the reference's: those of one head, of a group, or of all.
+
+
+_FEWEST = 16  # channels of such a group
+_USUAL_COUNTS = (2, 4, 8)  # of groups, which nothing else in a reference may show, as of Mamba 2's norm
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """A norm, and how its channels could be taken together otherwise.
+
+    Attributes:
+        norm: of the reference.
+        axis: of what is normalised, the one that was cut off its channels; None where none was.
+        channels: how many there are, of all heads or groups.
+        parts: of how many at a time they could be normalised, other than as they are.
+    """
+
+    norm: Norm
+    axis: int | None
+    channels: int
+    parts: frozenset[int]
+
+    def edits(self, channels: int) -> tuple[Edit, ...]:
+        """So many channels are to be normalised at a time; none where they are, or where they are no part of all."""
+        if channels not in self.parts:
+            return ()
+        norm, axis = self.norm, self.axis
+
+        def computed(was: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
+            whole = x if axis is None else _with_last(x, axis)
+            y = norm.normalized(whole.unflatten(-1, (-1, channels))).reshape(whole.shape)
+            y = y if axis is None else y.unflatten(-1, (x.shape[axis], -1)).movedim(-2, axis)
+            return norm.scaled(y, *parameters).to(was.dtype)
+
+        return (edit(norm.call, norm.needs, computed),)
+
+
+def norm_group_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Norms of each head for one of all heads, one of all heads for one of each, and other numbers of groups.
+
+    OLMo 2 and OLMoE normalise the queries of all heads at once, TE's ``qk_norm_type`` and most models those of each.
+    """
+    found = [_grouped(trace, norm) for norm in norms(trace)]
+    yield from everywhere_and_somewhere(
+        [_all_at_once(), *map(_at_a_time, sorted({part for one in found for part in one.parts - {one.channels}}))],
+        found,
+        module,
+        lambda one: one.norm.call.module,
+        lambda one: kinds(one.norm, trace),
+    )
+
+
+def _grouped(trace: Trace, norm: Norm) -> _Grouped:
+    x, axis = trace.tensor(norm.x), _axis(trace, norm)
+    whole = x.shape[-1] * (1 if axis is None else x.shape[axis])
+    shapes = (trace.tensor(made).shape for made in chain(trace, norm.call.outputs[0], RESHAPES))
+    cut = {shape[-1] for shape in shapes if whole in (shape[-1] * size for size in shape[:-1])}
+    usual = {whole // count for count in _USUAL_COUNTS if whole % count == 0 and whole // count >= _FEWEST}
+    return _Grouped(norm, axis, whole, frozenset({whole, *cut, *usual} - {x.shape[-1]}))
+
+
+def _axis(trace: Trace, norm: Norm) -> int | None:
+    x, whole = trace.tensor(norm.x), trace.tensor(back(trace, norm.x, RESHAPES))
+    for axis, size in enumerate(x.shape[:-1]):
+        if size > 1 and _are_rows_of(_with_last(x, axis), whole):
+            return axis
+    return None
+
+
+def _with_last(x: Tensor, axis: int) -> Tensor:
+    """One more dimension is part of the channels."""
+    return x.movedim(axis, -2).flatten(-2)
+
+
+def _are_rows_of(x: Tensor, whole: Tensor) -> bool:
+    """Whether two tensors have the same rows, in whatever order, as far as their first channel shows."""
+    if x.shape[-1:] != whole.shape[-1:] or x.numel() != whole.numel():
+        return False
+    return torch.equal(*(tensor[..., 0].flatten().sort().values for tensor in (x, whole)))
+
+
+def _all_at_once() -> Mistake[_Grouped]:
+    return Mistake(
+        "norm-groups",
+        "norm of all channels at once",
+        "normalise the channels of each head, or group, by themselves, as the reference does; all are, at once",
+        lambda one: one.edits(one.channels),
+    )
+
+
+def _at_a_time(channels: int) -> Mistake[_Grouped]:
+    return Mistake(
+        "norm-groups",
+        f"norm of {channels} channels at a time",
+        f"normalise as many channels at a time as the reference does, such as those of one head, or of all heads; "
+        f"{channels} at a time are",
+        lambda one: one.edits(channels),
+    )

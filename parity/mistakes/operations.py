@@ -1,0 +1,413 @@
+"""Mistakes in single operations: left out, replaced, scaled, or with their operands exchanged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, Alternative, alternatives
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
+from parity.trace.trace import Call, Edit, Site, Trace, Value, edit
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, users, with_number
+
+# Single calls of a reference that a port computes otherwise, tried where no mistake with a known meaning explains.
+#
+# Calls that a model makes in each of its layers are changed in all of them at once; and so are those of a loop, which a
+# module makes alike.
+
+
+_NUMBER = re.compile(r"\d+")
+_LONG = 12  # rounds of a loop, of which a single one is hardly wrong alone
+
+
+def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every call of the reference, with each of its alternatives; of long loops, all rounds at once alone."""
+    rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
+    for calls in alike(trace):
+        if calls[0].site not in rounds:
+            yield from _all_otherwise(trace, calls, module)
+    for calls in _of_one_number(trace):
+        yield from _all_otherwise(trace, calls, module, (LEFT_OUT,))
+    for calls in _there_and_back(trace):
+        yield from _all_otherwise(trace, calls, module, (LEFT_OUT, OTHER_WAY))
+    for calls in _in_loops(trace):
+        yield from _all_otherwise(trace, calls, module)
+
+
+def loop_operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Single calls of long loops, as of a scan over time, with each of their alternatives."""
+    rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
+    for calls in alike(trace):
+        if calls[0].site in rounds:
+            yield from _all_otherwise(trace, calls, module)
+
+
+def _all_otherwise(
+    trace: Trace, calls: Sequence[Call], module: nn.Module, known: Collection[str] = ()
+) -> Iterator[Hypothesis]:
+    """Calls that are all made in one other way, of those known or of any."""
+    by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
+    for described in by_call[0]:
+        if all(described in ones for ones in by_call) and (not known or described in known):
+            yield _otherwise(calls, [ones[described] for ones in by_call], module)
+
+
+def _in_loops(trace: Trace) -> Iterator[list[Call]]:
+    """Several calls of a module's that differ in tensors and numbers alone, as those of a loop over layers or time."""
+    groups: dict[tuple[object, ...], list[list[Call]]] = {}
+    for calls in alike(trace):
+        call = calls[0]
+        shapes = tuple(tuple(trace.tensor(x).shape) for x in (*call.inputs, *call.outputs))
+        others = tree_map_only(Value, lambda value: None, (call.args, call.kwargs))
+        of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
+        path, invocation = call.site[:2]
+        key = _NUMBER.sub("#", path), invocation, call.name, shapes, of_parameters, _NUMBER.sub("#", repr(others))
+        groups.setdefault(key, []).append(calls)
+    for same in groups.values():
+        if len(same) > 1:
+            yield [call for calls in same for call in calls]
+
+
+def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
+    """Calls that add one number, or multiply by it, several times in a layer, or in different ones: DiT's 1 + scale."""
+    groups: dict[tuple[str, float], list[list[Call]]] = {}
+    for calls in alike(trace):
+        made = with_number(calls[0])
+        if made is not None and made[0] in ("add", "mul") and all(with_number(call) for call in calls):
+            groups.setdefault((made[0], made[2]), []).append(calls)
+    for same in groups.values():
+        by_layer: dict[str, list[list[Call]]] = {}
+        for calls in same:
+            by_layer.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+        several = [some for some in by_layer.values() if len(some) > 1]
+        for some in [*several, same] if len(by_layer) > 1 else several:
+            yield [call for calls in some for call in calls]
+
+
+def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
+    """Calls that move elements, and move them back, as for Swin's shifted windows."""
+    by_module: dict[str, list[list[Call]]] = {}
+    for calls in alike(trace):
+        if calls[0].name in ("roll", "flip"):
+            by_module.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+    for same in by_module.values():
+        if len(same) > 1:
+            yield [call for calls in same for call in calls]
+
+
+def alike(trace: Trace) -> list[list[Call]]:
+    """Calls of activations by what they are but for their layer's number."""
+    alike: dict[tuple[str, int, str, int], list[Call]] = {}
+    for call in trace.calls:
+        path, invocation, function, count = call.site
+        if any(trace.tensor(x).is_floating_point() for x in call.outputs):
+            alike.setdefault((_NUMBER.sub("#", path), invocation, function, count), []).append(call)
+    return list(alike.values())
+
+
+def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn.Module) -> Hypothesis:
+    first = calls[0]
+    which = f"{ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
+    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    tuned = [one.tuned for one in instead]
+
+    def with_another(value: float) -> Hypothesis:
+        return _otherwise(calls, [family(value) for family in tuned if family is not None], module)
+
+    return Hypothesis(
+        "operation",
+        f"{which}: {instead[0].described}",
+        f"compute the {which}{others} as the reference does; {instead[0].described}",
+        module,
+        tuple(edit(call, call.inputs, one.compute) for call, one in zip(calls, instead, strict=True)),
+        value=instead[0].value,
+        tuned=with_another if all(tuned) else None,
+        scope="call",
+    )
+
+
+def ordinal(count: int) -> str:
+    """``1st``, ``2nd``, and so on."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"
+
+
+# Special tokens that a port puts at the other end, and reads there: a class token last, registers first.
+#
+# What else is by position, a table or a rotation, stays as it is, and so meets other tokens.
+
+
+_JOINS = frozenset({"cat", "concat", "concatenate"})
+_MOST = 16  # special tokens
+
+
+@dataclass(frozen=True)
+class _Join:
+    """``call`` joins some tokens and more others, along dimension ``dim``."""
+
+    call: Call
+    dim: int
+    first: int
+    second: int
+
+
+def joined_token_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Both parts in the other order, and all calls after it that read one of them read it where it is then."""
+    for call in trace.calls:
+        join = _join(trace, call)
+        readers = [] if join is None else list(_readers(trace, join))
+        for rank in sorted({rank for rank, _ in readers}):
+            edits = [one for other, one in readers if other <= rank]
+            what = f"the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+            yield Hypothesis(
+                "operation",
+                f"parts of {what} exchanged, and where they are read in {rank} dimensions",
+                f"join the parts of {what} in the reference's order; they are in the other one, and are read there, "
+                "while what goes by position (a table, a rotation) is as it was",
+                module,
+                (edit(call, call.inputs, _exchanged(call)), *edits),
+                scope="call",
+            )
+
+
+def _join(trace: Trace, call: Call) -> _Join | None:
+    if call.name not in _JOINS or len(call.inputs) != 2:
+        return None
+    whole, first, second = (trace.tensor(value).shape for value in (*call.outputs, *call.inputs))
+    dims = [dim for dim in range(len(whole) - 1) if first[dim] + second[dim] == whole[dim]]
+    if len(dims) != 1 or not 0 < min(first[dims[0]], second[dims[0]]) <= _MOST:
+        return None
+    sizes = first[dims[0]], second[dims[0]]
+    return _Join(call, dims[0], *sizes) if sizes[0] != sizes[1] else None
+
+
+def _exchanged(call: Call) -> Callable[..., Tensor]:
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    return lambda was, first, second: torch.cat((second, first), dim)
+
+
+def _readers(trace: Trace, join: _Join) -> Iterator[tuple[int, Edit]]:
+    """Later calls that read one of the parts alone, with how many dimensions their tensor has."""
+    total = join.first + join.second
+    for call in trace.calls:
+        is_later = call.outputs and call.outputs[0].number > join.call.outputs[0].number
+        if call.name != "getitem" or not is_later or len(call.inputs) != 1:
+            continue
+        shape = trace.tensor(call.inputs[0]).shape
+        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        plain = all(isinstance(part, (int, slice)) for part in index)
+        for dim, part in enumerate(index if plain else ()):
+            moved = _moved(part, join) if shape[dim] == total else None
+            if moved is not None:
+                changed = (*index[:dim], moved, *index[dim + 1 :])
+                yield len(shape), edit(call, call.inputs, lambda was, x, changed=changed: x[changed])
+                break
+
+
+def _moved(part: Any, join: _Join) -> int | slice | None:
+    """Where what an index reads is after the exchange; None where it reads no part alone."""
+    total = join.first + join.second
+    if isinstance(part, int):
+        place = part % total
+        return place + join.second if place < join.first else place - join.first
+    start, stop, step = part.indices(total)
+    if step != 1 or (start, stop) not in ((0, join.first), (join.first, total)):
+        return None
+    return slice(join.second, total) if start == 0 else slice(0, join.second)
+
+
+# The factors of a sum's two terms, each on the other term: a gate or a LayerScale on the stream, not on the branch.
+
+
+_BETWEEN = CASTS | {"dropout"}  # from a product to the sum
+
+
+@dataclass(frozen=True)
+class _Term:
+    """``x``, times ``factor`` where it has one: a value, or a number."""
+
+    x: Value
+    factor: Any = 1.0
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """``call`` adds two terms, one of which has a factor at least."""
+
+    call: Call
+    terms: tuple[_Term, _Term]
+
+    def exchanged(self) -> Edit:
+        """Each term is to have the other's factor."""
+        first, second = self.terms
+        factors = (second.factor, first.factor)
+        values = [factor for factor in factors if isinstance(factor, Value)]
+
+        def compute(was: Tensor, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
+            tensors = iter(given)
+            of_x, of_y = (next(tensors) if isinstance(factor, Value) else factor for factor in factors)
+            return (x * of_x + y * of_y).to(was.dtype)
+
+        return edit(self.call, (first.x, second.x, *values), compute)
+
+
+def exchanged_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Of every sum, in all layers at once; and of all sums whose terms are scaled alike."""
+    by_call = [[_sums(trace, call) for call in calls] for calls in alike(trace)]
+    groups = [list(sums) for ways in by_call for sums in zip(*ways, strict=False)]
+    by_scaled: dict[tuple[bool, ...], list[list[_Sum]]] = defaultdict(list)
+    for sums in groups:
+        by_scaled[tuple(term.factor != 1.0 for term in sums[0].terms)].append(sums)
+    several = [list(chain.from_iterable(some)) for some in by_scaled.values() if len(some) > 1]
+    yield from (_exchanged_factors(sums, module) for sums in (*groups, *several))
+
+
+def _exchanged_factors(sums: Sequence[_Sum], module: nn.Module) -> Hypothesis:
+    first = sums[0].call
+    which = f"the {ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
+    others = f" and of {len(sums) - 1} more like it" if len(sums) > 1 else ""
+    return Hypothesis(
+        "operation",
+        f"factors of {which}{others} exchanged",
+        f"multiply the terms that {which}{others} adds as the reference does; each has the other's factor",
+        module,
+        tuple(one.exchanged() for one in sums),
+        scope="call",
+    )
+
+
+def _sums(trace: Trace, call: Call) -> list[_Sum]:
+    """What a call adds, in every way to tell factors from what they multiply."""
+    match binary(call):
+        case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
+            shape = trace.tensor(call.outputs[0]).shape
+            ways = product(_terms(trace, left, shape), _terms(trace, right, shape))
+            return [_Sum(call, way) for way in ways if way[0].factor != way[1].factor]
+    return []
+
+
+def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
+    """A term with its factor, which may be smaller than what it multiplies; of two that are as large, with either."""
+    match binary(trace.producer(back(trace, value, _BETWEEN))):
+        case ("mul", left, right):
+            ways = [_Term(x, factor) for x, factor in ((left, right), (right, left)) if isinstance(x, Value)]
+        case _:
+            ways = [_Term(value)]
+    return [one for one in ways if trace.tensor(one.x).shape == shape and trace.tensor(one.x).dim() > 1]
+
+
+# Numbers by which a reference multiplies what it computes, and ports that have another or none.
+#
+# A LoRA's ``alpha / rank``, a residual branch scaled by depth, embeddings times ``sqrt(hidden)``, scaled logits.
+
+
+_POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
+_FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are told by its name
+_NEAR = (0.9, 1.1)  # times the reference's own: from one of them another number is looked for
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """``call`` multiplies activations by ``value``, or divides them by its inverse."""
+
+    call: Call
+    value: float
+
+
+def factors(trace: Trace) -> list[Factor]:
+    """Every multiplication of activations by a positive number but 1, in order; not of scores, nor in a function."""
+    of_attention = scales_of_attention(trace)
+    found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
+    return [factor for factor in found if factor.call.site not in of_attention]
+
+
+def scales_of_attention(trace: Trace) -> set[Site]:
+    """The calls that scale and mask scores, and those that make queries and keys."""
+    softmaxes = (call for call in trace.calls if call.name == "softmax")
+    return {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
+
+
+def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's factors."""
+    found = factors(trace)
+    by_value: dict[float, list[Factor]] = {}
+    for factor in found:
+        by_value.setdefault(factor.value, []).append(factor)
+    for value, alike in by_value.items():
+        mistakes = map(_instead_of(value), dict.fromkeys((1.0, *(near * value for near in _NEAR))))
+        yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module, where=_where(alike))
+
+
+def _where(alike: Sequence[Factor]) -> str:
+    """The submodules that multiply, if they are few and not the whole."""
+    modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
+    return f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
+
+
+def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:
+    """What is computed between a product of queries and keys and its softmax, and queries and keys last."""
+    queue = list(softmax.inputs[:1])
+    while queue:
+        call = trace.producer(queue.pop())
+        if call is None:
+            continue
+        yield call
+        if call.name in _POINTWISE:
+            queue += call.inputs
+        elif call.name in LINEAR or call.name in ("bmm", "baddbmm"):
+            yield from filter(None, (trace.producer(back(trace, x, RESHAPES)) for x in call.inputs))
+
+
+def _factor(trace: Trace, call: Call) -> Factor | None:
+    match with_number(call) or _with_buffer(trace, call):
+        case ("mul", x, value) if value > 0.0:
+            pass
+        case ("div", x, divisor) if divisor > 0.0:
+            value = 1.0 / divisor
+        case _:
+            return None
+    tensor = trace.tensor(x)
+    is_activation = tensor.dim() > 1 and tensor.is_floating_point() and trace.parameter(x) is None
+    if not is_activation or value == 1.0 or len(call.outputs) != 1:
+        return None
+    is_of_function = any(user.name in _FUNCTIONS for user, _ in users(trace, call.outputs[0]))
+    return None if is_of_function else Factor(call, value)
+
+
+def _with_buffer(trace: Trace, call: Call) -> tuple[str, Value, float] | None:
+    """A function of a tensor and a number that a tensor without a gradient holds, as Gemma's scale of embeddings."""
+    match binary(call):
+        case (name, Value() as x, Value() as number):
+            holder = trace.tensor(number)
+            is_number = holder.dim() == 0 and trace.producer(back(trace, number)) is None
+            if is_number and trace.parameter(back(trace, number)) is None:
+                return name, x, holder.item()
+    return None
+
+
+def _instead_of(right: float) -> Callable[[float], Mistake[Factor]]:
+    def with_value(value: float) -> Mistake[Factor]:
+        def edits(factor: Factor) -> tuple[Edit, ...]:
+            if math.isclose(value, right, rel_tol=1e-4):
+                return ()
+            return (edit(factor.call, (), lambda was: was * (value / right)),)
+
+        return Mistake(
+            "factor",
+            f"factor {value:.4g} for {right:.4g}",
+            f"multiply by {right:.4g}, as the reference does; the factor is {value:.4g}",
+            edits,
+            value=value,
+            tuned=with_value,
+        )
+
+    return with_value

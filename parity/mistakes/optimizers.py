@@ -1,0 +1,461 @@
+"""Mistakes in steps of optimizers: their settings, moments, order, and clipped gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.mistakes.optimizer_fit import steps_by_hand
+from parity.trace.private_functions import clipping_at
+from parity.trace.trace import Edit, Stepped, Trace, edit, settings_of
+from parity.trace.walk import back, binary
+
+# Optimizer steps inside a comparison, and what ports get wrong about their rounding.
+
+
+_STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of an FP32 number that is cut off to the dtype
+
+
+def optimizer_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """Wrong roundings of a weight to which the reference adds an update of its shape.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        dtype: of the port's weights.
+    """
+    for call in trace.calls if dtype in _DROPPED_BITS else ():
+        named = binary(call)
+        if named is None or named[0] not in ("add", "sub") or trace.parameter(back(trace, named[1])) is None:
+            continue
+        weight = named[1]
+        shape = trace.tensor(weight).shape
+        if len(shape) < 2 or trace.tensor(call.outputs[0]).shape != shape:
+            continue
+        for described, update in _updates(dtype):
+            yield Hypothesis(
+                "master-weights",
+                f"weights {described}",
+                f"keep FP32 master weights and round them to nearest after each step; weights are {described}",
+                module,
+                (edit(call, (weight,), _passing_gradients(update)),),
+            )
+
+
+def _updates(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
+    """From the updated weight and the weight before, in FP32, to the wrongly updated weight."""
+    yield "not updated at all", lambda updated, weight: weight
+    yield "cut off, not rounded", lambda updated, weight: _cut(updated, dtype)
+    for steps in _STEPS:
+        yield f"rounded after each of {steps} steps", _in_steps(steps, dtype)
+
+
+def _in_steps(steps: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    def update(updated: Tensor, weight: Tensor) -> Tensor:
+        step = ((updated - weight) / steps).to(dtype)
+        rounded = weight.to(dtype)
+        for _ in range(steps):
+            rounded = rounded + step
+        return rounded.float()
+
+    return update
+
+
+def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.view(torch.int32) & (-1 << _DROPPED_BITS[dtype])).view(torch.float32)
+
+
+def _passing_gradients(update: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def instead(was: Tensor, weight: Tensor) -> Tensor:
+        return was + (update(was.detach().float(), weight.detach().float()).to(was.dtype) - was.detach())
+
+    return instead
+
+
+# Steps of ``torch.optim`` that a reference makes, and ports whose optimizer is of another kind or has other settings.
+#
+# TE's ``FusedAdam`` decouples its weight decay unless told otherwise and decays by 0 by default, ``torch.optim.AdamW``
+# by 0.01. For each step the reference's optimizer gets the settings under which it computes what the port's would.
+
+
+Group = dict[str, Any]
+Change = Callable[[Optimizer, Group], None]
+
+_NEAR = (0.9, 1.1)  # times the reference's own setting: from one of them another is looked for
+_DECAYS = (0.01, 0.1)  # of weights, which many take
+_MOMENTA = (0.9, 0.95, 0.99, 0.999)
+_EPSILONS = (1e-8, 1e-6, 1e-5)
+
+
+def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's Adam, AdamW or SGD.
+
+    The first of each setting is subtle: what another value of it changes points where this one does.
+    """
+    named: set[str] = set()
+    for one, edits in optimizers_of(trace)[:1]:
+        if not issubclass(one.kind, (torch.optim.Adam, torch.optim.SGD)):
+            return
+        largest = max(float(group["weight_decay"]) for group in one.groups)
+        first = one.groups[0] | {"lr": max(one.rates), "weight_decay": largest}
+        changes = _of_adam(first) if issubclass(one.kind, torch.optim.Adam) else _of_sgd(first)
+        for change in (*changes, *_of_any(first), *_of_groups(one), *_of_schedule(one)):
+            made = change(module)
+            setting = made.name.partition("=")[0]
+            yield _under(edits, dataclasses.replace(made, subtle=made.tuned is not None and setting not in named))
+            named.add(setting)
+
+
+def optimizers_of(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
+    """The reference's optimizers, each with the edits under which those of ``torch.optim`` step; none where they do."""
+    by_hand = [(one.stepped, one.edits) for one in steps_by_hand(trace)]
+    return [(one, ()) for one in trace.optimizers] or by_hand
+
+
+def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
+    """Of steps that are written out a mistake is too large to be below the noise of single elements."""
+    if not edits:
+        return one
+    tuned = one.tuned
+    another = None if tuned is None else lambda value: _under(edits, tuned(value))
+    return dataclasses.replace(one, edits=edits, tuned=another, subtle=False)
+
+
+_Make = Callable[[nn.Module], Hypothesis]
+
+
+def _of_any(right: Group) -> Iterator[_Make]:
+    own = float(right["lr"])
+    yield from _numbers("lr", right, (_NEAR[0] * own, 10.0 * own, 0.1 * own), "its learning rate")
+    yield from _numbers("weight_decay", right, (0.0, *_DECAYS), "its weight decay")
+    yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
+    yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
+
+
+def _of_groups(one: Stepped) -> Iterator[_Make]:
+    """Settings that the groups of parameters do not share."""
+    for setting, described in (("lr", "learning rate"), ("weight_decay", "weight decay")):
+        values = dict.fromkeys(float(group[setting]) for group in one.groups)
+        for value in values if len(values) > 1 else ():
+            text = f"has {described} {value:.4g} for all parameters"
+            repair = f"give TE the groups of parameters, each with its {setting}"
+            yield _kind(f"{setting} {value:.4g} of all groups", text, repair, _set(setting, value))
+
+
+def _of_schedule(one: Stepped) -> Iterator[_Make]:
+    """Learning rates that change from step to step."""
+    if len(set(one.rates)) < 2:
+        return
+    initial = float(one.groups[0].get("initial_lr", one.rates[0]))
+    for value in dict.fromkeys((one.rates[0], initial)):
+        text = f"learning rate stays at {value:.4g}"
+        yield _kind("no schedule", text, "change TE's learning rate: scheduler.step()", _set("lr", value))
+    early = "change the learning rate after each step: optimizer.step(), then scheduler.step()"
+    late = [one.rates[0], *one.rates]
+    yield _kind("schedule late", "learning rates are those of the step before", early, _rate(late.__getitem__))
+    yield _kind(
+        "schedule early",
+        "learning rates are those of the next step",
+        early,
+        _rate(lambda step: one.rates[min(step + 1, len(one.rates) - 1)]),
+    )
+
+
+def _of_adam(right: Group) -> Iterator[_Make]:
+    if right["weight_decay"]:
+        if right["decoupled_weight_decay"]:
+            text, repair = "adds the decay to the gradient (L2)", "decouple it: adam_w_mode=True (AdamW)"
+        else:
+            text, repair = "decouples the decay (AdamW)", "add it to the gradient (L2): adam_w_mode=False"
+        yield _kind("decay", text, repair, _flipped("decoupled_weight_decay"))
+    yield _kind("bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction)
+    text = "adds eps before it corrects the second moment's bias (epsilon hat)"
+    yield _kind("epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
+    for i, name in enumerate(("beta1", "beta2")):
+        yield from _betas(i, name, right["betas"])
+    yield _kind("amsgrad", "keeps no maximum, or one", "take amsgrad as the reference has it", _flipped("amsgrad"))
+    yield from _numbers("eps", right, _EPSILONS, "its eps")
+
+
+def _of_sgd(right: Group) -> Iterator[_Make]:
+    if right["momentum"]:
+        own = right["nesterov"]
+        text = "has plain momentum" if own else "has Nesterov's momentum"
+        yield _kind("nesterov", text, f"give TE nesterov={own}", _nesterov)
+        yield from _numbers("dampening", right, (0.0, 0.5, right["momentum"]), "its dampening")
+        yield from _numbers("momentum", right, (0.0, *_MOMENTA), "its momentum")
+        if right["weight_decay"]:
+            repair = "add it to the gradient, before momentum: wd_after_momentum=False"
+            yield _kind("decay after momentum", "adds the decay after momentum", repair, _decay_after_momentum)
+    elif "momentum" in right:
+        yield from (_number("momentum", right, value, "its momentum") for value in _MOMENTA)
+
+
+def _kind(name: str, what: str, repair: str, change: Change) -> _Make:
+    return lambda module: Hypothesis(
+        "optimizer",
+        f"optimizer: {name}",
+        f"{repair}, as the reference's optimizer does; the port's {what}",
+        module,
+        around=_with(change),
+    )
+
+
+def _numbers(setting: str, right: Group, known: Sequence[float], described: str) -> Iterator[_Make]:
+    own = float(right[setting])
+    for value in dict.fromkeys((*known, *(near * own for near in _NEAR))):
+        if not math.isclose(value, own, rel_tol=1e-6, abs_tol=1e-30):
+            yield _number(setting, right, value, described)
+
+
+def _number(setting: str, right: Group, value: float, described: str) -> _Make:
+    own = float(right[setting])
+
+    def change(optimizer: Optimizer, group: Group) -> None:
+        if own:  # in proportion, where groups or steps have their own
+            group[setting] = value * float(group[setting]) / own
+        elif not group[setting]:
+            group[setting] = value
+        if setting == "dampening" and value:
+            group["nesterov"] = False
+
+    repair = f"give TE {setting}={own:.4g}, as the reference's optimizer has it; {described} is"
+    return _tuned(f"{setting}", repair, value, change, lambda other: _number(setting, right, other, described))
+
+
+def _betas(which: int, name: str, right: tuple[float, float]) -> Iterator[_Make]:
+    """Tuned by how far a beta is from 1."""
+
+    def with_beta(away: float) -> _Make:
+        def change(optimizer: Optimizer, group: Group) -> None:
+            betas = list(group["betas"])
+            betas[which] = 1.0 - min(away, 1.0)
+            group["betas"] = tuple(betas)
+
+        text = f"give TE betas={tuple(right)}, as the reference's optimizer has them; {name} is"
+        return _tuned(name, text, away, change, with_beta, 1.0 - min(away, 1.0))
+
+    own = 1.0 - right[which]
+    others = (1.0 - beta for beta in _MOMENTA)
+    yield from (with_beta(away) for away in (*others, *(near * own for near in _NEAR)) if not math.isclose(away, own))
+
+
+def _tuned(
+    name: str, repair: str, value: float, change: Change, other: Callable[[float], _Make], shown: float | None = None
+) -> _Make:
+    shown = value if shown is None else shown
+    return lambda module: Hypothesis(
+        "optimizer",
+        f"optimizer: {name}={shown:.4g}",
+        f"{repair} {shown:.4g}",
+        module,
+        around=_with(change),
+        value=value or None,
+        tuned=(lambda number: other(number)(module)) if value else None,
+    )
+
+
+def _with(change: Change) -> Callable[[ModuleCall], ModuleCall]:
+    """The same call, in which every step is made with changed settings."""
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            right: list[Group] = []
+
+            def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                right[:] = map(settings_of, optimizer.param_groups)
+                for group in optimizer.param_groups:
+                    change(optimizer, group)
+
+            def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                for group, settings in zip(optimizer.param_groups, right, strict=True):
+                    group.update(settings)
+
+            handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return under
+
+    return around
+
+
+def _set(setting: str, value: float) -> Change:
+    def change(optimizer: Optimizer, group: Group) -> None:
+        group[setting] = value
+
+    return change
+
+
+def _rate(of_step: Callable[[int], float]) -> Change:
+    """By the number of the optimizer's step, from 0."""
+
+    def change(optimizer: Optimizer, group: Group) -> None:
+        made = getattr(optimizer, "_steps_made", 0)
+        if group is optimizer.param_groups[-1]:
+            optimizer._steps_made = made + 1  # type: ignore[attr-defined]
+        group["lr"] = of_step(made)
+
+    return change
+
+
+def _flipped(setting: str) -> Change:
+    def change(optimizer: Optimizer, group: Group) -> None:
+        group[setting] = not group[setting]
+
+    return change
+
+
+def _nesterov(optimizer: Optimizer, group: Group) -> None:
+    group["nesterov"] = not group["nesterov"]
+    if group["nesterov"]:
+        group["dampening"] = 0.0
+
+
+def _nothing(optimizer: Optimizer, group: Group) -> None:
+    group["lr"] = 0.0
+
+
+def _decay_after_momentum(optimizer: Optimizer, group: Group) -> None:
+    _shrink(group, group["lr"] * group["weight_decay"])
+    group["weight_decay"] = 0.0
+
+
+def _shrink(group: Group, by: float) -> None:
+    with torch.no_grad():
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.mul_(1.0 - by)
+
+
+def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
+    """By a learning rate, an eps and a decay from which torch's own correction makes those without.
+
+    TE's kernels hold the betas in FP32; only a correction hides how far 1 - 0.999 is off there.
+    """
+    group["betas"] = tuple(torch.tensor(beta, dtype=torch.float32).item() for beta in group["betas"])
+    first, second = (1.0 - beta ** _steps(optimizer, group) for beta in group["betas"])
+    ratio = first / math.sqrt(second)
+    group["lr"] *= ratio
+    group["eps"] /= math.sqrt(second)
+    group["weight_decay"] /= ratio if group["decoupled_weight_decay"] else 1.0
+
+
+def _epsilon_hat(optimizer: Optimizer, group: Group) -> None:
+    group["eps"] /= math.sqrt(1.0 - group["betas"][1] ** _steps(optimizer, group))
+
+
+def _steps(optimizer: Optimizer, group: Group) -> int:
+    """How many there are with the one that is about to be made."""
+    states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
+    return 1 + max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
+# Moments of Adam that a port holds in less than the reference's optimizer: TE's ``exp_avg_dtype`` and its like.
+
+
+_MOMENTS = (("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg_sq",))
+_BFLOAT16, _FLOAT16, _FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+# To what TE scales the largest of a tensor (``dtype_to_range_map`` of ``pytorch/optimizers/fused_adam.py``, 2.20.2).
+_RANGE = {_FLOAT16: torch.finfo(_FLOAT16).max / 2.0, _FLOAT8: 448.0}
+
+
+def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Moments in each format that TE's FusedAdam takes, where the reference steps by Adam or AdamW."""
+    for one, edits in optimizers_of(trace)[:1]:
+        for dtype in (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ():
+            for names in _MOMENTS:
+                held = str(dtype).removeprefix("torch.")
+                arguments = ", ".join(f"{name}_dtype=torch.float32" for name in names)
+                yield Hypothesis(
+                    "optimizer",
+                    f"optimizer: {', '.join(names)} in {held}",
+                    f"give TE {arguments}, which the reference's optimizer has; the port's holds "
+                    f"{' and '.join(names)} in {held}",
+                    module,
+                    edits,
+                    around=_holding(names, dtype),
+                )
+
+
+def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[ModuleCall], ModuleCall]:
+    """The same call, in which moments are rounded after every step."""
+
+    @torch.no_grad()
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for state in optimizer.state.values():
+            for moment in (state[name] for name in names if name in state):
+                moment.copy_(_held_in(dtype, moment))
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            handle = register_optimizer_step_post_hook(after_step)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                handle.remove()
+
+        return under
+
+    return around
+
+
+def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    if dtype not in _RANGE:
+        return x.to(dtype).to(x.dtype)
+    scale = x.abs().amax() / _RANGE[dtype]
+    return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
+
+
+# Gradients that a reference clips before its optimizer's step, and ports that do not, or clip them elsewhere.
+
+
+_NORM_FACTORS = (1.1, 0.9, 10.0, 0.1)  # times the reference's own largest norm
+
+
+def clipping_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """No clipping, and another largest norm, where the reference calls ``clip_grad_norm_``."""
+    for own in trace.clips[:1]:
+        yield Hypothesis(
+            "optimizer",
+            "optimizer: no clipping",
+            f"clip gradients, clip_grad_norm_(parameters, {own:.4g}), before each step; the port clips none",
+            module,
+            around=_clipping(lambda norm: math.inf),
+        )
+        yield from (_clipping_at(own, near * own, module) for near in _NORM_FACTORS)
+
+
+def _clipping_at(own: float, other: float, module: nn.Module) -> Hypothesis:
+    return Hypothesis(
+        "optimizer",
+        f"optimizer: clipping at {other:.4g}",
+        f"clip gradients at the norm {own:.4g}, as the reference does; the port clips at {other:.4g}",
+        module,
+        around=_clipping(lambda norm: norm * other / own),
+        value=other,
+        tuned=lambda value: _clipping_at(own, value, module),
+    )
+
+
+def _clipping(norm: Callable[[float], float]) -> Callable[[ModuleCall], ModuleCall]:
+    def around(call: ModuleCall) -> ModuleCall:
+        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with clipping_at(norm):
+                return call(module, *args, **kwargs)
+
+        return under
+
+    return around

@@ -1,0 +1,300 @@
+"""Mistakes where several sequences lie in one row, or where windows are shifted."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.mistakes.attention import Attention, attentions
+from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
+from parity.mistakes.masks import HIDDEN, Bias, segment_mistakes
+from parity.mistakes.reads import made_again
+from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
+from parity.trace.walk import RESHAPES, binary
+
+# Sequences that a reference attends to one by one, and puts one after the other; ports attend to them at once.
+#
+# TE's format ``thd`` takes all of them with their borders, ``cu_seqlens``. To say what a port with other borders
+# computes, queries, keys and values of all sequences are attended with at once behind a mask.
+
+
+_JOINS = frozenset({"cat", "concat", "concatenate"})
+_ONE_SEQUENCE = frozenset({"getitem", "select"})  # out of a batch of one
+_PADS = frozenset({"pad"})
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Attention to sequences one by one.
+
+    Attributes:
+        call: joins their contexts.
+        parts: the attention to each sequence.
+        layouts: the calls between each context and what is joined.
+        bias: what is added to the scores of all queries and keys, ``HIDDEN`` where they are of different sequences.
+    """
+
+    call: Call
+    parts: tuple[Attention, ...]
+    layouts: tuple[tuple[Call, ...], ...]
+    bias: Tensor
+
+    def edits(self, mask: Bias) -> tuple[Edit, ...]:
+        """All sequences are attended to at once behind another mask."""
+        needs = [value for part in self.parts for value in part.needs]
+
+        def compute(was: Tensor, *values: Tensor) -> Tensor:
+            return self._joined(mask, values).to(was.dtype)
+
+        return (edit(self.call, needs, compute),)
+
+    def _joined(self, mask: Bias, values: tuple[Tensor, ...]) -> Tensor:
+        given = iter(values)
+        heads = [[next(given) for _ in part.needs][:3] for part in self.parts]
+        by_part = [
+            [to_heads(x) for to_heads, x in zip(part.to_heads, of_part, strict=True)]
+            for part, of_part in zip(self.parts, heads, strict=True)
+        ]
+        query, key, value = (torch.cat(some, -2) for some in zip(*by_part, strict=True))
+        at_once = replace(
+            self.parts[0],
+            masks=self.parts[0].needs[:1],  # stands for the bias, which is given
+            mask_scales=(),
+            added=(),
+            is_causal=False,
+            mask=mask,
+            to_heads=(_as_it_is,) * 3,
+            from_heads=_as_it_is,
+        )
+        context = at_once.compute(query, key, value, self.bias.to(query))
+        parts = context.split([part[0].shape[-2] for part in by_part], -2)
+        laid_out = [
+            _replayed(part.from_heads(x), layout)
+            for part, x, layout in zip(self.parts, parts, self.layouts, strict=True)
+        ]
+        joined: Tensor = self.call.function(laid_out, *self.call.args[1:], **self.call.kwargs)
+        return joined
+
+
+@once_a_trace
+def packed_attentions(trace: Trace) -> list[Packed]:
+    """Every attention to sequences one by one, in order."""
+    made = {one.call.outputs[0].number: one for one in attentions(trace) if one.sinks is None}
+    return [packed for call in trace.calls if (packed := _packed(trace, call, made)) is not None] if made else []
+
+
+def packed_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the borders of the reference's sequences."""
+    found = packed_attentions(trace)
+    if found:
+        mistakes = [mistake.made_by(_edits_of) for mistake in segment_mistakes(found[0].bias)]
+        yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+
+
+def _edits_of(bias: Bias) -> Callable[[Packed], Sequence[Edit]]:
+    return lambda one: one.edits(bias)
+
+
+def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:
+    if call.name not in _JOINS or len(call.inputs) < 2 or not isinstance(call.args[0], (tuple, list)):
+        return None
+    ways = [_way(trace, value, made) for value in call.inputs]
+    parts = [way[0] for way in ways if way is not None]
+    if len(parts) < len(ways):
+        return None
+    biases = [_own_bias(trace, part) for part in parts]
+    lengths = [bias.shape[-1] for bias in biases]
+    if any(bias.shape[-2] != bias.shape[-1] for bias in biases):
+        return None
+    together = torch.full((sum(lengths), sum(lengths)), HIDDEN, dtype=biases[0].dtype, device=biases[0].device)
+    start = 0
+    for length, bias in zip(lengths, biases, strict=True):
+        together[start : start + length, start : start + length] = bias
+        start += length
+    return Packed(call, tuple(parts), tuple(way[1] for way in ways if way is not None), together)
+
+
+def _own_bias(trace: Trace, part: Attention) -> Tensor:
+    """``[queries, keys]``, of the first head."""
+    query, key = (to(trace.tensor(x)) for to, x in zip(part.to_heads[:2], (part.query, part.key), strict=True))
+    like = query.new_zeros(*query.shape[:-1], key.shape[-2])
+    bias = part.bias(like, *map(trace.tensor, (*part.masks, *part.added)))
+    return bias[(0,) * (bias.dim() - 2)]
+
+
+def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attention, tuple[Call, ...]] | None:
+    """The attention that made a value, and the calls in between, which change its layout alone, or pad it."""
+    calls: list[Call] = []
+    while value.number not in made:
+        call = trace.producer(value)
+        if call is None or len(call.inputs) != 1 or not _lays_out(trace, call):
+            return None
+        calls.append(call)
+        value = call.inputs[0]
+    return made[value.number], tuple(reversed(calls))
+
+
+def _lays_out(trace: Trace, call: Call) -> bool:
+    """Whether it changes the layout of what it is given, or adds padding to it, and leaves nothing out."""
+    if call.name in _ONE_SEQUENCE:
+        return trace.tensor(call.inputs[0]).numel() == trace.tensor(call.outputs[0]).numel()
+    return call.name in RESHAPES | _PADS
+
+
+def _replayed(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
+    for call in calls:
+        given = partial(_second, other=x)
+        args, kwargs = tree_map_only(Value, given, (call.args, call.kwargs))
+        x = call.function(*args, **kwargs)
+    return x
+
+
+def _second(one: Value, other: Tensor) -> Tensor:
+    return other
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+# Swin's shifted windows, and ports that shift by another number: rolls there and back, the mask of what came round.
+#
+# A reference holds the mask as a table, or makes it; it is recognised by its values (arXiv 2103.14030).
+
+
+_MOST_SHIFTS = 8  # other ones, the smallest
+
+
+@dataclass(frozen=True, eq=False)
+class _Roll:
+    """``call`` rolls two dimensions by ``shift`` places, one way or the other."""
+
+    call: Call
+    shift: int
+    side: int
+
+    def edits(self, shift: int) -> Edit:
+        """It is to roll by another number of places."""
+        amounts, dims = _arguments(self.call)
+        others = tuple(int(math.copysign(shift, amount)) for amount in amounts)
+        return edit(self.call, self.call.inputs, lambda was, x: x.roll(others, dims))
+
+
+@dataclass(frozen=True, eq=False)
+class _Mask:
+    """``call`` adds to scores the mask of windows, as its tensor number ``position``."""
+
+    call: Call
+    position: int
+    side: int
+    window: int
+    shift: int
+
+    def edits(self, shift: int) -> Edit:
+        """The mask is to be that of another shift."""
+        apart = _apart(self.side, self.window, shift)
+
+        def compute(was: Tensor, *inputs: Tensor) -> Tensor:
+            table, others = inputs[self.position], list(inputs)
+            others[self.position] = apart.to(table.device).reshape(table.shape) * table.amin()
+            result: Tensor = made_again(self.call, others)
+            return result.to(was.dtype)
+
+        return edit(self.call, self.call.inputs, compute)
+
+
+def shifted_window_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Windows that are shifted by another number, with the mask of that number or with their own; and other masks."""
+    rolls: dict[tuple[int, int], list[_Roll]] = defaultdict(list)
+    masks: dict[tuple[int, int], list[_Mask]] = defaultdict(list)
+    for call in trace.calls:
+        roll, mask = _roll(trace, call), _mask(trace, call)
+        if roll is not None:
+            rolls[roll.side, roll.shift].append(roll)
+        if mask is not None:
+            masks[mask.side, mask.shift].append(mask)
+    for side, shift in {**rolls, **masks}:
+        moved, masked = rolls.get((side, shift), []), masks.get((side, shift), [])
+        largest = masked[0].window - 1 if masked else side // 2
+        for other in [one for one in range(largest + 1) if one != shift][: _MOST_SHIFTS + 1]:
+            of_rolls, of_masks = ([one.edits(other) for one in some] for some in (moved, masked))
+            named = f"the rows and columns of Swin's windows by {shift}, as the reference does"
+            if moved and masked:
+                told = f"shift {named}; they are shifted by {other}, and masked so"
+                yield _shifted("both", told, module, [*of_rolls, *of_masks])
+            if moved and other:
+                kept = ", and their mask is the reference's" if masked else ""
+                yield _shifted("rolls", f"shift {named}; they are shifted by {other}{kept}", module, of_rolls)
+            if masked and other:
+                told = f"mask windows that are shifted by {shift}, as the reference does; the mask is that of {other}"
+                yield _shifted("mask", told, module, of_masks)
+
+
+def _shifted(what: str, repair: str, module: nn.Module, edits: list[Edit]) -> Hypothesis:
+    return Hypothesis("window", f"{what}: {repair}", repair, module, tuple(edits))
+
+
+def _arguments(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shifts and dimensions of a roll."""
+    amounts = call.kwargs.get("shifts", call.args[1] if len(call.args) > 1 else ())
+    dims = call.kwargs.get("dims", call.args[2] if len(call.args) > 2 else ())
+    both = (tuple(one) if isinstance(one, (tuple, list)) else (one,) for one in (amounts, dims))
+    return next(both), next(both)
+
+
+def _roll(trace: Trace, call: Call) -> _Roll | None:
+    if call.name != "roll" or len(call.inputs) != 1 or not trace.tensor(call.inputs[0]).is_floating_point():
+        return None
+    amounts, dims = _arguments(call)
+    sizes = {trace.tensor(call.inputs[0]).shape[dim] for dim in dims}
+    if len(dims) != 2 or len(amounts) != 2 or len(sizes) != 1 or len({abs(amount) for amount in amounts}) != 1:
+        return None
+    return _Roll(call, abs(amounts[0]), sizes.pop())
+
+
+def _mask(trace: Trace, call: Call) -> _Mask | None:
+    """The mask that a call adds, if it is that of shifted windows."""
+    named = binary(call)
+    if named is None or named[0] != "add":
+        return None
+    for position, value in enumerate(call.inputs):
+        found = _shift_of(trace.tensor(value)) if trace.tensor(value).is_floating_point() else None
+        if found is not None:
+            return _Mask(call, position, *found)
+    return None
+
+
+def _shift_of(table: Tensor) -> tuple[int, int, int] | None:
+    """The side of the grid, that of a window, and the shift, of a mask of shifted windows."""
+    places = table.shape[-1] if table.dim() > 2 and table.shape[-1] == table.shape[-2] else 0
+    windows = table.numel() // max(places**2, 1)
+    window, count = math.isqrt(places), math.isqrt(windows)
+    if window < 2 or window**2 != places or count < 2 or count**2 != windows:
+        return None
+    least = table.amin()
+    hides = table == least
+    if least >= 0.0 or not bool((hides | (table == 0.0)).all()):
+        return None
+    hides = hides.reshape(windows, places, places)
+    for shift in range(1, window):
+        if torch.equal(_apart(count * window, window, shift).to(hides.device), hides):
+            return count * window, window, shift
+    return None
+
+
+def _apart(side: int, window: int, shift: int) -> Tensor:
+    """Of each window which places are no neighbours, as one came from elsewhere, ``[windows, places, places]``."""
+    index = torch.arange(side)
+    part = (index >= side - window).long() + (index >= side - shift).long()
+    region = 3 * part[:, None] + part if shift else torch.zeros(side, side)
+    cut = region.unflatten(0, (side // window, window)).unflatten(2, (side // window, window))
+    places = cut.transpose(1, 2).reshape(-1, window**2)
+    return places[:, :, None] != places[:, None]

@@ -1,0 +1,168 @@
+"""What calls read: each tensor that a call is given, or that is given to all who read it, and others in its place."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import RESHAPES, binary
+
+_NUMBER = re.compile(r"\d+")
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "pow": torch.pow,
+    "matmul": torch.matmul,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where another value may stand for ``value``: as the tensor that a call is given, or wherever it is read.
+
+    Attributes:
+        value: of the reference.
+        call: is given the value; where the value may be another wherever it is read, the call that makes it.
+        position: among the tensors that the call is given; None for wherever the value is read.
+    """
+
+    value: Value
+    call: Call
+    position: int | None = None
+
+    @property
+    def role(self) -> tuple[object, ...]:
+        """The place, without the numbers of layers."""
+        path, *others = self.call.site
+        return (_NUMBER.sub("#", path), *others, self.value.position if self.position is None else self.position)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of layers."""
+        return tuple(map(int, _NUMBER.findall(self.call.site[0])))
+
+    @property
+    def before(self) -> int:
+        """The number of the first value that there is not yet."""
+        return min(value.number for value in self.call.outputs)
+
+
+def places(trace: Trace) -> list[Place]:
+    """Every activation that is given to a call which computes something, and every one that several calls read."""
+    found = []
+    for call in trace.calls:
+        if call.name not in RESHAPES and _can_be_made_again(call):
+            given = enumerate(call.inputs)
+            found += [Place(value, call, position) for position, value in given if is_activation(trace, value)]
+        if not is_in_place(call):
+            several = (value for value in call.outputs if len(trace.users(value)) > 1 and value not in call.inputs)
+            found += [Place(value, call) for value in several if is_activation(trace, value)]
+    return found
+
+
+def is_activation(trace: Trace, value: Value) -> bool:
+    """Whether a value is no parameter, and has channels."""
+    tensor = trace.tensor(value)
+    return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None
+
+
+def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
+    """Each place is to have another value."""
+    by_call: dict[int, tuple[Call, dict[int, Value]]] = {}
+    edits = []
+    for place, other in others:
+        if place.position is None:
+            edits.append(edit(place.call, (other,), _returning(place)))
+        else:
+            by_call.setdefault(id(place.call), (place.call, {}))[1][place.position] = other
+    for call, instead in by_call.values():
+        given = [instead.get(position, value) for position, value in enumerate(call.inputs)]
+        edits.append(edit(call, given, _given(call)))
+    return tuple(edits)
+
+
+def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
+    """What a call returns for other tensors, which are given in the order of its own."""
+    tensors = iter(inputs)
+    if is_in_place(call):
+        name, *operands = binary(call) or ("", None)
+        return _PLAIN[name](*(next(tensors) if isinstance(one, Value) else one for one in operands))
+    leaves, structure = tree_flatten((call.args, call.kwargs))
+    args, kwargs = tree_unflatten([next(tensors) if isinstance(one, Value) else one for one in leaves], structure)
+    return call.function(*args, **kwargs)
+
+
+def is_in_place(call: Call) -> bool:
+    """Whether a call writes to what it is given."""
+    name = getattr(call.function, "__name__", "")
+    is_operator = name.startswith("__i") and name != "__invert__"
+    return (
+        (name.endswith("_") and not name.endswith("__")) or is_operator or name == "__setitem__" or "out" in call.kwargs
+    )
+
+
+def _given(call: Call) -> Callable[..., Any]:
+    def compute(was: Any, *inputs: Tensor) -> Any:
+        before = iter([x for x in tree_leaves(was) if isinstance(x, Tensor)])
+        return tree_map_only(Tensor, lambda x: x.to(next(before).dtype), made_again(call, inputs))
+
+    return compute
+
+
+def _returning(place: Place) -> Callable[..., Any]:
+    """The call's result with another tensor in the place of one."""
+
+    def compute(was: Any, other: Tensor) -> Any:
+        leaves, structure = tree_flatten(was)
+        named = zip(tree_leaves(place.call.result), leaves, strict=True)
+        return tree_unflatten([other.to(x.dtype) if value == place.value else x for value, x in named], structure)
+
+    return compute
+
+
+def _can_be_made_again(call: Call) -> bool:
+    return not is_in_place(call) or (binary(call) is not None and "out" not in call.kwargs)
+
+
+class Layers:
+    """Which values of other layers are what one is in its own."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._made: dict[object, dict[tuple[int, ...], Value]] = defaultdict(dict)
+        self._read: dict[object, dict[tuple[int, ...], Value]] = defaultdict(dict)
+        self._readers: dict[int, list[Place]] = defaultdict(list)
+        for call in trace.calls:
+            for value in call.outputs:
+                place = Place(value, call)
+                self._made[place.role].setdefault(place.numbers, value)
+            for position, value in enumerate(call.inputs):
+                place = Place(value, call, position)
+                self._read[place.role].setdefault(place.numbers, value)
+                self._readers[value.number].append(place)
+        self._trace = trace
+
+    def elsewhere(self, value: Value, here: tuple[int, ...], there: tuple[int, ...]) -> Value | None:
+        """What is in the layer of some numbers what ``value`` is in that of others; None where nothing is."""
+        producer = self._trace.producer(value)
+        made = None if producer is None else Place(value, producer)
+        if made is not None and made.numbers == here:
+            return self._made[made.role].get(there)
+        for place in self._readers[value.number]:
+            if place.numbers == here and there in self._read[place.role]:
+                return self._read[place.role][there]
+        if made is None or not made.numbers:
+            return value
+        if len(made.numbers) != len(here) or len(here) != len(there):
+            return None
+        moved = tuple(m + t - h for m, h, t in zip(made.numbers, here, there, strict=True))
+        return self._made[made.role].get(moved)

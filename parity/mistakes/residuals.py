@@ -1,0 +1,508 @@
+"""Mistakes in residual streams: a branch missing, doubled, scaled, or in another order."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.mistakes.attention import attentions
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.layers import ends_a_branch
+from parity.mistakes.norms import Norm, norms
+from parity.mistakes.operations import alike, ordinal, scales_of_attention
+from parity.mistakes.rotation import rotations
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, with_number
+
+# Residual connections in a trace, and what ports get wrong about them.
+
+
+_THROUGH = CASTS | {"dropout"}
+_MOST_ANCESTORS = 400  # of a branch: a norm, attention or an MLP, written out
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """``result = stream + branch``, where the branch is made from the stream.
+
+    Attributes:
+        call: the sum.
+        stream: what goes around the branch.
+        branch: what is added.
+        product: the linear layer that ends the branch, before what scales it.
+        norm: of the stream, from which the branch is made; None where it has none.
+        norm_before: which makes the stream, as after each sum of BERT; None where none does.
+        number: among those of one call of its submodule, from 1.
+    """
+
+    call: Call
+    stream: Value
+    branch: Value
+    product: Call
+    norm: Norm | None
+    norm_before: Norm | None
+    number: int = 1
+
+
+def residuals(trace: Trace) -> list[Residual]:
+    """Every residual connection, in order."""
+    normed = norms(trace)
+    found = [residual for call in trace.calls if (residual := _residual(trace, call, normed)) is not None]
+    alike: Counter[tuple[str, int]] = Counter()
+    for i, one in enumerate(found):
+        alike[one.call.site[:2]] += 1
+        found[i] = replace(one, number=alike[one.call.site[:2]])
+    return found
+
+
+def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's residual connections."""
+    found = residuals(trace)
+    yield from everywhere_and_somewhere(
+        _mistakes(),
+        found,
+        module,
+        lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",
+        lambda one: (f"each layer's {ordinal(one.number)} sum",),
+    )
+    yield from _order_of_blocks(found, _blocks_in_a_row(trace, found), module)
+    moved = _output_layer_norms(found)
+    if moved:
+        yield Hypothesis(
+            "post-norm",
+            "first norm after the last sum",
+            "put the layer's first norm in front of attention: output_layernorm=False; it comes after the last sum",
+            module,
+            moved,
+        )
+    last = found[-1] if found else None
+    if last is not None and last.norm is not None:
+        norm = replace(last.norm, gain=None, bias=None)
+        yield Hypothesis(
+            "post-norm",
+            "norm after the last sum",
+            "leave out the norm after the last sum: output_layernorm=False",
+            module,
+            (edit(last.call, (), lambda was: norm.compute(was)),),
+        )
+
+
+def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
+    """Each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
+    edits: list[Edit] = []
+    for first, last in zip(found[::2], found[1::2], strict=False):
+        if first.norm is not None:
+            edits += _norm_after(replace(first, call=last.call, stream=last.stream, branch=last.branch))
+    return tuple(edits)
+
+
+def _mistakes() -> Iterator[Mistake[Residual]]:
+    yield Mistake(
+        "residual-placement",
+        "residual taken after the norm",
+        "take the residual before the norm: apply_residual_connection_post_layernorm=False; it is taken after it",
+        lambda one: _sum_of(one, one.norm.call.outputs[0], one.branch) if one.norm else (),
+    )
+    yield Mistake(
+        "residual-placement",
+        "residual taken before the norm",
+        "take the residual after the norm: apply_residual_connection_post_layernorm=True; it is taken before it",
+        lambda one: _sum_of(one, one.norm_before.x, one.branch) if one.norm_before else (),
+    )
+    yield Mistake(
+        "residual-placement",
+        "residual missing",
+        "add the residual; TE's MLP and attention modules return the branch alone",
+        lambda one: _sum_of(one, one.branch),
+    )
+    yield Mistake(
+        "residual-placement",
+        "residual added twice",
+        "add the residual once; it is added twice, as around TE's TransformerLayer, which adds it itself",
+        lambda one: _sum_of(one, one.stream, one.stream, one.branch),
+    )
+    yield Mistake(
+        "residual-placement",
+        "branch missing",
+        "add what the branch computes; the residual stream passes by alone",
+        lambda one: _sum_of(one, one.stream),
+    )
+    yield Mistake(
+        "post-norm",
+        "norm after the sum",
+        "put the norm before the branch as the reference does; it comes after the sum",
+        _norm_after,
+    )
+
+
+def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Residual, Residual]]:
+    """Attention's and the MLP's residual of each layer; every other pair where no attention is seen."""
+    contexts = [attention.call.outputs[0].number for attention in attentions(trace)]
+
+    def attends(one: Residual) -> bool:
+        return any(one.stream.number < context < one.branch.number for context in contexts)
+
+    pairs = list(pairwise(found))
+    return [(one, other) for one, other in pairs if attends(one) and not attends(other)] if contexts else pairs[::2]
+
+
+def _order_of_blocks(
+    found: Sequence[Residual], layers: Sequence[tuple[Residual, Residual]], module: nn.Module
+) -> Iterator[Hypothesis]:
+    """Two blocks one after the other, or side by side on the same input."""
+    parallel: list[Edit] = []
+    bypassed: list[Edit] = []
+    for first, second in pairwise(found):
+        if second.stream == first.call.outputs[0]:
+            bypassed = [edit(second.call, (first.stream,), lambda was, x: was - x)]
+    for first, second in layers:
+        if second.norm is not None and second.stream == first.call.outputs[0] and second.norm.x == second.stream:
+            parallel += _norm_of(second.norm, first.stream)
+    if bypassed:
+        yield Hypothesis(
+            "residual-placement",
+            "layer's input missing from its output",
+            "add the layer's input to its output; it reaches it through the branches alone",
+            module,
+            tuple(bypassed),
+        )
+    if parallel:
+        yield Hypothesis(
+            "parallel-block",
+            "parallel blocks",
+            "let the MLP read attention's sum: parallel_attention_mlp=False; it reads what attention reads",
+            module,
+            tuple(parallel),
+        )
+
+
+def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | None:
+    named = binary(call)
+    if named is None or named[0] != "add" or not all(isinstance(operand, Value) for operand in named[1:]):
+        return None
+    for stream, branch in (named[1:], named[:0:-1]):
+        if trace.tensor(stream).shape != trace.tensor(branch).shape or trace.tensor(stream).dim() < 2:
+            continue
+        source = back(trace, stream, _THROUGH)
+        before = ancestors(trace, branch, _MOST_ANCESTORS)
+        product = _product(trace, branch)
+        if source not in before or product is None:
+            continue
+        norm_before = next((norm for norm in normed if norm.call.outputs[0] == source), None)
+        return Residual(call, stream, branch, product, _norm_between(trace, stream, before, normed), norm_before)
+    return None
+
+
+def _product(trace: Trace, branch: Value) -> Call | None:
+    """The linear layer that ends the branch, if one does; the sum inside a rotation or a GELU is no residual."""
+    call = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
+    return call if call is not None and call.name in LINEAR else None
+
+
+def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: Sequence[Norm]) -> Norm | None:
+    """The norm on the branch that reads the stream, or what the stream was made from by adding (a parallel block)."""
+    added = binary(trace.producer(stream))
+    for source in (stream, *(added[1:] if added and added[0] == "add" else ())):
+        for norm in reversed(normed):
+            if norm.call.outputs[0] in before and back(trace, norm.x, _THROUGH) == back(trace, source, _THROUGH):
+                return norm
+    return None
+
+
+def _sum(*terms: Tensor) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _sum_of(residual: Residual, *terms: Value) -> tuple[Edit, ...]:
+    return (edit(residual.call, terms, lambda was, *values: _sum(*values).to(was.dtype)),)
+
+
+def _norm_of(norm: Norm, source: Value) -> tuple[Edit, ...]:
+    """The norm is to be that of something else."""
+    needs = (source, *norm.needs[1:])
+    return (edit(norm.call, needs, lambda was, *values: norm.compute(*values).to(was.dtype)),)
+
+
+def _norm_after(residual: Residual) -> tuple[Edit, ...]:
+    norm = residual.norm
+    if norm is None:
+        return ()
+    affine = norm.needs[1:]
+
+    def compute(was: Tensor, stream: Tensor, branch: Tensor, *parameters: Tensor) -> Tensor:
+        return norm.compute(stream + branch, *parameters).to(was.dtype)
+
+    return (
+        edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),
+        edit(residual.call, (residual.stream, residual.branch, *affine), compute),
+    )
+
+
+# Numbers by which a port multiplies what its reference adds, or looks up, as it is.
+#
+# Shared experts that are scaled, a residual branch that is scaled by depth, embeddings times ``sqrt(hidden)``. Layers
+# are taken to be scaled alike.
+
+
+_NEAR = (0.9, 1.1)  # from one of them the port's own number is looked for
+
+
+@dataclass(frozen=True, eq=False)
+class _Term:
+    """An operand of ``call``, which adds it; or all that ``call`` returns, where ``value`` is its result."""
+
+    call: Call
+    value: Value
+
+    def edits(self, factor: float) -> tuple[Edit, ...]:
+        """It is to be multiplied by a number."""
+        if self.value in self.call.outputs:
+            return (edit(self.call, (), lambda was: factor * was),)
+
+        def compute(was: Tensor, x: Tensor) -> Tensor:
+            return was + ((factor - 1.0) * x).to(was.dtype)
+
+        return (edit(self.call, (self.value,), compute),)
+
+
+def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every term of a sum, and every embedding, times a number that the reference does not have."""
+    yield from filter(None, (_all_branches(factor, trace, module) for factor in _NEAR))
+    turned = {one.call.site for one in rotations(trace)} | scales_of_attention(trace)
+    for calls in alike(trace):
+        if any(call.site in turned for call in calls):
+            continue
+        by_call = [_terms(trace, call) for call in calls]
+        if len({len(terms) for terms in by_call}) == 1:
+            for terms in zip(*by_call, strict=True):
+                first = trace.tensor(terms[0].value)
+                is_embedding = terms[0].value in terms[0].call.outputs
+                if is_embedding:
+                    yield _left_out(trace, terms, module)
+                of_width = (math.sqrt(first.shape[-1]),) if is_embedding else ()
+                yield from (_times(factor, trace, terms, module) for factor in (*of_width, *_NEAR))
+
+
+def _all_branches(factor: float, trace: Trace, module: nn.Module) -> Hypothesis | None:
+    """What attention, the MLP and their like add to the residual stream, times one number."""
+    terms = [term for call in trace.calls for term in _terms(trace, call) if _is_branch(trace, term)]
+    if len(terms) < 2:
+        return None
+    return Hypothesis(
+        "factor",
+        f"each branch times {factor:.4g}",
+        "add to the residual stream what attention and MLP return, multiplied by no number, as the reference does; "
+        f"they are multiplied by {factor:.4g}",
+        module,
+        tuple(edit for term in terms for edit in term.edits(factor)),
+        value=factor,
+        tuned=lambda value: _all_branches(value, trace, module),  # type: ignore[arg-type, return-value]
+        scope="call",
+    )
+
+
+def _is_branch(trace: Trace, term: _Term) -> bool:
+    """Whether a linear layer ends what is added, and none what it is added to."""
+    others = [value for value in term.call.inputs if value != term.value]
+    return ends_a_branch(trace, term.value) and not any(ends_a_branch(trace, value) for value in others)
+
+
+def _terms(trace: Trace, call: Call) -> list[_Term]:
+    """Activations that are added and not scaled; an embedding."""
+    match binary(call):
+        case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
+            values = [left, right]
+        case _:
+            values = call.outputs if call.name == "embedding" else []
+    shape = trace.tensor(call.outputs[0]).shape
+    return [_Term(call, x) for x in values if trace.tensor(x).shape == shape and _is_plain(trace, x)]
+
+
+def _is_plain(trace: Trace, value: Value) -> bool:
+    """Whether a value is an activation that no number multiplies."""
+    made = with_number(call) if (call := trace.producer(back(trace, value, CASTS))) is not None else None
+    tensor = trace.tensor(value)
+    is_scaled = made is not None and made[0] in ("mul", "div")
+    return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None and not is_scaled
+
+
+def _left_out(trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypothesis:
+    what = _described(trace, terms[0])
+    return Hypothesis(
+        "branch-missing",
+        f"{what} left out",
+        f"add {what}, as the reference does; it is left out",
+        module,
+        tuple(edit for term in terms for edit in term.edits(0.0)),
+    )
+
+
+def _times(factor: float, trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypothesis:
+    what = _described(trace, terms[0])
+    others = f" and {len(terms) - 1} more like it" if len(terms) > 1 else ""
+    return Hypothesis(
+        "factor",
+        f"{what} times {factor:.4g}",
+        f"add {what}{others} as the reference does, multiplied by no number; it is multiplied by {factor:.4g}",
+        module,
+        tuple(edit for term in terms for edit in term.edits(factor)),
+        value=factor,
+        tuned=lambda value: _times(value, trace, terms, module),
+        scope="all" if terms[0].value in terms[0].call.outputs else "call",
+    )
+
+
+def _described(trace: Trace, term: _Term) -> str:
+    """By the call that makes it."""
+    made = trace.producer(back(trace, term.value, CASTS | RESHAPES | {"dropout"}))
+    if made is None:
+        return f"what the {ordinal(term.call.site[3] + 1)} {term.call.name!r} of {term.call.module} is given"
+    return f"the result of the {ordinal(made.site[3] + 1)} {made.name!r} of {made.module}"
+
+
+# Two residual branches that follow each other, and ports that take them in the other order, or side by side.
+#
+# Cross-attention before self-attention, the MLP before attention, a Conformer's convolution behind its second MLP. A
+# branch is computed again of another input, call by call.
+
+
+_NUMBER = re.compile(r"\d+")
+_IN_BETWEEN = CASTS | {"dropout"}
+_LAYERS = LINEAR | {"conv1d", "conv2d"}
+_MOST_CALLS = 400  # of a branch
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """``stream + result``, where the result is computed of the stream.
+
+    Attributes:
+        sum: adds the two.
+        stream: as the sum is given it.
+        result: ditto.
+        calls: that make the result of the stream, in order.
+        given: what they are given besides.
+    """
+
+    sum: Call
+    stream: Value
+    result: Value
+    calls: tuple[Call, ...]
+    given: tuple[Value, ...]
+
+    @property
+    def described(self) -> str:
+        """By its last layer, for messages."""
+        last = [call for call in self.calls if call.name in _LAYERS][-1]
+        return f"the branch that ends with the {ordinal(last.site[3] + 1)} {last.name!r} of {last.module}"
+
+    def of(self, stream: Tensor, given: Sequence[Tensor]) -> Tensor:
+        """The result for another stream."""
+        made = dict(zip((value.number for value in self.given), given, strict=True))
+        made[self.stream.number] = stream
+        for call in self.calls:
+            args, kwargs = tree_map_only(Value, lambda value: made[value.number], (call.args, call.kwargs))
+            returned = call.function(*args, **kwargs)
+            values = tree_leaves(call.result)
+            tensors = tree_leaves(returned)
+            made.update((value.number, x) for value, x in zip(values, tensors, strict=True) if isinstance(value, Value))
+        return made[self.result.number]
+
+
+def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every two branches in the other order, and side by side; those of all layers at once."""
+    found = [branch for call in trace.calls if (branch := _branch(trace, call)) is not None]
+    by_sum = {one.sum.outputs[0].number: one for one in found}
+    alike: dict[object, list[tuple[Branch, Branch]]] = defaultdict(list)
+    for second in found:
+        first = by_sum.get(back(trace, second.stream, _IN_BETWEEN).number)
+        if first is not None and first.sum.outputs[0] not in second.given:
+            sites = (first.sum.site, second.sum.site)
+            alike[tuple((_NUMBER.sub("#", site[0]), *site[1:]) for site in sites)].append((first, second))
+    for pairs in alike.values():
+        one, other = (branch.described for branch in pairs[0])
+        others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
+        yield Hypothesis(
+            "operation",
+            f"not {one} before {other}{others}",
+            f"compute {one} before {other}, as the reference does{others}; they are in the other order",
+            module,
+            tuple(_exchanged(*pair) for pair in pairs),
+            scope="call",
+        )
+        yield Hypothesis(
+            "parallel-block",
+            f"{one} beside {other}{others}",
+            f"compute {other} of the sum with {one}, as the reference does{others}; both are computed of one input",
+            module,
+            tuple(_side_by_side(*pair) for pair in pairs),
+            scope="call",
+        )
+
+
+def _exchanged(first: Branch, second: Branch) -> Edit:
+    count = len(first.given)
+
+    def compute(was: Tensor, stream: Tensor, *given: Tensor) -> Tensor:
+        after_second = stream + second.of(stream, given[count:])
+        return (after_second + first.of(after_second, given[:count])).to(was.dtype)
+
+    return edit(second.sum, (first.stream, *first.given, *second.given), compute)
+
+
+def _side_by_side(first: Branch, second: Branch) -> Edit:
+    def compute(was: Tensor, stream: Tensor, result: Tensor, *given: Tensor) -> Tensor:
+        return (stream + result + second.of(stream, given)).to(was.dtype)
+
+    return edit(second.sum, (first.stream, first.result, *second.given), compute)
+
+
+def _branch(trace: Trace, call: Call) -> Branch | None:
+    """The branch that a call adds; None where it adds none."""
+    named = binary(call)
+    if named is None or named[0] != "add" or len(call.inputs) != 2 or not all(isinstance(x, Value) for x in named[1:]):
+        return None
+    shapes = {tuple(trace.tensor(value).shape) for value in (*call.inputs, *call.outputs)}
+    if len(shapes) > 1 or not trace.tensor(call.outputs[0]).is_floating_point():
+        return None
+    for stream, result in (named[1:], named[:0:-1]):
+        calls, given = _between(trace, stream, result)
+        if any(one.name in _LAYERS for one in calls):
+            return Branch(call, stream, result, calls, given)
+    return None
+
+
+def _between(trace: Trace, stream: Value, result: Value) -> tuple[tuple[Call, ...], tuple[Value, ...]]:
+    """The calls that make one value of another, and what they are given besides; none where they do not."""
+    upstream: dict[int, Call] = {}
+    queue = [result]
+    while queue:
+        value = queue.pop()
+        call = trace.producer(value)
+        if value == stream or call is None or value.number < stream.number or call.outputs[0].number in upstream:
+            continue
+        upstream[call.outputs[0].number] = call
+        queue += call.inputs
+        if len(upstream) > _MOST_CALLS:
+            return (), ()
+    made, calls = {stream.number}, []
+    for call in sorted(upstream.values(), key=lambda one: one.outputs[0].number):
+        if any(value.number in made for value in call.inputs):
+            if {value.number for value in call.outputs} & {value.number for value in call.inputs}:
+                return (), ()  # it writes to what it is given
+            calls.append(call)
+            made |= {value.number for value in call.outputs}
+    if result.number not in made:
+        return (), ()
+    given = {value.number: value for call in calls for value in call.inputs if value.number not in made}
+    return tuple(calls), tuple(given.values())

@@ -1,0 +1,519 @@
+"""Mistakes in rotary embeddings: base, layout, positions, channels that are not rotated, norms beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from parity.mistakes.attention import Attention, attentions
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, short
+from parity.mistakes.norms import Norm, norms
+from parity.mistakes.rope_scaling import scaling_mistakes
+from parity.mistakes.rotation import Form, Rotation, frequencies, grid_mistakes, rotations
+from parity.numerics.formats import tf32
+from parity.trace.trace import Edit, Site, Trace, Value, edit
+from parity.trace.walk import RESHAPES, back
+
+# Positions by which ports rotate, counted otherwise than the reference's.
+
+
+Edits = Callable[[Rotation], tuple[Edit, ...]]
+Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
+
+
+def position_mistakes() -> Iterator[Mistake[Rotation]]:
+    """Positions counted otherwise; the same for query and key would change nothing."""
+    for role in ("query", "key"):
+        for by in (-1, 1):
+            yield Mistake(
+                "rope-position",
+                f"rope positions of the {role} off by {by:+d}",
+                f"count positions of query and key alike; the {role}'s are off by {by:+d}",
+                _turned_more(role, by),
+            )
+    for by in (-1, 1):
+        yield Mistake(
+            "rope-position",
+            f"rope positions off by {by:+d}",
+            f"rotate by the reference's positions, where a cache has keys that were rotated before (start_positions); "
+            f"they are off by {by:+d}",
+            with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
+        )
+    yield from map(_divided_by, (2.0, 4.0, 8.0))
+    yield Mistake(
+        "rope-position",
+        "rope positions counted through",
+        "give TE angles of the reference's positions as rotary_pos_emb; they are counted from the first token on, "
+        "where the reference's begin again, or skip or repeat some",
+        with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
+    )
+
+
+def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
+    """Positions that begin again after a usual length, where the reference counts through."""
+    yield from map(_beginning_again, _usual_lengths(seq))
+
+
+def _usual_lengths(seq: int) -> list[int]:
+    """After which positions may begin again: parts of the sequence, and powers of two; few, however long it is."""
+    powers = (1 << exponent for exponent in range(1, seq.bit_length()))
+    lengths = dict.fromkeys((*(seq // parts for parts in (2, 3, 4, 8)), *powers))
+    return [length for length in lengths if 1 < length < seq]
+
+
+def _beginning_again(length: int) -> Mistake[Rotation]:
+    return Mistake(
+        "rope-position",
+        f"rope positions modulo {length}",
+        f"rotate by the reference's positions; they begin again after each {length}",
+        with_angles(lambda positions, frequency: (positions % length)[:, None] * frequency),
+    )
+
+
+def counted_from(starts: Sequence[int]) -> Edits:
+    """Positions are to be counted from 0 at each of these; the first is 0."""
+
+    def phases(positions: Tensor, frequency: Tensor) -> Tensor:
+        place = torch.arange(len(positions), device=positions.device)
+        first = torch.tensor(starts, device=positions.device)
+        since = place - first[torch.bucketize(place, first, right=True) - 1]
+        return since.to(positions)[:, None] * frequency
+
+    return with_angles(phases)
+
+
+def in_rows(one: Edit, rows: Sequence[int]) -> Edit:
+    """The edit in these rows of the batch, the first dimension of what the call returns, and nowhere else."""
+
+    def compute(was: Tensor, *values: Tensor) -> Tensor:
+        chosen = torch.zeros(len(was), dtype=torch.bool, device=was.device)
+        chosen[list(rows)] = True
+        return torch.where(chosen.view(-1, *[1] * (was.dim() - 1)), one.compute(was, *values), was)
+
+    return replace(one, compute=compute)
+
+
+def _divided_by(factor: float) -> Mistake[Rotation]:
+    return Mistake(
+        "rope-position",
+        f"rope positions divided by {factor:.4g}",
+        f"leave out seq_len_interpolation_factor={factor:.4g}; positions are divided by it",
+        with_angles(lambda positions, frequency: positions[:, None] / factor * frequency),
+        value=factor,
+        tuned=_divided_by,
+    )
+
+
+def _turned_more(role: str, by: int) -> Edits:
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.role != role or one.phases is None:
+            return ()
+        return one.edits(angles=one.angles + by * one.phases[1])
+
+    return edits
+
+
+def with_angles(phases: Phases) -> Edits:
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.phases is None:
+            return ()
+        positions, frequency = one.phases
+        angles = phases(positions, frequency)
+        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
+
+    return edits
+
+
+# Layers without rotary embedding among layers that have one (NoPE), which ports rotate like the others.
+
+
+_TITLE = "rope-unwanted"
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """An attention whose query and key are not rotated."""
+
+    name: str
+    attention: Attention
+
+    def edits(self, like: Rotation) -> tuple[Edit, ...]:
+        """Both are to be rotated as another layer's are."""
+        turn = _turn(like)
+        return self.attention.edits(arrange=(turn, turn, None, None))
+
+
+def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
+    """Layers without a rotation are rotated: all, each alone, or instead of their neighbours.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        kinds: its rotations, those that are alike together.
+    """
+    rotated = {one.attention for kind in kinds for one in kind}
+    for kind in kinds:
+        like = kind[0]
+        plain = [
+            _Plain(attention.call.site[0], attention)
+            for attention in attentions(trace)
+            if attention.call.site not in rotated and _fits(trace, attention, like)
+        ]
+        if not plain:
+            continue
+        mistake = Mistake[_Plain](
+            _TITLE,
+            "rope in layers without",
+            "pass TE no rotary_pos_emb where the reference rotates nothing; query and key are rotated",
+            lambda one, like=like: one.edits(like),  # type: ignore[misc]
+        )
+        where = f" in {', '.join(one.name for one in plain)}"
+        yield from everywhere_and_somewhere([mistake], plain, module, lambda one: one.name, where=where)
+        yield from _shifted(trace, module, kind, plain)
+
+
+def _shifted(
+    trace: Trace, module: nn.Module, kind: Sequence[Rotation], plain: Sequence[_Plain]
+) -> Iterator[Hypothesis]:
+    """The rotations are those of the layer before or behind, as where the layers are counted from another number."""
+    of_plain = {one.attention.call.site: one for one in plain}
+    of_kind = {*of_plain, *(one.attention for one in kind)}
+    sites = [attention.call.site for attention in attentions(trace) if attention.call.site in of_kind]
+    told: set[tuple[Site, ...]] = set()
+    for by, where in ((1, "before"), (-1, "behind")):
+        sources = [sites[(i - by) % len(sites)] for i in range(len(sites))]
+        changed = [
+            site for site, source in zip(sites, sources, strict=True) if (site in of_plain) != (source in of_plain)
+        ]
+        if tuple(changed) in told:
+            continue
+        told.add(tuple(changed))
+        added = [edit for site in changed if site in of_plain for edit in of_plain[site].edits(kind[0])]
+        lost = [edit for one in kind if one.attention in changed for edit in one.edits(times=0)]
+        names = ", ".join(one.name for one in plain)
+        yield Hypothesis(
+            _TITLE,
+            f"rope of the layer {where}",
+            f"leave rotary_pos_emb out in {names}; each layer is rotated, or not, as the one {where} it is in the "
+            f"reference",
+            module,
+            (*added, *lost),
+        )
+
+
+def _fits(trace: Trace, attention: Attention, like: Rotation) -> bool:
+    """Whether query and key are as long, and their heads as wide, as what is rotated elsewhere."""
+    both = zip((attention.query, attention.key), attention.to_heads[:2], strict=True)
+    shape = (len(like.angles), like.head_dim)
+    return all(tuple(to_heads(trace.tensor(value)).shape[-2:]) == shape for value, to_heads in both)
+
+
+def _turn(like: Rotation) -> Callable[[Tensor], Tensor]:
+    """A rotation of ``[..., heads, seq, head_dim]``."""
+    return replace(like, axis=-2).compute
+
+
+# What ports get wrong about rotary position embeddings.
+
+
+BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
+"""Of Llama, Llama 3, Qwen, and others between them."""
+
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with the reference's rotary embeddings.
+
+    Args:
+        trace: of the reference.
+        module: the reference.
+        dtype: of the port's weights.
+    """
+    found = rotations(trace)
+    if not found:
+        return
+    layers, kinds = _by_layer(found), _by_kind(found)
+    forms, positions = list(_forms(found[0])), list(position_mistakes())
+    # A single token that is not rotated is one at position 0.
+    likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
+    of_all = [*likeliest, *(_of_frequencies(found) if len(kinds) == 1 else ()), *_rounded(dtype)]
+    yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, module, lambda one: one.name)
+    for some in kinds if len(kinds) > 1 else ():
+        of_kind = [layer for layer in layers if set(layer.rotations) & set(some)]
+        mistakes = [*_forms(some[0]), *_of_frequencies(some)]
+        where = f" in {_together(of_kind)}"
+        yield from everywhere_and_somewhere(
+            map(_in_layer, mistakes), of_kind, module, lambda one: one.name, where=where
+        )
+    yield from unrotated_hypotheses(trace, module, kinds)
+    # One table of angles serves all layers.
+    restarts = restart_mistakes(len(found[0].angles))
+    yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
+
+
+def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
+    """Of rotations of one kind."""
+    return [*_frequencies(some[0]), *scaling_mistakes(some), *grid_mistakes(some[0])]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The rotations of one attention's query and key."""
+
+    name: str
+    rotations: tuple[Rotation, ...]
+
+
+def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
+    layers: dict[Site | None, list[Rotation]] = {}
+    for one in found:
+        layers.setdefault(one.attention, []).append(one)
+    modules = [site[0] if site is not None else "" for site in layers]
+    names = modules if len(set(modules)) == len(modules) else [f"attention {i}" for i in range(1, len(modules) + 1)]
+    return [_Layer(name, tuple(some)) for name, some in zip(names, layers.values(), strict=True)]
+
+
+def _by_kind(found: Sequence[Rotation]) -> list[list[Rotation]]:
+    """Those that turn the same channels alike: a model's local layers may have another base than its global ones."""
+    kinds: dict[object, list[Rotation]] = {}
+    for one in found:
+        kinds.setdefault((one.form, one.start, one.rotary, one.base), []).append(one)
+    return list(kinds.values())
+
+
+def _together(layers: Sequence[_Layer]) -> str:
+    """Their names, for a message."""
+    first, *others = (layer.name for layer in layers)
+    return f"{first} and {len(others)} more like it" if others else first
+
+
+def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
+    """The same with all rotations of a layer."""
+    family = mistake.tuned
+    return Mistake(
+        mistake.title,
+        mistake.name,
+        mistake.repair,
+        lambda layer: [one for rotation in layer.rotations for one in mistake.edits(rotation)],
+        mistake.subtle,
+        mistake.value,
+        None if family is None else lambda value: _in_layer(family(value)),
+    )
+
+
+def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
+    other: Form = "interleaved" if like.form == "halves" else "halves"
+    interleaved = like.form == "interleaved"
+    layouts: tuple[tuple[Form, Form, str], ...] = (
+        (
+            other,
+            other,
+            f"give TE interleaved={interleaved}, or reorder the rows of query and key by parity.rope_halves; it "
+            f"rotates pairs of the {other} form",
+        ),
+        (
+            other,
+            like.form,
+            f"give TE's layer rotary_pos_interleaved={interleaved}, as its RotaryPositionEmbedding has it; it rotates "
+            f"pairs of the {other} form by angles that are laid out for {like.form}",
+        ),
+        (
+            like.form,
+            other,
+            f"give TE's RotaryPositionEmbedding interleaved={interleaved}, as its layer has it; pairs are of the "
+            f"{like.form} form, but angles are laid out for {other}",
+        ),
+    )
+    for form, table_form, repair in layouts:
+        by = "" if form == table_form else f", by angles of {table_form}"
+        yield Mistake("rope-layout", f"rope {form}{by}", repair, _with(form=form, table_form=table_form))
+    yield Mistake(
+        "rope-missing",
+        "rope missing",
+        "pass TE rotary_pos_emb; nothing is rotated",
+        _with(times=0),
+    )
+    for role, lacking in (("query", "key"), ("key", "query")):
+        yield Mistake(
+            "rope-one-side",
+            f"rope on the {role} alone",
+            f"rotate both query and key; the {lacking} is not rotated",
+            _on(lacking, times=0),
+        )
+    yield Mistake(
+        "rope-twice",
+        "rope twice",
+        "rotate query and key once; they are rotated twice",
+        _with(times=2),
+    )
+    yield Mistake(
+        "rope-direction",
+        "rope backwards",
+        "rotate by positive angles; query and key are turned the other way",
+        lambda one: one.edits(angles=-one.angles),
+    )
+
+
+def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
+    if like.base is None:
+        return
+    yield from map(_base_instead(like.base), BASES)
+    for share in _SHARES:
+        if like.start == 0 and int(like.head_dim * share) != like.rotary:
+            yield Mistake(
+                "rope-partial",
+                f"rope on {share:g} of the channels",
+                f"give TE rotary_percent={like.rotary / like.head_dim:g}; it rotates {share:g} of a head's channels",
+                _with_frequencies(like.base, share),
+            )
+
+
+def _base_instead(right: float) -> Callable[[float], Mistake[Rotation]]:
+    def with_base(base: float) -> Mistake[Rotation]:
+        return Mistake(
+            "rope-base",
+            f"rope base={base:.4g}",
+            f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
+            _with_frequencies(base),
+            value=base,
+            tuned=with_base,
+        )
+
+    return with_base
+
+
+def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
+    """Frequencies, phases or the table of too few bits."""
+    for low in low_dtypes(dtype):
+        # BF16 in an FP16 port is no subtle mistake.
+        subtle = dtype in (low, torch.float32)
+        for described, phases in _rounded_phases(low).items():
+            yield Mistake(
+                "rope-precision",
+                f"rope {described}",
+                f"compute rotary frequencies and phases in FP32, not under autocast and before "
+                f".to({str(low).removeprefix('torch.')}); it has {described}",
+                with_angles(phases),
+                subtle,
+            )
+        yield Mistake(
+            "rope-precision",
+            f"rope cosines and sines in {short(low)}",
+            f"keep rotary cosines and sines in FP32; they are rounded to {short(low)}",
+            _with(table=low),
+            subtle,
+        )
+    yield Mistake(
+        "rope-precision",
+        "rope phases from a TF32 product",
+        "multiply rotary positions and frequencies in FP32, elementwise or with allow_tf32 off; it has phases from a "
+        "TF32 product",
+        with_angles(lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency)),
+        subtle=True,
+    )
+
+
+def _rounded_phases(low: torch.dtype) -> dict[str, Phases]:
+    def rounded(x: Tensor) -> Tensor:
+        return x.float().to(low).double()
+
+    return {
+        f"frequencies in {short(low)}": lambda positions, frequency: positions[:, None] * rounded(frequency),
+        f"phases in {short(low)}": lambda positions, frequency: rounded(positions[:, None] * frequency),
+        f"positions in {short(low)}": lambda positions, frequency: rounded(positions)[:, None] * frequency,
+        f"frequencies and phases in {short(low)}": lambda positions, frequency: rounded(
+            rounded(positions)[:, None] * rounded(frequency)
+        ),
+    }
+
+
+def _with(**changes: object) -> Edits:
+    return lambda one: one.edits(**changes)
+
+
+def _on(role: str, **changes: object) -> Edits:
+    return lambda one: one.edits(**changes) if one.role == role else ()
+
+
+def _with_frequencies(base: float, share: float | None = None) -> Edits:
+    """Frequencies of another base, on a share of the channels or on as many as are rotated."""
+
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.phases is None:
+            return ()
+        rotary = one.rotary if share is None else int(one.head_dim * share) // 2 * 2
+        if rotary == one.rotary and one.base is not None and math.isclose(base, one.base, rel_tol=1e-3):
+            return ()
+        return one.edits(angles=one.phases[0][:, None] * frequencies(base, rotary).to(one.angles.device))
+
+    return edits
+
+
+def _tf32(x: Tensor) -> Tensor:
+    return tf32(x.float()).double()
+
+
+# Norms of queries and keys on the wrong side of the rotation.
+
+
+def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Queries and keys that are rotated before their norm scales them, or after it, where the reference does otherwise.
+
+    A rotation keeps the mean of squares, so that the two orders differ by what the gain meets alone. Of norms that
+    subtract the mean this is not so; nor is there anything to tell apart without a gain.
+    """
+    scaled = [(norm, norm.gain) for norm in norms(trace) if norm.gain and not norm.bias and not norm.centred]
+    turned = rotations(trace) if scaled else []
+    pairs = [(norm, gain, rotation) for norm, gain in scaled for rotation in turned]
+    norm_first = [_rotated_first(*pair) for pair in pairs if _is_given(trace, pair[2], pair[0], RESHAPES)]
+    norm_last = [_rotated_last(*pair) for pair in pairs if _is_given(trace, pair[0], pair[2], RESHAPES)]
+    for edits, right, wrong in ((norm_first, "before", "after"), (norm_last, "after", "before")):
+        if edits:
+            yield Hypothesis(
+                "norm-order",
+                f"query and key norms {wrong} the rotation",
+                f"give TE qk_norm_before_rope={right == 'before'}; queries and keys are scaled by their norms' weights "
+                f"{wrong} they are rotated, in the reference {right} that",
+                module,
+                tuple(chain.from_iterable(edits)),
+            )
+
+
+def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation, names: Collection[str]) -> bool:
+    """Whether one is given the other's result, after calls of these names alone."""
+    return bool(back(trace, one.x, names) == back(trace, other.call.outputs[0], names))
+
+
+def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
+    """The norm leaves its gain to what the rotation returns."""
+
+    def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
+        return (rotation.compute(x) * _by_head(by, rotation)).to(was.dtype)
+
+    return (*norm.edits(gain=None), edit(rotation.call, (rotation.x, gain), scaled))
+
+
+def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
+    """What the norm returns is turned back for its gain."""
+    plain = replace(norm, gain=None)
+
+    def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
+        normed, turn = plain.compute(x), rotation
+        if len(by) > rotation.head_dim:  # of all heads at once, [..., seq, heads * head_dim]
+            normed, turn = normed.unflatten(-1, (-1, rotation.head_dim)), replace(rotation, axis=-3)
+        before = replace(turn, angles=-turn.angles).compute(normed)
+        return turn.compute(before * _by_head(by, turn)).reshape(was.shape).to(was.dtype)
+
+    return (edit(norm.call, (norm.x, gain), scaled),)
+
+
+def _by_head(gain: Tensor, rotation: Rotation) -> Tensor:
+    """The gain of a norm over one head or over all heads, as it meets what is rotated."""
+    heads = gain.unflatten(0, (-1, rotation.head_dim))
+    return heads.unsqueeze(1) if rotation.axis == -2 and len(heads) > 1 else heads

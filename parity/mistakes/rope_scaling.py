@@ -1,0 +1,338 @@
+"""Rotary frequencies that are scaled for longer sequences than a model was trained with, and what ports make of them.
+
+Three ways are usual, and in each a frequency ``f`` of a base becomes ``f * (kept + (1 - kept) / factor)``. Linear
+interpolation (Chen et al., arXiv 2306.15595) keeps nothing. Llama 3 keeps what turns often within the original length,
+by a ramp that is linear in the frequency (``apply_scaling`` of Meta's llama-models, ``models/llama3/model.py``). YaRN's
+ramp is linear in the pair's number, and it multiplies cosines and sines by a number besides (Peng et al., arXiv
+2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parity.mistakes.hypothesis import Mistake
+from parity.mistakes.rotation import Rotation, frequencies
+from parity.trace.trace import Edit
+
+_SAME = 1e-3  # relative, between ratios of frequencies that were read off angles
+_FEWEST = 4  # frequencies that show how they are scaled
+_USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
+_LLAMA3 = (1.0, 4.0)  # low_freq_factor and high_freq_factor of every published model
+_YARN = (32.0, 1.0)  # beta_fast and beta_slow, ditto
+_LLAMA3_LENGTH, _YARN_LENGTHS = 8192.0, (4096.0, 32768.0)  # the original ones
+_LENGTHS = tuple(2.0**exponent for exponent in range(5, 19))  # that a model may have been trained with first
+_MOST_FACTOR = 128.0  # of NTK-aware scaling, by which a base is taken for another's
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """Frequencies ``plain * (kept + (1 - kept) / factor)``.
+
+    Attributes:
+        base: of the plain frequencies.
+        plain: those, ``[rotary / 2]``, FP64.
+        kept: how much of each is kept, from 0 to 1, ``[rotary / 2]``.
+        factor: by which the others are divided; above 1.
+    """
+
+    base: float
+    plain: Tensor
+    kept: Tensor
+    factor: float
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether all frequencies are divided alike."""
+        return bool((self.kept == 0.0).all())
+
+    @property
+    def frequencies(self) -> Tensor:
+        """Those that are scaled."""
+        return self.plain * (self.kept + (1 - self.kept) / self.factor)
+
+
+def scaling_of(frequency: Tensor) -> Scaling | None:
+    """How frequencies ``[rotary / 2]`` are scaled; None for those of a base and for any others."""
+    frequency = frequency.double().cpu()
+    count = len(frequency)
+    if count < _FEWEST or not bool((frequency > 0.0).all()):
+        return None
+    ratios = (float(frequency[-2] / frequency[-1]), float(frequency[0] / frequency[1]))
+    measured = [ratio**count for ratio in ratios if 1.0 < ratio < 10.0]
+    for base in (*map(_rounded, measured), *_USUAL_BASES):
+        plain = frequencies(base, 2 * count)
+        share = frequency / plain
+        least = float(share[-1])
+        falls = bool((share.diff() < _SAME * share[:-1]).all())
+        if not falls or least > 1.0 - _SAME or float(share[0]) > 1.0 + _SAME:
+            continue
+        if bool(((share / least - 1.0).abs() < _SAME).all()):
+            return Scaling(base, plain, torch.zeros_like(share), 1.0 / least)
+        if abs(float(share[0]) - 1.0) < _SAME and abs(float(share[-2]) / least - 1.0) < _SAME:
+            kept = ((share - least) / (1.0 - least)).clamp(0.0, 1.0)
+            kept = torch.where(kept < _SAME, 0.0, torch.where(kept > 1.0 - _SAME, 1.0, kept))
+            return Scaling(base, plain, kept, 1.0 / least)
+    return None
+
+
+def scaling_mistakes(rotations: Sequence[Rotation]) -> Iterator[Mistake[Rotation]]:
+    """What ports make of scaled frequencies, or of plain ones that they take for scaled."""
+    scaled = [scaling for one in rotations for scaling in [_of(one)] if scaling is not None]
+    if scaled:
+        yield from _of_scaled(scaled[0], has_mscale=any(one.amplitude != 1.0 for one in rotations))
+        yield from _of_another_kind(scaled[0])
+    plain = next((one for one in rotations if one.base is not None), None)
+    if plain is not None and plain.base is not None:
+        yield from _linear_for_ntk(plain.base, plain.rotary)
+        yield from _scaled_for_once(plain.base)
+
+
+def _of(one: Rotation) -> Scaling | None:
+    return scaling_of(one.phases[1]) if one.phases is not None else None
+
+
+Change = Callable[[Scaling], Tensor]  # from the reference's frequencies to a port's
+
+
+def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
+    repair = _right(like)
+    yield _mistake("rope scaling missing", f"{repair}; it rotates with the plain frequencies", _plain, amplitude=1.0)
+    if has_mscale:
+        kept = f"{repair}; it rotates with the plain frequencies, though it multiplies by YaRN's mscale"
+        yield _mistake("rope scaling missing, but for mscale", kept, _plain)
+        lacking = "multiply softmax_scale by the square of YaRN's mscale, which the reference has in cosines and sines"
+        yield _mistake("rope mscale missing", f"{lacking}; it is missing", lambda right: right.frequencies, 1.0)
+    for factor in (like.factor, like.factor / 2, like.factor * 2):
+        yield _divided_by(factor, repair)
+        if not like.is_linear:
+            yield _of_factor(factor, repair)
+    if not like.is_linear:
+        between = f"{repair}; frequencies between the lowest and the highest are"
+        yield _mistake("rope scaling, no ramp kept", f"{between} divided like the lowest", _no_ramp_kept)
+        yield _mistake("rope scaling, all of the ramp kept", f"{between} kept like the highest", _all_of_the_ramp_kept)
+    length = _llama3_length(like)
+    if length is not None:
+        yield from (_of_length(length * times, repair) for times in (0.5, 2.0))
+
+
+def _plain(scaling: Scaling) -> Tensor:
+    return scaling.plain
+
+
+def _no_ramp_kept(scaling: Scaling) -> Tensor:
+    return replace(scaling, kept=(scaling.kept >= 1.0).double()).frequencies
+
+
+def _all_of_the_ramp_kept(scaling: Scaling) -> Tensor:
+    return replace(scaling, kept=(scaling.kept > 0.0).double()).frequencies
+
+
+def _right(like: Scaling) -> str:
+    """What to change where frequencies are scaled otherwise."""
+    if like.is_linear:
+        return (
+            f"give TE's RotaryPositionEmbedding seq_len_interpolation_factor={like.factor:.4g}, and "
+            f"pretrained_max_position_embeddings so that no sequence is longer than their product"
+        )
+    return (
+        f"pass TE rotary_pos_emb made of the reference's own frequencies, low ones of which are divided by "
+        f"{like.factor:.4g}: TE's RotaryPositionEmbedding has none of these"
+    )
+
+
+def _divided_by(factor: float, repair: str) -> Mistake[Rotation]:
+    return _mistake(
+        f"rope frequencies divided by {factor:.4g}",
+        f"{repair}; it divides all by {factor:.4g}",
+        lambda scaling: scaling.plain / factor,
+        value=factor,
+        tuned=lambda other: _divided_by(other, repair),
+    )
+
+
+def _of_factor(factor: float, repair: str) -> Mistake[Rotation]:
+    return _mistake(
+        f"rope scaling by {factor:.4g}",
+        f"{repair}; it divides them by {factor:.4g}",
+        lambda scaling: replace(scaling, factor=factor).frequencies,
+        value=factor,
+        tuned=lambda other: _of_factor(other, repair),
+    )
+
+
+def _of_length(length: float, repair: str) -> Mistake[Rotation]:
+    return _mistake(
+        f"rope scaling from an original length of {length:.4g}",
+        f"{repair}; it takes {length:.4g} for the length that the model was first trained with",
+        lambda scaling: replace(scaling, kept=_llama3_kept(scaling.plain, length)).frequencies,
+        value=length,
+        tuned=lambda other: _of_length(other, repair),
+    )
+
+
+def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
+    """Frequencies that are scaled by the reference's factor from its original length, but in another of the ways."""
+    repair = _right(like)
+    own = _llama3_length(like)
+    of_yarn = [length for length in _LENGTHS if _agrees(_yarn_kept(like.plain, like.base, length), like)]
+    lengths = [own] if own is not None else of_yarn[:1]
+
+    def like_llama3(length: float) -> Mistake[Rotation]:
+        what = f"Llama 3's scaling by {like.factor:.4g} from an original length of {length:.4g}"
+        return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length), length, like_llama3)
+
+    def like_yarn(length: float) -> Mistake[Rotation]:
+        what = f"YaRN's scaling by {like.factor:.4g} from an original length of {length:.4g}"
+        kept = lambda scaling: _yarn_kept(scaling.plain, scaling.base, length)  # noqa: E731
+        return _of_kind(what, repair, kept, length, like_yarn)
+
+    if own is None:
+        yield from map(like_llama3, dict.fromkeys((*lengths, _LLAMA3_LENGTH)))
+    if not of_yarn:
+        yield from map(like_yarn, dict.fromkeys((*lengths, *_YARN_LENGTHS)))
+    yield _ntk_by(like.factor, repair)
+
+
+def _of_kind(
+    what: str,
+    repair: str,
+    kept: Callable[[Scaling], Tensor],
+    length: float,
+    tuned: Callable[[float], Mistake[Rotation]],
+) -> Mistake[Rotation]:
+    change: Change = lambda scaling: replace(scaling, kept=kept(scaling)).frequencies  # noqa: E731
+    return _mistake(f"rope with {what}", f"{repair}; it has {what}", change, value=length, tuned=tuned)
+
+
+def _ntk_by(factor: float, repair: str) -> Mistake[Rotation]:
+    """A larger base, under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
+    what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
+    return _mistake(
+        f"rope with {what}",
+        f"{repair}; it has {what}",
+        lambda scaling: frequencies(_ntk_base(scaling.base, factor, 2 * len(scaling.plain)), 2 * len(scaling.plain)),
+        value=factor,
+        tuned=lambda other: _ntk_by(other, repair),
+    )
+
+
+def _ntk_base(base: float, factor: float, rotary: int) -> float:
+    return base * factor ** (rotary / (rotary - 2))
+
+
+def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
+    """All frequencies divided, where the reference's base is one that was enlarged to have the same lowest one."""
+    for usual in _USUAL_BASES if rotary > 2 else ():
+        factor = (base / usual) ** ((rotary - 2) / rotary)
+        if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
+            continue
+        plain = frequencies(usual, rotary)
+        what = f"frequencies of base {usual:g} that are all divided by {factor:.4g}"
+
+        def edits(one: Rotation, divided: Tensor = plain / factor) -> tuple[Edit, ...]:
+            return _rotated_by(one, divided) if one.rotary == 2 * len(divided) else ()
+
+        repair = f"rotate with frequencies of base {base:.6g}, which is {usual:g} enlarged for longer sequences (NTK)"
+        yield Mistake("rope-scaling", f"rope with {what}", f"{repair}; it has {what}", edits)
+
+
+def _agrees(kept: Tensor, like: Scaling) -> bool:
+    return torch.allclose(kept, like.kept, atol=10 * _SAME)
+
+
+def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
+    """Plain frequencies that a port scales."""
+    repair = f"rotate with the plain frequencies of base {base:g}, as the reference does"
+
+    def like_llama3(factor: float) -> Mistake[Rotation]:
+        return _scaled_like("Llama 3's", factor, lambda plain: _llama3_kept(plain, _LLAMA3_LENGTH), repair, like_llama3)
+
+    yield from map(like_llama3, (8.0, 32.0))
+    for length in _YARN_LENGTHS:
+
+        def like_yarn(factor: float, length: float = length) -> Mistake[Rotation]:
+            name = f"YaRN's, of an original length of {length:g},"
+            return _scaled_like(name, factor, lambda plain: _yarn_kept(plain, base, length), repair, like_yarn)
+
+        yield from map(like_yarn, (4.0, 40.0))
+
+
+def _scaled_like(
+    name: str,
+    factor: float,
+    kept: Callable[[Tensor], Tensor],
+    repair: str,
+    tuned: Callable[[float], Mistake[Rotation]],
+) -> Mistake[Rotation]:
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        if one.base is None or one.phases is None:
+            return ()
+        plain = frequencies(one.base, one.rotary)
+        return _rotated_by(one, Scaling(one.base, plain, kept(plain), factor).frequencies)
+
+    what = f"{name} scaling by {factor:.4g}"
+    return Mistake("rope-scaling", f"rope with {what}", f"{repair}; it has {what}", edits, value=factor, tuned=tuned)
+
+
+def _mistake(
+    name: str,
+    repair: str,
+    change: Change,
+    amplitude: float | None = None,
+    value: float | None = None,
+    tuned: Callable[[float], Mistake[Rotation]] | None = None,
+) -> Mistake[Rotation]:
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        scaling = _of(one)
+        return () if scaling is None else _rotated_by(one, change(scaling), amplitude)
+
+    return Mistake("rope-scaling", name, repair, edits, value=value, tuned=tuned)
+
+
+def _rotated_by(one: Rotation, frequency: Tensor, amplitude: float | None = None) -> tuple[Edit, ...]:
+    """With these frequencies; none where they are the reference's."""
+    if one.phases is None:
+        return ()
+    positions, right = one.phases
+    amplitude = one.amplitude if amplitude is None else amplitude
+    if torch.allclose(frequency.to(right.device), right, rtol=_SAME, atol=0.0) and amplitude == one.amplitude:
+        return ()
+    angles = positions[:, None] * frequency.to(positions.device)
+    return one.edits(angles=angles, amplitude=amplitude)
+
+
+def _llama3_kept(plain: Tensor, length: float) -> Tensor:
+    low, high = _LLAMA3
+    return ((length * plain / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _llama3_length(like: Scaling) -> float | None:
+    """The original length, where the ramp is Llama 3's; None where no frequency lies on it, or it is another."""
+    low, high = _LLAMA3
+    between = (like.kept > 0.0) & (like.kept < 1.0)
+    if not bool(between.any()):
+        return None
+    lengths = (like.kept[between] * (high - low) + low) * 2 * math.pi / like.plain[between]
+    length = float(lengths.mean())
+    return length if _agrees(_llama3_kept(like.plain, length), like) else None
+
+
+def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:
+    """By the pair's number, between those that turn ``beta_fast`` and ``beta_slow`` times within the length."""
+    count = len(plain)
+    fast, slow = (count * math.log(length / (beta * 2 * math.pi)) / math.log(base) for beta in _YARN)
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), 2 * count - 1)
+    ramp = (torch.arange(count, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    return 1.0 - ramp.clamp(0.0, 1.0)
+
+
+def _rounded(measured: float) -> float:
+    """A base of three digits that is as near as a measurement allows, else the measured one."""
+    rounded = round(measured, 2 - math.floor(math.log10(measured)))
+    return rounded if math.isclose(rounded, measured, rel_tol=_SAME) else measured

@@ -1,0 +1,246 @@
+"""Two steps that follow each other in a reference, and ports that take them in the other order.
+
+A factor multiplies a layer's result with its bias, or without; Mamba's gate comes before the norm, or after it; a mean
+is subtracted before the division, or after; an activation comes before a norm, or after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parity.mistakes.activations import ACTIVATIONS, activations, biases
+from parity.mistakes.alternatives import of_operands
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.norms import norms
+from parity.mistakes.operations import ordinal
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.walk import CASTS, ancestors, back, binary, users
+
+_NUMBER = re.compile(r"\d+")
+_SCALES = frozenset({"mul", "div"})
+_SHIFTS = frozenset({"add", "sub", "bias"})
+_SAME_ORDER = CASTS | {"view", "reshape", "flatten", "unflatten"}  # of elements, as into groups
+_OF_A_NORM = 16  # values, of which one that is written out makes its result
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function of one activation, and of others that it is given besides.
+
+    Attributes:
+        call: returns the result, and computes nothing else but what ``before`` can undo.
+        x: the activation; None where no value of the trace is it, as of a bias inside a linear layer.
+        kind: of the function: ``mul``, ``norm``, ``bias``.
+        described: for messages.
+        needs: what ``before`` and ``compute`` are given.
+        before: from the result and the needs to the activation.
+        compute: from an activation and the needs to the result.
+        operand: which one of two ``x`` is.
+    """
+
+    call: Call
+    x: Value | None
+    kind: str
+    described: str
+    needs: tuple[Value, ...]
+    before: Callable[..., Tensor]
+    compute: Callable[..., Tensor]
+    operand: int = 0
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """``second`` reads what ``first`` returns, moved or not, after ``between``, steps that commute with it."""
+
+    first: Step
+    second: Step
+    between: tuple[Step, ...]
+    is_moved: bool
+
+    def exchanged(self) -> Edit:
+        """The second is to come first."""
+        first, second, steps = self.first, self.second, (self.first, *self.between)
+        x = second.x if second.x is not None else first.call.outputs[0]
+        needs = [value for step in (second, *steps) for value in step.needs]
+
+        def compute(was: Tensor, result: Tensor, x: Tensor, *needs: Tensor) -> Tensor:
+            given = iter(needs)
+            of_second, *of_steps = ([next(given) for _ in step.needs] for step in (second, *steps))
+            before = first.before(result, *of_steps[0])
+            y = second.compute(before.reshape(x.shape) if self.is_moved else before, *of_second)
+            for step, of_step in zip(steps, of_steps, strict=True):
+                shape = result.shape if step is first else was.shape
+                y = step.compute(y.reshape(shape) if self.is_moved else y, *of_step)
+            return (y.reshape(was.shape) if self.is_moved else y).to(was.dtype)
+
+        return edit(second.call, (first.call.outputs[0], x, *needs), compute)
+
+
+def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Every two steps in the other order; those of all layers, and of all experts in a loop, at once."""
+    alike: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
+    loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
+    for pair in _pairs(trace):
+        both = pair.first, pair.second
+        paths = tuple(_NUMBER.sub("#", one.call.site[0]) for one in both)
+        kinds = tuple((one.kind, one.operand) for one in both)
+        alike[(paths, kinds, tuple(one.call.site[1:] for one in both))].append(pair)
+        loops[(paths, kinds)].append(pair)
+    groups = list(alike.values())
+    for pairs in (*groups, *(pairs for pairs in loops.values() if pairs not in groups)):
+        yield _exchanged(pairs, module)
+
+
+def _pairs(trace: Trace) -> Iterator[_Pair]:
+    """Steps of which the second alone reads what the first returns, and which do not commute."""
+    found = list(_steps(trace))
+    by_result: dict[int, list[Step]] = defaultdict(list)
+    for one in (one for one in found if one.kind != "linear"):  # its bias is a step of its own
+        by_result[one.call.outputs[0].number].append(one)
+    for second in found:
+        if second.x is not None:
+            for first, between, is_moved in _before(trace, second, second, by_result):
+                if _fits(trace, first, second, is_moved or bool(between)):
+                    yield _Pair(first, second, between, is_moved)
+
+
+def _before(
+    trace: Trace, second: Step, last: Step, by_result: Mapping[int, Sequence[Step]]
+) -> Iterator[tuple[Step, tuple[Step, ...], bool]]:
+    """The steps before ``last`` that do not commute with the second, those between the two, and whether it is moved.
+
+    ``last`` is the second itself, or one before it that commutes with it.
+    """
+    if last.x is None:
+        return
+    is_moved = back(trace, last.x) != back(trace, last.x, _SAME_ORDER)
+    for step in by_result.get(back(trace, last.x, _SAME_ORDER).number, ()):
+        if not _is_read_by(trace, step, last):
+            continue
+        if not any({step.kind, second.kind} <= kinds for kinds in (_SCALES, _SHIFTS)):
+            yield step, (), is_moved
+        elif last is second:
+            for first, between, was_moved in _before(trace, second, step, by_result):
+                yield first, (*between, step), is_moved or was_moved
+
+
+def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
+    """Whether nothing else reads a step's result; of a norm that is written out several calls do."""
+    sites = {call.site for call, _ in users(trace, step.call.outputs[0], _SAME_ORDER)}
+    inside = {last.call.site}
+    if last.kind == "norm" and len(sites) > 1:
+        made = map(trace.producer, ancestors(trace, last.call.outputs[0], _OF_A_NORM))
+        inside |= {call.site for call in made if call is not None}
+    return sites <= inside
+
+
+def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
+    """Whether the first can be computed of what the second returns, and keeps its shape."""
+    before, result = (trace.tensor(one.call.outputs[0]).shape for one in (first, second))
+    if before == result:
+        return True
+    if is_far:  # all that moves elements keeps their order
+        return before.numel() == result.numel() and "linear" not in (first.kind, second.kind)
+    others = [trace.tensor(value).shape for value in first.needs if value != first.x]
+    try:
+        return first.kind in _SCALES and all(torch.broadcast_shapes(shape, result) == result for shape in others)
+    except RuntimeError:  # they do not broadcast
+        return False
+
+
+def _exchanged(pairs: Sequence[_Pair], module: nn.Module) -> Hypothesis:
+    others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
+    order = f"{pairs[0].first.described} before {pairs[0].second.described}"
+    return Hypothesis(
+        "operation",
+        f"not {order}{others}",
+        f"take {order}, as the reference does{others}; they are in the other order",
+        module,
+        tuple(pair.exchanged() for pair in pairs),
+        scope="call",
+    )
+
+
+def _steps(trace: Trace) -> Iterator[Step]:
+    """Norms, activations, biases and linear layers with them, and functions of two operands, in no order."""
+    inside: set[int] = set()
+    for norm in norms(trace):
+        inside.add(norm.call.outputs[0].number)
+        yield Step(
+            *(norm.call, norm.x, "norm", f"the norm of {norm.call.module}", norm.needs),
+            lambda result, x, *affine: x,
+            lambda x, was, *affine, norm=norm: norm.compute(x, *affine),
+        )
+    for activation in activations(trace):
+        inside.add(activation.call.outputs[0].number)
+        yield Step(
+            *(activation.call, activation.x, "activation", f"the {activation.name} of {activation.call.module}"),
+            (activation.x,),
+            lambda result, x: x,
+            lambda x, was, name=activation.name: ACTIVATIONS[name](x),
+        )
+    for bias in biases(trace):
+        if bias.call.name in ("linear", "addmm"):
+            yield Step(
+                *(bias.call, None, "bias", bias.name, (bias.bias,)),
+                lambda result, bias: result - bias,
+                lambda x, bias: x + bias,
+            )
+            if bias.call.name == "linear":
+                yield _linear(bias.call, bias.name)
+    for call in trace.calls:
+        if len(call.outputs) == 1 and call.outputs[0].number not in inside:
+            yield from _of_two(trace, call)
+
+
+def _linear(call: Call, name: str) -> Step:
+    x, *parameters = call.inputs
+    return Step(
+        *(call, x, "linear", f"the layer of {name}", (x, *parameters)),
+        lambda result, x, *parameters: x,
+        lambda x, was, *parameters: torch.nn.functional.linear(x, *parameters),
+    )
+
+
+def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
+    """A sum, a product, a difference or a quotient, as a function of each operand that has its shape."""
+    match binary(call):
+        case (("add" | "sub" | "mul" | "div") as kind, left, right):
+            pass
+        case _:
+            return
+    shape = trace.tensor(call.outputs[0]).shape
+    described = f"the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+    for position, x in enumerate((left, right)):
+        is_activation = isinstance(x, Value) and trace.parameter(x) is None and x not in call.outputs
+        if not is_activation or len(shape) < 2 or trace.tensor(x).shape != shape:
+            continue
+        if trace.tensor(x).is_floating_point() and (position == 0 or kind != "div"):
+            yield Step(
+                *(call, x, kind, described, tuple(call.inputs)),
+                of_operands(call, lambda was, *two, position=position: two[position]),
+                _with_another(call, kind, position),
+                position,
+            )
+
+
+def _with_another(call: Call, kind: str, position: int) -> Callable[..., Tensor]:
+    """The function with another tensor in the place of one operand."""
+    functions: dict[str, Callable[..., Tensor]] = {
+        "add": torch.add,
+        "sub": torch.sub,
+        "mul": torch.mul,
+        "div": torch.div,
+    }
+
+    def computed(x: Tensor, *two: Tensor) -> Tensor:
+        result: Tensor = functions[kind](*(x if i == position else one for i, one in enumerate(two)))
+        return result
+
+    return of_operands(call, computed)

@@ -1,0 +1,656 @@
+"""Mistakes in weight maps: how fused weights may be read, exchanged or transposed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, combinations, islice, permutations, takewhile
+
+import torch
+from torch import Tensor, nn
+
+from parity.case.weight_map import (
+    Experts,
+    InterleavedQKV,
+    MisfitError,
+    Rearrange,
+    Reorder,
+    RopeHalves,
+    SeparatedQKV,
+    Shape,
+    Shift,
+    Side,
+    Stack,
+    Transpose,
+    WeightMap,
+    describe,
+    names,
+    pack,
+    shape_of,
+    unpack,
+)
+from parity.mistakes.hypothesis import Hypothesis, Scope
+
+# Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong there.
+#
+# Rows in another order, halves exchanged, a constant for what was never copied. Each reading is differentiable, so that
+# gradients with respect to the true parameters come out as the port's.
+
+
+Shapes = Mapping[str, Shape]
+
+_MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
+_FEW_EXPERTS = 8  # of which every two are tried in each other's place
+_OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # of Q, K and V
+_INTERLEAVED, _APART = "qkv-layout interleaved", "qkv-layout apart"
+_KEY_VALUE = re.compile(r"(^|\.)key_value\.(weight|bias)$")
+_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How an attention's channels are shared out.
+
+    Attributes:
+        query: number of query heads.
+        groups: number of key and value heads.
+        head_dim: channels of one.
+        rows: names of the parameters whose rows are a query's, key's or value's channels.
+        columns: ditto of those whose columns are the context's.
+    """
+
+    query: int
+    groups: int
+    head_dim: int
+    rows: frozenset[str] = frozenset()
+    columns: frozenset[str] = frozenset()
+
+    @property
+    def all_rows(self) -> int:
+        """Of query, key and value in one parameter."""
+        return (self.query + 2 * self.groups) * self.head_dim
+
+
+_BLOCK = 32  # rows of gate and up that take turns, for the kernels of TE's grouped MLP
+GATE_FIRST = ": the gate, which is activated, comes first"
+"""Ends the repair of a gated unit's weight whose halves changed places."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Another reading of what one entry packs.
+
+    Attributes:
+        title, name, repair: as in ``Hypothesis``; the name without the entry's.
+        change: from what the entry packs to what TE computes with, the same shape.
+    """
+
+    title: str
+    name: str
+    repair: str
+    change: Callable[[Tensor], Tensor]
+
+
+def readings(
+    left: Side,
+    right: Side,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    unused: Container[str] = (),
+) -> Iterator[Reading]:
+    """Every other reading of an entry.
+
+    Args:
+        left, right: the entry.
+        shapes: of the reference's parameters, by name.
+        candidate_shapes: ditto of TE's.
+        heads: of the reference's attention; None where it has none.
+        unused: TE's parameters without a gradient, which the reference gives one.
+    """
+    yield from _other_terms(left, right, shapes, heads)
+    yield from _other_terms_of_te(left, right, candidate_shapes, heads)
+    is_unused = all(name in unused for name in names(right))
+    yield from _unused(left, right) if is_unused else _not_copied(left, right, shapes)
+    yield from _other_values(left, right, shapes, heads)
+
+
+def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Other terms that people take for the left side of an entry."""
+    others = _confused_with(left, shapes, heads)
+    if heads is not None and isinstance(left, str) and isinstance(right, str) and left in heads.rows:
+        rest = islice(_fused_otherwise(left, shapes, heads), 1, None)
+        others = chain(others, rest, _rearranged(left, shapes, heads))
+    for title, other in others:
+        if _are_alike(left, other, shapes):
+            repair = f"map {describe(other)} to {describe(right)}, in place of {describe(left)}"
+            yield Reading(title, _named(title, left, other), repair, _read_as(other, left, shapes))
+
+
+def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Ditto for the right side: several of TE's parameters hold one of the reference's, or Q, K and V are fused."""
+    unnamed = None if heads is None else replace(heads, rows=frozenset(), columns=frozenset())
+    if isinstance(right, str):
+        is_fused = heads is not None and set(names(left)) <= heads.rows
+        others: Iterable[tuple[str, Side]] = _fused_otherwise(right, shapes, heads) if heads and is_fused else ()
+    else:
+        others = _confused_with(right, shapes, unnamed)
+    if heads is not None:
+        yield from _keys_and_values(left, right, shapes, heads)
+    for title, other in others:
+        if _are_alike(right, other, shapes):
+            repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
+            name = _INTERLEAVED if isinstance(other, SeparatedQKV) else _named(title, right, other)
+            yield Reading(title, name, repair, _read_as(right, other, shapes))
+
+
+def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
+    """Keys and values of cross-attention, which TE fuses as ``key_value``: group by group, or one after the other."""
+    blocks = tuple(range(2 * heads.groups))
+    orders = {
+        _INTERLEAVED: blocks[::2] + blocks[1::2],
+        _APART: tuple(sorted(blocks, key=lambda block: block % heads.groups)),
+    }
+    parts = right.parts if isinstance(right, Stack) else (right,)
+    for place, part in enumerate(parts):
+        if isinstance(part, str) and _KEY_VALUE.search(part) and shapes[part][0] == len(blocks) * heads.head_dim:
+            for name, order in orders.items() if heads.groups > 1 else ():
+                other: Side = Reorder((part,), order)
+                if isinstance(right, Stack):
+                    other = Stack((*parts[:place], other, *parts[place + 1 :]))
+                repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
+                yield Reading("qkv-layout", name, repair, _read_as(right, other, shapes))
+
+
+def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
+    """Whether both terms pack to the same shape."""
+    try:
+        return shape_of(one, shapes) == shape_of(other, shapes)
+    except MisfitError:
+        return False
+
+
+def _named(title: str, one: Side, other: Side) -> str:
+    """The title, and what else must be alike, so that two layers' mistakes are known to be the same.
+
+    Of experts which change places; of queries, keys and values whether TE has them head by head, its default, or the
+    reference does, and TE all of one after the other.
+    """
+    if isinstance(other, InterleavedQKV) and title == "qkv-layout":
+        return _INTERLEAVED
+    if isinstance(other, SeparatedQKV):
+        return _APART
+    if not isinstance(one, Experts) or not isinstance(other, Experts):
+        return title
+    places = ", ".join(str(one.parts.index(part)) for part in other.parts)
+    return f"{title} {places}"
+
+
+def _read_as(one: Side, other: Side, shapes: Shapes) -> Callable[[Tensor], Tensor]:
+    """What is packed by one term, unpacked by it, and packed by the other."""
+
+    def change(packed: Tensor) -> Tensor:
+        return pack(other, unpack(one, packed, shapes), packed)
+
+    return change
+
+
+def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[tuple[str, Side]]:
+    match left:
+        case Experts(parts=parts):
+            yield from (("experts-permuted", Experts(order)) for order in _other_orders(parts))
+        case Stack(parts=parts, dim=dim):
+            for order in permutations(parts) if len(parts) <= 3 else [parts[::-1]]:
+                if order != parts:
+                    yield _title_of_order(parts, order), Stack(order, dim)
+            if len(parts) == 3:
+                for groups, head_dim in _possible_heads(parts, shapes, heads):
+                    yield "qkv-layout", InterleavedQKV(parts, groups, head_dim)
+        case InterleavedQKV(parts=(query, key, value)):
+            yield "qkv-layout", Stack((query, key, value))
+            yield "key-value-swapped", InterleavedQKV((query, value, key), left.groups, left.head_dim)
+        case SeparatedQKV(parts=(part,)):
+            yield "qkv-layout", part
+        case RopeHalves(parts=(part,)):
+            yield "rope-layout", part
+        case Shift(parts=(part,)):
+            yield "gamma-shift", part
+        case Transpose(parts=(part,)):
+            yield "weight-transposed", part
+        case Rearrange(parts=(part,)):
+            is_fused = heads is not None and shape_of(left, shapes)[:1] == (heads.all_rows,)
+            yield "qkv-layout" if is_fused else "heads-transposed", part
+            yield from (("weight-transposed", other) for other in _flattened_otherwise(part, shape_of(part, shapes)))
+        case Reorder(parts=(part,), order=order):
+            yield _title_of_reorder(part, order, shape_of(left, shapes)), part
+        case str() if len(shapes[left]) == 1:
+            yield "gamma-shift", Shift((left,), -1.0)
+            yield "gamma-shift", Shift((left,), 1.0)
+        case str() if len(shapes[left]) in _MATRICES:
+            yield "weight-transposed", Transpose((left,))
+    if heads is not None and isinstance(left, str):
+        yield from islice(_fused_otherwise(left, shapes, heads), 1)
+    if heads is not None and not isinstance(left, RopeHalves) and set(names(left)) <= heads.rows:
+        yield "rope-layout", RopeHalves((left,), heads.head_dim, heads.head_dim)
+
+
+def _fused_otherwise(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
+    """Terms that make Q over K over V of a parameter which holds all three by group, in whichever order."""
+    if shapes[one][:1] == (heads.all_rows,):
+        separated = SeparatedQKV((one,), heads.groups, heads.head_dim)
+        yield "qkv-layout", separated
+        if heads.query == heads.groups:
+            yield from (("qkv-layout", Reorder((separated,), order)) for order in _OTHER_ORDERS)
+
+
+def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
+    """Terms that make one of TE's layouts of a fused parameter that holds Q, K and V in another order."""
+    if shapes[one][:1] != (heads.all_rows,) or heads.query != heads.groups:
+        return
+    yield from (("qkv-layout", Reorder((one,), order)) for order in _OTHER_ORDERS)
+    more = " ..." if len(shapes[one]) > 1 else ""
+    for before in ("heads channels qkv", "channels heads qkv", "channels qkv heads", "qkv channels heads"):
+        for after in ("qkv heads channels", "heads qkv channels"):
+            sizes = (("qkv", 3), ("heads", heads.query))
+            yield "qkv-layout", Rearrange((one,), f"({before}){more} -> ({after}){more}", sizes)
+
+
+def _flattened_otherwise(part: Side, shape: Shape) -> Iterator[Side]:
+    """A convolution's weight as that of a linear layer, its channels and pixels in every order: ``out (c h w)``."""
+    inner = "bcde"[: len(shape) - 1] if len(shape) in (3, 4, 5) else ""
+    for order in permutations(inner) if inner else ():
+        yield Rearrange((part,), f"a {' '.join(inner)} -> a ({' '.join(order)})")
+
+
+def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
+    """Two of a few exchanged, all in reverse, all moved by one."""
+    for one, other in combinations(range(len(parts)), 2) if len(parts) <= _FEW_EXPERTS else ():
+        order = list(parts)
+        order[one], order[other] = order[other], order[one]
+        yield tuple(order)
+    if len(parts) > 2:
+        yield from (parts[::-1], (*parts[1:], parts[0]), (parts[-1], *parts[:-1]))
+
+
+def _title_of_order(parts: tuple[Side, ...], order: tuple[Side, ...]) -> str:
+    if len(parts) == 2:
+        return "gate-up-swapped"
+    return "key-value-swapped" if order == (parts[0], parts[2], parts[1]) else "stacked-in-another-order"
+
+
+def _title_of_reorder(part: Side, order: tuple[int, ...], shape: Shape) -> str:
+    if isinstance(part, Stack):
+        return "gate-up-swapped" if len(order) == 2 else "gate-up-interleaved"
+    return "heads-transposed" if len(order) in shape else "heads-permuted"
+
+
+def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None) -> Iterator[tuple[int, int]]:
+    """Groups and head dimension for query, key and value: those that are known, else each usual one that fits."""
+    if heads is not None:
+        yield heads.groups, heads.head_dim
+        return
+    query, key = shape_of(parts[0], shapes)[0], shape_of(parts[1], shapes)[0]
+    for head_dim in _HEAD_DIMS:
+        if query % head_dim == key % head_dim == 0 and query % key == 0:
+            yield key // head_dim, head_dim
+
+
+def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
+    """A constant, as it was constructed, which gets its gradient."""
+    if len(shape_of(left, shapes)) == 1:
+        for value in (1.0, 0.0):
+            yield Reading(
+                "weight-not-copied",
+                f"not copied ({value:g})",
+                f"copy the reference's parameter to {describe(right)}; it holds {value:g} throughout, as it was "
+                "constructed",
+                lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
+            )
+
+
+def _unused(left: Side, right: Side) -> Iterator[Reading]:
+    """Nothing is added to, or multiplied by it: a constant without a gradient."""
+    where = describe(right)
+    if _is_bias(left):
+        yield Reading("bias-dropped", "unused (0)", f"add {where}, which the candidate does not use", _constant(0.0))
+        return
+    for value in (1.0, 0.0):
+        repair = f"use {where}: the candidate computes as if it were {value:g}, and no gradient reaches it"
+        yield Reading("no-gradient", f"unused ({value:g})", repair, _constant(value))
+
+
+def _constant(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda packed: torch.full_like(packed, value)
+
+
+def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
+    """Rows and columns in another order, which no term of a map says."""
+    shape, where = shape_of(left, shapes), describe(right)
+    is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
+    rows = shape[-2] if len(shape) in _MATRICES else shape[0] if _is_bias(left) else 0
+    if rows % 2 == 0 and rows > 2 and not is_of_attention:
+        dim = -2 if len(shape) in _MATRICES else 0
+        if isinstance(left, str):
+            repair = f"exchange the halves of {where}{GATE_FIRST}"
+            yield Reading("gate-up-swapped", "halves swapped", repair, _moved(dim, lambda x: x.roll(len(x) // 2, 0)))
+        repair = f"put the gate's rows of {where} before up's; they take turns"
+        for name, move in (
+            ("halves interleaved", lambda x: _transposed_rows(x, 2)),
+            ("halves apart", lambda x: _transposed_rows(x, len(x) // 2)),
+        ):
+            yield Reading("gate-up-interleaved", name, repair, _moved(dim, move))
+        yield from _in_blocks(where, rows, dim)
+    if heads is not None:
+        for dim, parameters in ((0, heads.rows), (1, heads.columns)):
+            if set(names(left)) <= parameters and len(shape) > dim:
+                count = shape[dim] // heads.head_dim
+                if count > 1 and shape[dim] == count * heads.head_dim:
+                    yield from _other_heads(where, dim, count, heads)
+
+
+def _is_bias(left: Side) -> bool:
+    return all(name.endswith("bias") for name in names(left))
+
+
+def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
+    """Gate and up that take turns in blocks, as TE's ``glu_interleave_size`` has them, on one side alone."""
+    if rows % (2 * _BLOCK) or rows == 2 * _BLOCK:
+        return
+    shapes = {
+        f"lay out {where} with te.interleave_glu_tensor, as glu_interleave_size={_BLOCK} reads it": (-1, 2, _BLOCK),
+        f"give TE glu_interleave_size={_BLOCK}, or {where} without blocks of that size": (2, -1, _BLOCK),
+    }
+    for repair, shape in shapes.items():
+        yield Reading(
+            "gate-up-interleaved",
+            f"blocks of {_BLOCK} {'apart' if shape[1] == 2 else 'in turns'}",
+            repair,
+            _moved(dim, lambda x, shape=shape: x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)),  # type: ignore[misc]
+        )
+
+
+def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:
+    """The rows (``dim`` 0) or columns of a weight, which belong to so many heads, in another order."""
+    what = "rows" if dim == 0 else "columns"
+    for name, blocks in (("by channel", count), ("by channel, inverse", heads.head_dim)):
+        repair = f"order the {what} of {where} head by head, [heads, head_dim]; they are ordered channel by channel"
+        change = _moved(dim, partial(_transposed_rows, blocks=blocks))
+        yield Reading("heads-transposed", f"{what} {name}", repair, change)
+    orders: dict[str, Callable[[Tensor], Tensor]] = {
+        "in reverse": lambda x: x.flip(0),
+        "moved by one": lambda x: x.roll(1, 0),
+        "moved back by one": lambda x: x.roll(-1, 0),
+    }
+    if count == heads.query and 1 < heads.groups < count:
+        orders["by group"] = lambda x: _transposed_rows(x, heads.groups)
+        orders["by place in the group"] = lambda x: _transposed_rows(x, count // heads.groups)
+    for name, order in orders.items():
+        repair = f"put the heads among the {what} of {where} in the reference's order; they are {name}"
+        change = _moved(dim, lambda x, order=order: order(x.unflatten(0, (count, -1))).flatten(0, 1))  # type: ignore[misc]
+        yield Reading("heads-permuted", f"{what}' heads {name}", repair, change)
+
+
+def _moved(dim: int, move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``move``, which moves rows, along a dimension."""
+    return lambda packed: move(packed.movedim(dim, 0)).movedim(0, dim)
+
+
+def _transposed_rows(x: Tensor, blocks: int) -> Tensor:
+    """Rows that are laid out as ``[blocks, n]``, as ``[n, blocks]``."""
+    return x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
+
+
+# Known mistakes in weight maps: what TE would hold, and the reference would have to hold to agree with it.
+#
+# One entry is misread, several are misread alike, or two have each other's TE parameter.
+
+
+_NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
+_WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class _Misread:
+    """An entry of the map with another reading of what it packs."""
+
+    reading: Reading
+    left: Side
+    right: Side
+
+    @property
+    def parameter(self) -> str:
+        """What TE's module calls its parameter, whichever layer it is of."""
+        return next(iter(names(self.right)), "").rpartition(".")[2]
+
+    @property
+    def layer(self) -> str:
+        """The path of what has the parameter's weight and bias."""
+        return _WEIGHT_OR_BIAS.sub("", next(iter(names(self.right)), ""))
+
+    @property
+    def owner(self) -> str:
+        """The path of what has that layer."""
+        return self.layer.rpartition(".")[0]
+
+    @property
+    def stack(self) -> str:
+        """The path of the list of layers that it is in; empty outside of one."""
+        numbered = re.match(r"(.*?)\.?\d+\.", self.layer)
+        return numbered[1] or "." if numbered else ""
+
+    @property
+    def block(self) -> str:
+        """The path of what has that layer's module: of a ``TransformerLayer``, whose attention and MLP have layers."""
+        return ".".join(self.layer.split(".")[:-2])
+
+
+def weight_hypotheses(
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    module: nn.Module,
+    unused: Container[str] = (),
+    gated: Collection[str] = (),
+) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with one entry of this weight map, or two that were exchanged.
+
+    Args:
+        weights: the pair's map.
+        shapes: of the reference's parameters, by name.
+        candidate_shapes: ditto of TE's.
+        heads: of the reference's attention; None where it has none.
+        module: the reference.
+        unused: TE's parameters without a gradient, which the reference gives one.
+        gated: names of the reference's parameters from which its gated units are computed.
+    """
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
+        yield from (_hypothesis([entry], shapes, module) for entry in entries)
+    yield from (_exchanged([exchange], shapes, module) for exchange in _exchanges(weights, shapes))
+
+
+def repeated_weight_hypotheses(
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    module: nn.Module,
+    unused: Container[str] = (),
+    gated: Collection[str] = (),
+) -> Iterator[Hypothesis]:
+    """Every known mistake that could have been made with several entries alike; arguments as ``weight_hypotheses``.
+
+    An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
+    """
+    same: dict[tuple[str, str, int], list[_Misread]] = defaultdict(list)
+    for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
+        alike: Counter[tuple[str, str]] = Counter()
+        for entry in entries:
+            what = entry.reading.title, entry.reading.name
+            key = (*what, alike[what])
+            same[key].append(entry)
+            alike[what] += 1
+    for entries in same.values():
+        yield from (_hypothesis(some, shapes, module) for some in _together(entries))
+    exchanged: dict[tuple[str, str], list[_Exchange]] = defaultdict(list)
+    for exchange in _exchanges(weights, shapes):
+        exchanged[exchange.kind].append(exchange)
+    for exchanges in exchanged.values():
+        if len(exchanges) > 1:
+            yield _exchanged(exchanges, shapes, module)
+
+
+def _misread(
+    weights: WeightMap,
+    shapes: Shapes,
+    candidate_shapes: Shapes,
+    heads: Heads | None,
+    unused: Container[str],
+    gated: Collection[str],
+) -> Iterator[list[_Misread]]:
+    """By entry of the map, every other reading of it."""
+    for left, right in weights.items():
+        if any(names(left)):
+            others = readings(left, right, shapes, candidate_shapes, heads, unused)
+            yield [_Misread(_of_its_subject(one, left, heads, gated), left, right) for one in others]
+
+
+def _of_its_subject(reading: Reading, left: Side, heads: Heads | None, gated: Collection[str]) -> Reading:
+    """The reading, which speaks of gates and heads only where the entry is of a gated unit, or of attention."""
+    parameters = set(names(left))
+    is_gated = not parameters.isdisjoint(gated)
+    is_attentions = heads is not None and parameters <= heads.rows | heads.columns
+    known = {"gate-up-swapped": is_gated, "heads-transposed": is_attentions, "heads-permuted": is_attentions}
+    if known.get(reading.title, True):
+        return reading
+    return replace(reading, title="stacked-in-another-order", repair=reading.repair.removesuffix(GATE_FIRST))
+
+
+def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
+    """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
+
+    So are those of a whole block, such as a decoder's attention to itself and to its encoder, those of one owner, such
+    as the norms of queries and keys, and those of all layers, whatever the last norm is.
+
+    Of queries, keys and values two are rotated, in all layers or in one. A layer's norms are told apart by the modules
+    that have them.
+    """
+    by_parameter: dict[str, list[_Misread]] = defaultdict(list)
+    by_path: dict[str, list[_Misread]] = defaultdict(list)
+    by_layer: dict[str, list[_Misread]] = defaultdict(list)
+    by_block: dict[str, list[_Misread]] = defaultdict(list)
+    by_owner: dict[str, list[_Misread]] = defaultdict(list)
+    by_stack: dict[str, list[_Misread]] = defaultdict(list)
+    for entry in same:
+        by_parameter[entry.parameter].append(entry)
+        by_path[_NUMBER.sub("#", next(iter(names(entry.right)), ""))].append(entry)
+        by_layer[entry.layer].append(entry)
+        by_block[_NUMBER.sub("#", entry.block)].append(entry)
+        by_owner[_NUMBER.sub("#", entry.owner)].append(entry)
+        by_stack[entry.stack].append(entry)
+    kinds = list(by_parameter.values())
+    sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
+    some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
+    rotated = list(_pairs_of_a_module(by_layer)) if 2 in sizes else []
+    told: list[list[_Misread]] = []
+    alone = chain.from_iterable(by.values() for by in (by_path, by_layer, by_block, by_owner, by_stack))
+    for group in (kinds, *some, *rotated, *([one] for one in alone)):
+        entries = [entry for kind in group for entry in kind]
+        if len(entries) > 1 and entries not in told:
+            told.append(entries)
+            yield entries
+
+
+def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple[list[_Misread], ...]]:
+    """Every two layers that one module has, as an attention has queries and keys, with the entries of each."""
+    modules: dict[str, list[list[_Misread]]] = defaultdict(list)
+    for layer, entries in by_layer.items():
+        modules[re.sub(r"\.?[^.]*$", "", layer)].append(entries)
+    for layers in modules.values():
+        yield from combinations(layers, 2)
+
+
+def _hypothesis(entries: Sequence[_Misread], shapes: Shapes, module: nn.Module) -> Hypothesis:
+    """That these entries are misread, all alike."""
+    first, *others = entries
+    one = first.reading
+    where = describe(first.right).strip('"')
+    repair = one.repair
+    if others:
+        where += f" and {len(others)} more"
+        repair += f"; likewise for {', '.join(describe(entry.right) for entry in others)}"
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for entry in entries:
+            packed = pack(entry.left, reference, like)
+            found |= unpack(entry.left, entry.reading.change(packed), shapes)
+        return found
+
+    return Hypothesis(one.title, f"{one.name} {where}", repair, module, read=read)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Two entries of one shape, each with the other's TE parameter."""
+
+    left: Side
+    right: Side
+    other_left: Side
+    other_right: Side
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """In what the two parameters' names differ: key and value, or one layer's number and another's."""
+        one, other = describe(self.right), describe(self.other_right)
+        before = _common(one, other)
+        one, other = one[before:], other[before:]
+        after = _common(one[::-1], other[::-1])
+        return one[: len(one) - after], other[: len(other) - after]
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether both are of one layer, or one parameter in two; who maps one layer's query to another's output?"""
+        one, other = describe(self.right), describe(self.other_right)
+        return _INDEX.findall(one) == _INDEX.findall(other) or _INDEX.sub("", one) == _INDEX.sub("", other)
+
+
+def _common(one: str, other: str) -> int:
+    """With how many characters both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _exchanges(weights: WeightMap, shapes: Shapes) -> Iterator[_Exchange]:
+    entries = [(left, right) for left, right in weights.items() if any(names(left))]
+    for entry, other in combinations(entries, 2):
+        if shape_of(entry[0], shapes) == shape_of(other[0], shapes):
+            yield _Exchange(*entry, *other)
+
+
+def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes, module: nn.Module) -> Hypothesis:
+    """That these were exchanged, all of them."""
+    first, *others = exchanges
+    where = f"{describe(first.right)} {describe(first.other_right)}".replace('"', "")
+    repair = (
+        f"map {describe(first.left)} to {describe(first.other_right)}, and {describe(first.other_left)} to "
+        f"{describe(first.right)}"
+    )
+    if others:
+        where += f" and {len(others)} more"
+        repair += "".join(f"; likewise {describe(one.left)} and {describe(one.other_left)}" for one in others)
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for one in exchanges:
+            packed, other = pack(one.left, reference, like), pack(one.other_left, reference, like)
+            found |= unpack(one.left, other, shapes) | unpack(one.other_left, packed, shapes)
+        return found
+
+    scope: Scope = "all" if first.is_likely else "call"
+    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, module, read=read, scope=scope)

@@ -1,0 +1,330 @@
+"""Compute attention by blocks of queries, so that its memory grows linearly with the sequence.
+
+Written out, attention in FP64 holds the scores of every head at once: 64 GiB for 16,384 tokens and 32 heads, several
+times over with gradients. Here one block of queries after the other is computed, forward, and once more backward. The
+sums are those of attention written out, but for the order in which they are added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+# Which keys a query may see by its position: causal masks and sliding windows.
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query i sees keys from ``i - left`` to ``i + right``.
+
+    Attributes:
+        left: infinite where earlier keys are seen without a limit.
+        right: infinite where later keys are; 0 for a causal mask.
+    """
+
+    left: float = math.inf
+    right: float = math.inf
+
+    def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor:
+        """``[queries, keys]``, True where a query must not see a key."""
+        distance = distance_of(queries, keys, device)
+        return (distance > self.right) | (distance < -self.left)
+
+    def hides(self, queries: range, keys: range) -> bool:
+        """Whether one of the queries must not see one of the keys; neither range is empty."""
+        return keys[-1] - queries[0] > self.right or keys[0] - queries[-1] < -self.left
+
+    def visible(self, queries: range, keys: int) -> range:
+        """The keys, of so many, that some of the queries see; at least one key, which then none may see."""
+        start = min(int(max(queries[0] - self.left, 0)), keys - 1)
+        stop = max(int(min(queries[-1] + self.right + 1, keys)), start + 1)
+        return range(start, stop)
+
+
+def distance_of(queries: range, keys: range, device: torch.device) -> Tensor:
+    """``[queries, keys]``: how far right of a query's position a key is."""
+    rows = torch.arange(queries.start, queries.stop, device=device)
+    return torch.arange(keys.start, keys.stop, device=device) - rows[:, None]
+
+
+# Attention by blocks of queries, so that its memory grows linearly with the sequence: no matrix of all scores exists.
+#
+# Written out, attention in FP64 holds the scores of every head at once: 64 GiB for 16,384 tokens and 32 heads, several
+# times over with gradients. Here one block of queries after the other is computed, forward, and once more backward. The
+# sums are those of attention written out, but for the order in which the gradients of keys and values add up.
+
+
+WRITTEN_OUT = 2**25
+"""Up to so many scores over all heads (256 MiB in FP64), attention may be computed as it is written."""
+# Scores of a block: few beside what 16,384 tokens need, enough to keep a GEMM busy.
+_BLOCK = 2**22
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """No rounding."""
+    return x
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What is rounded between the steps of attention; nothing by default.
+
+    Attributes:
+        operand: each operand, as a GEMM reads it.
+        probabilities: those of the forward pass, as the GEMM with the values reads them.
+        scores: scores and their gradient, between two kernels.
+        pointwise: probabilities, and the gradient of the scores.
+        result: the context and the gradients of queries, keys and values, as they are stored.
+        mean_from_context: whether the softmax's backward has the mean gradient of a row from the context, as flash
+            attention does (Dao et al., arXiv 2205.14135, appendix B.2, equation 4), or from gradients and
+            probabilities; the two differ in rounding.
+        splits: into how many parts a product of a block splits the summed dimension.
+        alone: entered around all steps, so that no mode around the module sees them.
+    """
+
+    operand: Callable[[Tensor], Tensor] = as_it_is
+    probabilities: Callable[[Tensor], Tensor] = as_it_is
+    scores: Callable[[Tensor], Tensor] = as_it_is
+    pointwise: Callable[[Tensor], Tensor] = as_it_is
+    result: Callable[[Tensor], Tensor] = as_it_is
+    mean_from_context: bool = False
+    splits: int = 1
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left @ right`` of the two as a GEMM reads them."""
+        return self._summed(self.operand(left), self.operand(right))
+
+    def context(self, probabilities: Tensor, value: Tensor) -> Tensor:
+        """``probabilities @ value`` of the two as the forward pass's GEMM reads them."""
+        return self._summed(self.probabilities(probabilities), self.operand(value))
+
+    def _summed(self, left: Tensor, right: Tensor) -> Tensor:
+        parts = zip(left.tensor_split(self.splits, -1), right.tensor_split(self.splits, -2), strict=True)
+        first, *others = (a @ b for a, b in parts if a.shape[-1])
+        for other in others:
+            first += other
+        return first
+
+
+EXACT = Arithmetic()
+
+
+def are_too_many_scores(query: Tensor, key: Tensor) -> bool:
+    """Whether attention of ``[..., seq, head_dim]`` has more scores than are to be held at once."""
+    return math.prod(query.shape[:-1]) * key.shape[-2] > WRITTEN_OUT
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    band: Band | None = None,
+    scale: float | None = None,
+    empty_rows: float = math.nan,
+    arithmetic: Arithmetic = EXACT,
+) -> Tensor:
+    """``softmax(scale * query key^T + mask) value``; a ``TorchFunctionMode`` sees it as one function.
+
+    Args:
+        query: ``[..., heads, seq_q, head_dim]``.
+        key: ``[..., groups, seq_kv, head_dim]``; heads are shared out to the groups in order.
+        value: ``[..., groups, seq_kv, value_dim]``.
+        mask: broadcasts to ``[..., heads, seq_q, seq_kv]``; True where a key is seen, or what is added to the scores,
+            which gets a gradient.
+        band: the keys that a query sees by its position; None for all.
+        scale: of the scores; None for ``1 / sqrt(head_dim)``.
+        empty_rows: the probabilities of a query that sees no key: NaN as ``softmax`` has them, or 0 as
+            ``F.scaled_dot_product_attention`` has them.
+        arithmetic: what is rounded.
+
+    Returns:
+        ``[..., heads, seq_q, value_dim]``; differentiable once.
+    """
+    given = (query, key, value, mask, band, scale, empty_rows, arithmetic)
+    if has_torch_function((query, key, value)):
+        return handle_torch_function(attention, (query, key, value), *given)
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    if mask is not None:
+        mask = _with_four_dimensions(mask, batch if len(batch) > 1 else mask.shape[:-3])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    context: Tensor = _Attention.apply(
+        *(_with_four_dimensions(x, batch) for x in (query, key, value)),
+        mask,
+        _Settings(band or Band(), scale, empty_rows, arithmetic),
+    )
+    return context.reshape(*query.shape[:-1], value.shape[-1]) if query.dim() < 4 else context.unflatten(0, batch)
+
+
+def _with_four_dimensions(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """``[batch, heads, ...]`` of a tensor whose dimensions before the heads are broadcast to ``batch``."""
+    x = x.reshape((1,) * (3 - x.dim()) + x.shape)
+    return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some queries of a head, and the keys that some of them see."""
+
+    queries: range
+    keys: range
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.queries.start, self.queries.stop)
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.keys.start, self.keys.stop)
+
+    def of_mask(self, mask: Tensor) -> Tensor:
+        """A view of a mask that broadcasts to ``[queries, keys]``."""
+        rows, columns = (
+            part if size > 1 else slice(None) for part, size in zip((self.rows, self.columns), mask.shape, strict=True)
+        )
+        return mask[rows, columns]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all heads share, see ``attention``."""
+
+    band: Band
+    scale: float
+    empty_rows: float
+    arithmetic: Arithmetic
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The attention of one head; tensors have two dimensions, ``[seq, head_dim]``.
+
+    Attributes:
+        query: of the head.
+        key, value: of the head's group.
+        mask: broadcasts to ``[seq_q, seq_kv]``.
+        settings: what all heads share.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    settings: _Settings
+
+    def blocks(self) -> Iterator[_Block]:
+        queries, keys = len(self.query), len(self.key)
+        height = max(1, _BLOCK // keys)
+        for start in range(0, queries, height):
+            rows = range(start, min(start + height, queries))
+            yield _Block(rows, self.settings.band.visible(rows, keys))
+
+    def probabilities(self, block: _Block) -> Tensor:
+        band, arithmetic, empty_rows = self.settings.band, self.settings.arithmetic, self.settings.empty_rows
+        product = arithmetic.product(self.query[block.rows], self.key[block.columns].t())
+        scores = arithmetic.scores(product) * self.settings.scale
+        if self.mask is not None:
+            mask = block.of_mask(self.mask)
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+        if band.hides(block.queries, block.keys):
+            scores = scores.masked_fill(band.hidden(block.queries, block.keys, scores.device), -math.inf)
+        probabilities = scores.softmax(-1)
+        if not math.isnan(empty_rows):
+            probabilities.masked_fill_((scores == -math.inf).all(-1, keepdim=True), empty_rows)
+        return arithmetic.pointwise(probabilities)
+
+    def attend(self, context: Tensor) -> None:
+        """Write the context, ``[seq_q, value_dim]``."""
+        arithmetic = self.settings.arithmetic
+        for block in self.blocks():
+            product = arithmetic.context(self.probabilities(block), self.value[block.columns])
+            context[block.rows] = arithmetic.result(product)
+
+    def differentiate(
+        self, gradient: Tensor, context: Tensor | None, mask_gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of ``query``, ``key`` and ``value``; adds that of the mask to ``mask_gradient``.
+
+        Args:
+            gradient: with respect to the context.
+            context: as it was stored; only where softmax's mean comes from it.
+            mask_gradient: of the mask's shape; None where it needs none.
+        """
+        of_query, of_key, of_value = (torch.zeros_like(x) for x in (self.query, self.key, self.value))
+        arithmetic, scale = self.settings.arithmetic, self.settings.scale
+        for block in self.blocks():
+            rows, columns = block.rows, block.columns
+            probabilities, above = self.probabilities(block), gradient[rows]
+            of_value[columns] += arithmetic.product(probabilities.t(), above)
+            change = arithmetic.scores(arithmetic.product(above, self.value[columns].t()))
+            if context is not None:
+                mean = (arithmetic.operand(above) * context[rows]).sum(-1, keepdim=True)
+                of_scores = probabilities * (change - mean)
+            else:
+                mean = (change * probabilities).sum(-1, keepdim=True)
+                of_scores = arithmetic.pointwise(probabilities * (change - mean))
+            if mask_gradient is not None:
+                part = block.of_mask(mask_gradient)
+                part += of_scores.sum_to_size(part.shape)
+            of_scores = of_scores * scale
+            of_query[rows] = arithmetic.product(of_scores, self.key[columns])
+            of_key[columns] += arithmetic.product(of_scores.t(), self.query[rows])
+        return arithmetic.result(of_query), arithmetic.result(of_key), arithmetic.result(of_value)
+
+
+def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
+    """A head's view, ``[seq, ...]``, of ``[batch, groups, seq, ...]``, where either may be 1."""
+    return x[sample % x.shape[0], head // (heads // x.shape[1])]
+
+
+def _heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
+) -> Iterator[tuple[tuple[int, int, int], _Head]]:
+    """Every head of every sample, with what ``_of_head`` finds its part of a tensor by."""
+    samples, heads = query.shape[:2]
+    for at in product(range(samples), range(heads), (heads,)):
+        q, k, v = (_of_head(x, *at) for x in (query, key, value))
+        yield at, _Head(q, k, v, None if mask is None else _of_head(mask, *at), settings)
+
+
+class _Attention(torch.autograd.Function):
+    """All tensors have four dimensions, see ``attention``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
+    ) -> Tensor:
+        samples, heads, queries, _ = query.shape
+        # In the order in which heads are joined again after attention, which then needs no copy.
+        context = value.new_empty(samples, queries, heads, value.shape[-1]).transpose(1, 2)
+        with settings.arithmetic.alone():
+            for at, head in _heads(query, key, value, mask, settings):
+                head.attend(_of_head(context, *at))
+        ctx.save_for_backward(query, key, value, mask, context if settings.arithmetic.mean_from_context else None)
+        ctx.settings = settings
+        return context
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, context = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        gradients = [torch.zeros_like(x) for x in (query, key, value)]
+        of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
+        with settings.arithmetic.alone():
+            for at, head in _heads(query, key, value, mask, settings):
+                stored, below = (None if x is None else _of_head(x, *at) for x in (context, of_mask))
+                parts = head.differentiate(_of_head(gradient, *at), stored, below)
+                for whole, part in zip(gradients, parts, strict=True):
+                    _of_head(whole, *at).add_(part)
+        return *gradients, of_mask, None

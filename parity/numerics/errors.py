@@ -1,0 +1,369 @@
+"""Measure the error of a computed tensor against golden, and bound it as a report shows it.
+
+``measure`` takes all measures, in FP64. Elements where one of the two tensors is not finite cannot be measured; they
+are counted and left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parity.result import Errors, Kind
+
+# A tensor with what is summed over it, each sum taken once however many measures and statistics are made of it.
+
+
+class Summed:
+    """A tensor and its sums, which are taken when they are first asked for.
+
+    Args:
+        values: FP64 or FP32, of any shape; not to be changed afterwards.
+        is_drawn: whether they are an error of which others are drawn independently, by ``Freedom.dithers``.
+        leans: whether such an error tells how errors lean by chance; a gradient's does.
+    """
+
+    def __init__(self, values: Tensor, is_drawn: bool = False, leans: bool = True) -> None:
+        self.values = values
+        self.is_drawn = is_drawn
+        self.leans = leans
+        self._squares_over: dict[tuple[int, ...], Tensor] = {}
+        self._products: dict[Summed, float] = {}
+
+    @cached_property
+    def norm(self) -> float:
+        """The Euclidean norm, by way of the rows' sums, which lose less in FP32 than one sum of all."""
+        rows = self.squares_over((self.values.dim() - 1,)) if self.values.dim() else self.squares
+        return math.sqrt(rows.sum(dtype=torch.float64).item())
+
+    @property
+    def total(self) -> float:
+        """The sum of all squares."""
+        return self.norm**2
+
+    @property
+    def root_mean_square(self) -> float:
+        """Of the elements; 0 where there are none."""
+        return self.norm / math.sqrt(max(1, self.values.numel()))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is."""
+        return math.isfinite(self.norm)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Of each element."""
+        return self.values.square()
+
+    @cached_property
+    def largest_in_rows(self) -> Tensor:
+        """The largest magnitude along the last dimension."""
+        squares = self.squares.amax(-1) if self.values.dim() else self.squares
+        return squares.sqrt()
+
+    @cached_property
+    def max_abs(self) -> float:
+        """The largest magnitude, NaN if one is; 0 for empty tensors."""
+        return self.largest_in_rows.max().item() if self.values.numel() else 0.0
+
+    def squares_over(self, dims: tuple[int, ...]) -> Tensor:
+        """The sums of squares over these dimensions, in ascending order and at least one."""
+        if dims not in self._squares_over:
+            last = self.values.dim() - 1
+            if dims[-1] == last and len(dims) > 1:
+                self._squares_over[dims] = self.squares_over((last,)).sum(dims[:-1])
+            elif last not in dims and len(dims) == last:
+                self._squares_over[dims] = over_rows(self.squares)
+            else:
+                self._squares_over[dims] = self.squares.sum(dims)
+        return self._squares_over[dims]
+
+    def dot(self, other: Summed) -> float:
+        """The inner product with a tensor of the same shape."""
+        if other is self:
+            return self.total
+        if other not in self._products:
+            dtype = torch.promote_types(self.values.dtype, other.values.dtype)
+            one, two = (x.values.flatten().to(dtype) for x in (self, other))
+            self._products[other] = torch.dot(one, two).item()
+        return self._products[other]
+
+    def dots_in_rows(self, other: Summed) -> Tensor:
+        """The inner products along the last dimension with a tensor of the same shape."""
+        return (self.values * other.values).sum(-1) if self.values.dim() else self.values * other.values
+
+
+def over_rows(x: Tensor) -> Tensor:
+    """The sums over all dimensions but the last, of two or more, as a product: in half the time that ``sum`` takes."""
+    rows = x.flatten(0, -2)
+    return torch.mv(rows.T, rows.new_ones(len(rows)))
+
+
+# Error measures of a computed tensor against its golden value.
+#
+# ``measure`` takes them all, in FP64. Elements where one of the two tensors is not finite cannot be measured; they are
+# counted and left out.
+
+
+_BINADES = 2.0**64
+
+# A number's exponent field, whose bits alone are the power of two below its magnitude, and the integers that hold it.
+_EXPONENT = {torch.float64: (torch.int64, 0x7FF << 52), torch.float32: (torch.int32, 0xFF << 23)}
+
+
+def relative_l2(error_norm: float, golden_norm: float) -> float:
+    """``|error| / |golden|``; 0 if both are zero, infinite if golden alone is."""
+    if error_norm == 0.0:
+        return 0.0
+    return error_norm / golden_norm if golden_norm > 0.0 else math.inf
+
+
+def difference(x: Tensor, golden: Tensor) -> Tensor:
+    """``x - golden`` in FP64.
+
+    Args:
+        x: the computed tensor, any floating-point dtype.
+        golden: its golden value, same shape.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if x.shape != golden.shape:
+        raise ValueError(f"shapes differ: computed {tuple(x.shape)}, golden {tuple(golden.shape)}")
+    return x.detach().to(torch.float64, copy=True).sub_(golden.detach())
+
+
+def max_abs(error: Tensor) -> float:
+    """The largest ``|error|``, NaN if one is; 0 for empty tensors."""
+    if not error.numel():
+        return 0.0
+    return max(abs(error.amin().item()), abs(error.amax().item()))  # a third of the time that aminmax takes
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether every element is, in a tenth of the time that asking each takes."""
+    return math.isfinite(max_abs(x))
+
+
+def _power_of_two(golden: Tensor, dtype: torch.dtype) -> Tensor:
+    """At or below each element's magnitude; no less than the smallest normal number of ``dtype``."""
+    magnitude = golden.abs().clamp_(min=torch.finfo(dtype).smallest_normal)
+    as_integers, exponent = _EXPONENT[golden.dtype]
+    return magnitude.view(as_integers).bitwise_and_(exponent).view(golden.dtype)
+
+
+def cosine(error_norm: float, golden_norm: float, product: float) -> float:
+    """Cosine of the angle between golden and ``golden + error``; 1 if both are zero, 0 if one is.
+
+    Args:
+        error_norm: Euclidean norm of the error.
+        golden_norm: Euclidean norm of the golden value.
+        product: the inner product of the two.
+    """
+    norm = math.sqrt(max(0.0, golden_norm**2 + 2 * product + error_norm**2))
+    if golden_norm * norm == 0.0:
+        return 1.0 if golden_norm == norm else 0.0
+    return (golden_norm**2 + product) / (golden_norm * norm)
+
+
+def sqnr_db(relative_l2: float) -> float:
+    """Signal to quantization noise ratio in decibels, from a relative L2 error."""
+    return math.inf if relative_l2 == 0.0 else -20.0 * math.log10(relative_l2) if relative_l2 < math.inf else -math.inf
+
+
+def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
+    """Every measure at once.
+
+    Args:
+        x: the computed tensor, any floating-point dtype.
+        golden: its golden value, FP64, same shape.
+        dtype: the dtype whose ulps count.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return Measures(Summed(golden.detach().double()), dtype).of(x, Summed(difference(x, golden)))
+
+
+class Measures:
+    """The measures of several computed tensors against one golden value.
+
+    Args:
+        golden: FP64 or FP32, as the errors are.
+        dtype: the dtype whose ulps count.
+    """
+
+    def __init__(self, golden: Summed, dtype: torch.dtype) -> None:
+        self._golden = golden
+        self._dtype = dtype
+
+    @cached_property
+    def _per_ulp(self) -> Tensor:
+        """One over the ulps but for a factor, with which FP32 holds them all and the errors in them."""
+        return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES).reciprocal_()
+
+    def of(self, x: Tensor, error: Summed) -> Errors:
+        """Every measure of one of them.
+
+        Args:
+            x: the computed tensor, any floating-point dtype.
+            error: its ``difference`` from golden.
+        """
+        if error.is_finite:
+            return _measure_finite(error, self._golden, self._per_ulp, self._dtype)
+        golden = self._golden.values
+        x_finite, golden_finite = x.isfinite(), golden.isfinite()
+        spoiled = ~x_finite & golden_finite
+        comparable = x_finite & golden_finite
+        compared = golden[comparable]
+        return dataclasses.replace(
+            _measure_finite(Summed(error.values[comparable]), Summed(compared), self._per_ulp[comparable], self._dtype),
+            nans=int((x.isnan() & golden_finite).sum()),
+            infs=int((x.isinf() & golden_finite).sum()),
+            golden_non_finite=int((~golden_finite).sum()),
+            first_non_finite=_first_index(spoiled if spoiled.any() else ~golden_finite),
+        )
+
+
+def _measure_finite(error: Summed, golden: Summed, per_ulp: Tensor, dtype: torch.dtype) -> Errors:
+    relative = relative_l2(error.norm, golden.norm)
+    return Errors(
+        relative_l2=relative,
+        max_abs=error.max_abs,
+        max_ulps=max_abs(error.values * per_ulp) * (_BINADES / torch.finfo(dtype).eps),
+        cosine=cosine(error.norm, golden.norm, error.dot(golden)),
+        sqnr_db=sqnr_db(relative),
+        golden_rms=golden.root_mean_square,
+    )
+
+
+def _first_index(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(index) for index in mask.nonzero()[0])
+
+
+# One golden tensor, and the errors of what is computed in its place, in the arithmetic in which they are judged.
+#
+# An error is the difference of two numbers that nearly agree, so golden needs all digits of FP64. What is summed of
+# errors does not: FP32 holds an error to one part in 16 million, in half of the memory, which is what judging waits
+# for. Golden is split into what FP32 holds of it and the rest, again in FP32, which are taken off a computed tensor one
+# after the other. Where squares or products might leave FP32's range, all is computed in FP64.
+
+
+# Root mean squares of tensors of whose elements FP32 holds squares, and products with the like.
+_LEAST, _MOST = 1e-15, 1e15
+
+
+class Deviations(NamedTuple):
+    """Golden and the errors of tensors computed in its place, all in FP32 or all in FP64."""
+
+    golden: Summed
+    errors: list[Summed]
+
+
+class Truth:
+    """A golden tensor.
+
+    Args:
+        exact: FP64, of any shape.
+    """
+
+    def __init__(self, exact: Tensor) -> None:
+        self.exact = exact.detach().double()
+        self._measures: dict[tuple[Summed, torch.dtype], Measures] = {}
+
+    @property
+    def root_mean_square(self) -> float:
+        """Of the elements."""
+        return self._in_fp32.root_mean_square
+
+    def deviations(self, computed: Sequence[Tensor]) -> Deviations:
+        """What tensors of the same shape, of any floating-point dtypes, are judged by.
+
+        Raises:
+            ValueError: if a shape differs.
+        """
+        if _is_held(self._in_fp32):
+            errors = [Summed(self._difference(x)) for x in computed]
+            if all(map(_is_held, errors)):
+                return Deviations(self._in_fp32, errors)
+        return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
+
+    def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
+        """Those of the errors that come with this golden of ``deviations``; kept for the next precision.
+
+        Args:
+            golden: of ``deviations``.
+            dtype: the dtype whose ulps count.
+        """
+        return self._measures.setdefault((golden, dtype), Measures(golden, dtype))
+
+    @cached_property
+    def _in_fp32(self) -> Summed:
+        return Summed(self.exact.float())
+
+    @cached_property
+    def _rest(self) -> Tensor:
+        return self.exact.sub(self._in_fp32.values).float()
+
+    @cached_property
+    def _in_fp64(self) -> Summed:
+        return Summed(self.exact)
+
+    def _difference(self, x: Tensor) -> Tensor:
+        """In FP32; what a tensor in FP64 has beyond it counts as well."""
+        if x.dtype is torch.float64 or x.shape != self.exact.shape:
+            return difference(x, self.exact).float()
+        return (x.detach().float() - self._in_fp32.values).sub_(self._rest)
+
+
+Truths = Mapping[tuple[Kind, str], Truth]
+
+
+def in_fp32(x: Tensor) -> Summed:
+    """An FP64 tensor in FP32, or as it is where FP32 does not hold it."""
+    narrow = Summed(x.float())
+    return narrow if _is_held(narrow) else Summed(x)
+
+
+def _is_held(x: Summed) -> bool:
+    return _LEAST <= x.root_mean_square <= _MOST or not x.values.any()
+
+
+# The two bounds that a person reads in a report, and errors against them.
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest errors that pass, whatever the other statistics say.
+
+    Attributes:
+        relative_l2: bound on ``Errors.relative_l2``.
+        max_abs: bound on ``Errors.max_abs``, in the tensor's units.
+    """
+
+    relative_l2: float
+    max_abs: float
+
+
+def margin(errors: Errors, bound: Tolerance) -> float:
+    """The largest error divided by its tolerance: up to 1 passes.
+
+    Infinite where the candidate or the golden value has a NaN or an infinity: nothing that cannot be compared passes.
+    """
+    if not errors.finite:
+        return math.inf
+    return max(_ratio(errors.relative_l2, bound.relative_l2), _ratio(errors.max_abs, bound.max_abs))
+
+
+def _ratio(error: float, bound: float) -> float:
+    if error == 0.0:
+        return 0.0
+    return error / bound if bound > 0.0 else math.inf

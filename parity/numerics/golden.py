@@ -1,0 +1,299 @@
+"""Compute a reference in FP64 throughout, also where its code asks for FP32.
+
+``module.double()`` converts parameters and buffers. But a model's author who computes a norm or a softmax "in FP32"
+writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken at its word in FP64, that
+would round golden to FP32 there, just as the rounding model and the port do: none of them would have an error there,
+and golden would be no better than they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from parity.numerics.blocked_attention import EXACT, Arithmetic, Band, are_too_many_scores, attention
+from parity.trace.private_functions import CHECKPOINT, exchanged
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
+# Runs PyTorch's scaled dot-product attention by blocks of queries where its scores would not fit into memory.
+
+
+def attention_in_blocks(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
+    """Within the context, long calls of ``F.scaled_dot_product_attention`` and of ``attention`` run in blocks.
+
+    Other ways to write attention stay as they are: a reference that multiplies queries and keys itself holds every
+    score. So does a call with dropout, of nested tensors, or with a mask of a class of its own.
+
+    Args:
+        arithmetic: what is rounded in them.
+    """
+    return _InBlocks(arithmetic)
+
+
+class _InBlocks(TorchFunctionMode):
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self._arithmetic = arithmetic
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is attention:
+            return attention(*args[:-1], arithmetic=self._arithmetic)
+        if func is F.scaled_dot_product_attention:
+            call = SDPA.bind(*args, **kwargs)
+            call.apply_defaults()
+            is_served = _is_served(**call.arguments)
+            if is_served and not (self._arithmetic is EXACT and _is_linear_already(**call.arguments)):
+                return _scaled_dot_product(**call.arguments, arithmetic=self._arithmetic)
+        return func(*args, **kwargs)
+
+
+def _signature(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
+    """Of PyTorch's function, which is built in and has none."""
+
+
+SDPA = inspect.signature(_signature)
+
+
+def _is_served(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    **_: Any,
+) -> bool:
+    """Whether the call has too many scores and is one that blocks compute; what PyTorch refuses is left to it."""
+    dimensions = {x.dim() for x in (query, key, value)}
+    if query.is_nested or len(dimensions) > 1 or query.dim() < 2 or not are_too_many_scores(query, key):
+        return False
+    heads, *groups = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    shares = groups[0] == groups[1] and (groups[0] in (1, heads) or (enable_gqa and heads % groups[0] == 0))
+    if attn_mask is not None and (is_causal or attn_mask.dim() > query.dim()):
+        return False
+    knows_mask = attn_mask is None or type(attn_mask) in (Tensor, torch.nn.Parameter) or _is_causal_bias(attn_mask)
+    return knows_mask and dropout_p == 0.0 and shares and query.dtype == key.dtype == value.dtype
+
+
+def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
+    """Whether it is of PyTorch's class, whose import takes most of a second: whoever has one has imported it."""
+    bias = sys.modules.get("torch.nn.attention.bias")
+    return bias is not None and isinstance(mask, bias.CausalBias)
+
+
+def _is_linear_already(attn_mask: Tensor | None, **call: Any) -> bool:
+    """Whether PyTorch has a kernel that holds no matrix of scores, as the CPU's for FP64; it is faster than blocks."""
+    if _is_causal_bias(attn_mask):
+        return False
+    return SDPBackend(torch._fused_sdp_choice(attn_mask=attn_mask, **call)) is not SDPBackend.MATH
+
+
+def _scaled_dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    arithmetic: Arithmetic,
+    **_: Any,
+) -> Tensor:
+    band = Band(right=0) if is_causal else Band()
+    if _is_causal_bias(attn_mask):
+        from torch.nn.attention.bias import CausalVariant
+
+        lower_right = attn_mask.variant is CausalVariant.LOWER_RIGHT
+        band = Band(right=attn_mask.seq_len_kv - attn_mask.seq_len_q if lower_right else 0)
+        attn_mask = None
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if arithmetic is not EXACT:
+        # A model of rounding sees that PyTorch multiplies both operands by the scale's root, keys anew for each head.
+        root = math.sqrt(abs(scale))
+        key = _repeated(key, query) * root
+        query, scale = query * math.copysign(root, scale), 1.0
+    return attention(query, key, value, attn_mask, band, scale, 0.0, arithmetic)
+
+
+def _repeated(key: Tensor, query: Tensor) -> Tensor:
+    """Each group's key for every head of the group."""
+    if query.dim() < 3 or key.shape[-3] == query.shape[-3]:
+        return key
+    return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+
+
+# Products of all experts' tokens and weights by one expert after the other, as a reference may have them in one call.
+#
+# ``torch.nn.functional.grouped_mm``, which transformers takes for mixtures by default, has no kernel for FP64, and what
+# it rounds could not be told from outside. A product for each expert has both.
+
+
+# PyTorch 2.10 has the public name, older ones have the other; some have none.
+_GROUPED = tuple(
+    function
+    for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if function is not None
+)
+
+
+def experts_one_by_one() -> TorchFunctionMode:
+    """Within the context, grouped products of tokens ``[rows, in]`` with weights ``[experts, in, out]`` run singly.
+
+    Others stay as they are: batches of matrices, and a gradient that a reference computes itself.
+    """
+    return _OneByOne()
+
+
+class _OneByOne(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _GROUPED and _is_of_tokens(*args, **kwargs):
+            return _one_by_one(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_of_tokens(tokens: Tensor, weights: Tensor, *, offs: Tensor | None = None, **others: Any) -> bool:
+    return tokens.dim() == 2 and weights.dim() == 3 and offs is not None and all(x is None for x in others.values())
+
+
+def _one_by_one(tokens: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """Rows after the last expert's, which PyTorch leaves undefined, are 0."""
+    ends = [0, *offs.tolist()]
+    rows = [
+        tokens[first:last] @ weight for weight, (first, last) in zip(weights, itertools.pairwise(ends), strict=True)
+    ]
+    return torch.cat([*rows, tokens.new_zeros(len(tokens) - ends[-1], weights.shape[-1])])
+
+
+# Computes a reference in FP64 throughout, also where its code asks for FP32.
+#
+# ``module.double()`` converts parameters and buffers. But a model's author who computes a norm or a softmax "in FP32"
+# writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken at its word in FP64, that
+# would round golden to FP32 there, just as the rounding model and the port do: none of them would have an error to
+# judge by.
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Within the context, a module in FP64 computes in nothing less, and long attention in blocks."""
+    with _calls_in_fp64(), _recomputed_alike():
+        yield
+
+
+@contextmanager
+def _calls_in_fp64() -> Iterator[None]:
+    with _InFP64(), attention_in_blocks(), experts_one_by_one():
+        yield
+
+
+@contextmanager
+def _recomputed_alike() -> Iterator[None]:
+    """What ``torch.utils.checkpoint`` computes again in the backward pass is computed alike.
+
+    Autograd computes it under the modes that were active when the forward pass called PyTorch's functions, and a mode
+    is none while it handles a call.
+    """
+    with exchanged(CHECKPOINT, _checkpointed):
+        yield
+
+
+def _checkpointed(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What it checkpoints itself may be computed again in another thread, one of autograd's.
+    return original(in_fp64()(function), *args, **kwargs)
+
+
+class _InFP64(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
+        asks_for_fp32 = func is Tensor.float or any(x is torch.float32 for x in given)
+        if asks_for_fp32 and _has(torch.float64, given):
+            func = Tensor.double if func is Tensor.float else func
+            return func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
+        result = func(*args, **kwargs)
+        # An FP32 tensor is made here, or comes from one that the reference holds beside its parameters and buffers.
+        if not _has(torch.float32, (result,)) or _has(torch.float32, given):
+            return result
+        return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
+
+
+def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:
+    """Whether one of the tensors is of the dtype, or one in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is dtype:
+                return True
+        elif isinstance(value, (list, tuple)) and _has(dtype, value):
+            return True
+    return False
+
+
+def _widened(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
+
+
+# Where golden is computed: on the kernels' own device, or on the CPU where its FP64 is faster.
+#
+# A data-center GPU (compute capability 8.0, 9.0, 10.0) computes FP64 at half the rate of FP32 or better; others (8.9,
+# 12.0) at a 64th, so that a CPU of many cores can be faster. A short measurement decides, since both vary.
+
+
+_WIDTH = 1024
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class GoldenDevice:
+    """The choice of a process.
+
+    Attributes:
+        device: on which golden is computed.
+        reason: the device and what was measured, as a report shows it.
+    """
+
+    device: torch.device
+    reason: str
+
+
+@cache
+def golden_device(device: torch.device) -> GoldenDevice:
+    """The faster of the kernels' device and the CPU; measured once a process.
+
+    Args:
+        device: where the kernels run.
+    """
+    cpu = torch.device("cpu")
+    if device.type == "cpu":
+        return GoldenDevice(cpu, "CPU")
+    here, there = seconds_of_gemm(device), seconds_of_gemm(cpu)
+    measured = f"an FP64 GEMM of width {_WIDTH} takes {1e3 * here:.2g} ms on the GPU, {1e3 * there:.2g} ms on the CPU"
+    return GoldenDevice(cpu, f"CPU: {measured}") if there < here else GoldenDevice(device, f"GPU: {measured}")
+
+
+def seconds_of_gemm(device: torch.device) -> float:
+    """The shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after one that is not counted."""
+    matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.float64, device=device)
+    times = []
+    for _ in range(1 + _REPEATS):
+        began = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the result
+        times.append(time.perf_counter() - began)
+    return min(times[1:])

@@ -1,0 +1,426 @@
+"""Round what a port leaves to PyTorch: the functions that it calls outside of TransformerEngine.
+
+What TE fuses, it computes in FP32 between what it stores. A port's own lines are no such kernel: each function rounds
+what it returns, and some round inside. The rounding model is told which they are before a port fails.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.numerics.aten import NO_BACKWARD, address
+from parity.numerics.freedom import Freedom
+from parity.numerics.storing import Storing
+from parity.trace.whose import Owner, module_of, whose
+
+# PyTorch's own kernels that a port calls too, since TransformerEngine has none for what they compute.
+#
+# Convolutions, batch and group norms, pooling, embeddings. A port holds their operands in the precision's dtype and
+# stores their results in it. What happens inside is PyTorch's business: on a CPU some sum in that dtype (an embedding's
+# gradient), or keep statistics in it (a batch norm), so there they are run in it. CUDA's accumulate in FP32.
+
+
+_aten = torch.ops.aten
+
+PLAIN_KERNELS = frozenset(
+    {
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+        _aten.native_batch_norm.default,
+        _aten.native_batch_norm_backward.default,
+        _aten.cudnn_batch_norm.default,
+        _aten.cudnn_batch_norm_backward.default,
+        _aten.native_group_norm.default,
+        _aten.native_group_norm_backward.default,
+        _aten.avg_pool2d.default,
+        _aten.avg_pool2d_backward.default,
+        _aten._adaptive_avg_pool2d.default,
+        _aten._adaptive_avg_pool2d_backward.default,
+        _aten.upsample_bilinear2d.default,
+        _aten.upsample_bilinear2d_backward.default,
+        _aten.embedding_dense_backward.default,
+    }
+)
+
+
+def as_in(dtype: torch.dtype, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a kernel of FP32 tensors returns where a port holds them in ``dtype``; FP32 again, and not yet stored."""
+    on_cpu = all(x.device.type == "cpu" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    if not on_cpu or dtype is torch.float32:
+        return kernel(*args, **kwargs)
+
+    def cast(tree: Any, to: torch.dtype) -> Any:
+        return tree_map_only(Tensor, lambda x: x.to(to) if x.is_floating_point() else x, tree)
+
+    given, named = cast((args, kwargs), dtype)
+    try:
+        return cast(kernel(*given, **named), torch.float32)
+    except RuntimeError:  # none for the dtype: a port computes it in FP32
+        return kernel(*args, **kwargs)
+
+
+# Biases that a port adds by itself, as where TE hands them out (``return_bias``): the product is stored before.
+
+
+ADDED_BIAS = "bias"
+"""Stands among the names of functions that a port calls for a bias that it adds to a layer's result."""
+
+ADDED_TO_SUM = "bias of a sum"
+"""Ditto for one that it adds after the residual connection, to ``x + layer(x)``."""
+
+
+def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:
+    """Which of the above a call of an ATen function is; empty if none."""
+    if name not in ("add", "add_") or not all(isinstance(x, Tensor) for x in operands[:2]):
+        return set()
+    some, other = sorted(operands[:2], key=lambda x: x.dim())
+    if not some.dim() == 1 < other.dim() or not some.requires_grad or some.shape[0] != other.shape[-1]:
+        return set()
+    is_of_sum = type(other.grad_fn).__name__ == "AddBackward0"
+    return {ADDED_BIAS, ADDED_TO_SUM} if is_of_sum else {ADDED_BIAS}
+
+
+class BiasesByHand:
+    """The linear layers of a pass, as a port rounds them that adds their biases by itself.
+
+    Args:
+        storing: how the pass stores tensors.
+        freedom: whose ``plain`` says whether the port does.
+    """
+
+    def __init__(self, storing: Storing, freedom: Freedom) -> None:
+        self._storing = storing
+        self.made = ADDED_BIAS in freedom.plain
+        self._to_sums = ADDED_TO_SUM in freedom.plain
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # results are kept, so that no address comes again
+
+    def result(self, product: Tensor, bias: Tensor) -> Tensor:
+        """A linear layer's result, ``[rows, out]``."""
+        product = self._storing.store(product)
+        result = self._storing.store(product + bias)
+        if self._to_sums:
+            self._parts[address(result)] = product, bias, result
+        return result
+
+    def in_sum(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """The sum of two activations, to which a bias of one of them is added last; None where none has one."""
+        for one, other in ((left, right), (right, left)):
+            parts = self._parts.get(address(one))
+            if parts is not None and parts[0].numel() == one.numel():
+                product, bias, _ = parts
+                return self._storing.store(self._storing.store(other + product.view_as(one)) + bias)
+        return None
+
+
+# Which of PyTorch's functions a port calls outside of TransformerEngine, in the precision's dtype.
+#
+# What TE fuses, it computes in FP32 between what it stores. A port's own lines are no such kernel: each function rounds
+# what it returns, and some round inside. The rounding model is told which they are before a port fails.
+
+
+# What calls a port: no line around PyTorch's calls, as of a Sequential, is the port's as well.
+_CALLS_PORTS = "parity.passes.one_pass"
+# TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
+_UNFUSED_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.backends"
+
+# Copies round nothing by themselves; attention's softmax has a freedom of its own.
+_LEFT_OUT = frozenset({"copy_", "clone", "detach", "_softmax", "_safe_softmax"})
+
+
+@contextmanager
+def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
+    """Within the context, names of ATen functions are added that code of neither TE nor parity calls on activations;
+    and those that TE's unfused attention calls.
+
+    Args:
+        dtype: of the activations that count.
+    """
+    recorder = _Recorder(dtype)
+    with recorder:
+        yield recorder.names
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether an ATen function returns its argument, changed."""
+    return any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        names = {name, *added_bias(name, args)}
+        is_new = not names <= self.names and name not in _LEFT_OUT and not func.is_view
+        if is_new and self._is_of_activations(func, args) and _is_users(sys._getframe(1)):
+            self.names |= names
+        return func(*args, **(kwargs or {}))
+
+    def _is_of_activations(self, func: Any, args: Any) -> bool:
+        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # of weights, by a step of training
+            return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
+        return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return whether the nearest code around PyTorch's is neither TE's nor ours, or is as a user's."""
+    while frame is not None and (owner := whose(frame)) in (Owner.TORCH, Owner.PYTHON):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    return owner is Owner.USER or module_of(frame) in (_CALLS_PORTS, _UNFUSED_ATTENTION)
+
+
+# What a port's own casts between the precision's dtype and FP32 round.
+#
+# Plain lines often compute in FP32: ``x.float()`` hands back a gradient that is rounded to x's dtype, and
+# ``.type_as(x)`` hands on a rounded value. Numbers that are all alike there, such as a cross-entropy's gradients at the
+# labels, are all rounded the same way, and everything behind leans by that. The model runs the reference in FP32, where
+# these calls do nothing: so they are watched, and what a port holds in FP32 (*wide*) is told from what it holds in the
+# dtype.
+
+
+CAST = "_to_copy"
+"""ATen's name of a cast, among the functions that a port calls."""
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float)
+_WIDE = "_parity_is_wide"
+
+
+class Casts(TorchFunctionMode):
+    """Within the context, casts of activations in an FP32 module round as in one of a 16-bit dtype.
+
+    Args:
+        store: rounds to the dtype.
+        alone: makes a context in which nothing else is rounded.
+    """
+
+    def __init__(self, store: Callable[[Tensor], Tensor], alone: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._store, self._alone = store, alone
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        if _is_of_activation(x):
+            if func in _CASTS:
+                return self._cast(func, args, kwargs)
+            if kwargs.get("dtype") is torch.float32 and not _is_wide(x):
+                args = (_marked(_Widened.apply(x, self._stored_alone)), *args[1:])
+        result = func(*args, **kwargs)
+        if any(_is_wide(given) for given in tree_leaves((args, kwargs))):
+            for each in tree_leaves(result):
+                _marked(each)
+        return result
+
+    def _stored_alone(self, x: Tensor) -> Tensor:
+        with self._alone():
+            return self._store(x)
+
+    def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
+        x, result = args[0], func(*args, **kwargs)
+        if not _is_of_activation(result):  # of another dtype, or without a gradient: PyTorch has done what was asked
+            return result
+        becomes_wide = _becomes_wide(func, x, (*args[1:], *kwargs.values()))
+        if becomes_wide and not _is_wide(x):
+            result = _Widened.apply(result, self._stored_alone)
+        elif not becomes_wide and _is_wide(x):
+            result = _Narrowed.apply(result, self._stored_alone)
+        return _marked(result) if becomes_wide else result
+
+
+def _becomes_wide(func: Any, x: Tensor, asked: tuple[Any, ...]) -> bool:
+    """Whether a port holds what a cast returns in FP32.
+
+    A dtype that is FP32 here is either named, or another tensor's, which is FP32 in the model alone. Nobody names FP32
+    for what is FP32 already, nor the dtype for what has it.
+    """
+    if func is Tensor.float:
+        return True
+    for one in asked:
+        if isinstance(one, Tensor):
+            return _is_wide(one)
+        if isinstance(one, torch.dtype):
+            return not _is_wide(x)
+    return _is_wide(x)
+
+
+class _Narrowed(torch.autograd.Function):
+    """Rounds a value, and hands its gradient back as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
+        return store(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Widened(torch.autograd.Function):
+    """Hands a value on as it is, and rounds its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.store = store
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.store(gradient), None
+
+
+def _is_of_activation(x: Any) -> bool:
+    """Whether the model has it in FP32 and it has a gradient, which tables of angles and masks have not."""
+    return isinstance(x, Tensor) and x.dtype is torch.float32 and x.requires_grad
+
+
+def _is_wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and getattr(x, _WIDE, False)
+
+
+def _marked(x: Any) -> Any:
+    """The value; a tensor in FP32 is wide from now on."""
+    if isinstance(x, Tensor) and x.dtype is torch.float32:
+        setattr(x, _WIDE, True)
+    return x
+
+
+# Convolutions whose patches lie side by side: ports compute them as linear layers.
+#
+# The embedding of ViT's patches, and every convolution of one pixel.
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A linear layer's product, ``[rows, in]`` by ``[in, out]``, plus a bias ``[out]`` or None, as it is rounded."""
+
+
+def are_patches(
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether a convolution with these arguments of ``aten.convolution`` reads each pixel once.
+
+    Args:
+        weight: ``[out, channels, *kernel]``.
+        stride: as are the others, as ``aten.convolution`` takes it.
+        padding: see ``stride``.
+        dilation: see ``stride``.
+        transposed: see ``stride``.
+        output_padding: see ``stride``.
+        groups: see ``stride``.
+    """
+    plain = not transposed and groups == 1 and not any(padding) and set(dilation) <= {1}
+    return plain and tuple(weight.shape[2:]) == _of_all(stride, weight.dim() - 2)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, patches: Tensor, multiply: Multiply) -> Tensor:
+    """The convolution's result, ``[batch, out, *spatial]``.
+
+    Args:
+        x: ``[batch, channels, *spatial]``.
+        weight: ``[out, channels, *kernel]``.
+        bias: ``[out]`` or None.
+        patches: ``rows_of(x, kernel)``.
+        multiply: how the product is rounded.
+    """
+    spatial = (size // width for size, width in zip(x.shape[2:], weight.shape[2:], strict=True))
+    rows = multiply(patches, weight.flatten(1).t(), bias)
+    return rows.reshape(x.shape[0], *spatial, len(weight)).movedim(-1, 1)
+
+
+def backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, patches: Tensor, wanted: Sequence[bool], multiply: Multiply
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of ``x``, ``weight`` and a bias, each None where it is not wanted; arguments as ``forward``'s."""
+    rows = gradient.movedim(1, -1).reshape(-1, gradient.shape[1])
+    return (
+        from_rows(multiply(rows, weight.flatten(1), None), x.shape, weight.shape[2:]) if wanted[0] else None,
+        multiply(rows.t(), patches, None).view_as(weight) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
+
+
+def rows_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """``[batch, channels, *spatial]`` as ``[batch * patches, channels * kernel]``; what no patch holds is left out."""
+    counts = [size // width for size, width in zip(x.shape[2:], kernel, strict=True)]
+    for dim, (count, width) in enumerate(zip(counts, kernel, strict=True)):
+        x = x.narrow(2 + dim, 0, count * width)
+    rank = len(kernel)
+    split = x.reshape(*x.shape[:2], *(size for pair in zip(counts, kernel, strict=True) for size in pair))
+    patches, within = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
+    return split.permute(0, *patches, 1, *within).reshape(-1, x.shape[1] * math.prod(kernel))
+
+
+def from_rows(rows: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
+    """The reverse: zeros where no patch was."""
+    batch, channels, *spatial = shape
+    counts = [size // width for size, width in zip(spatial, kernel, strict=True)]
+    rank = len(kernel)
+    split = rows.reshape(batch, *counts, channels, *kernel)
+    order = [0, 1 + rank, *(dim for i in range(rank) for dim in (1 + i, 2 + rank + i))]
+    covered = split.permute(order).reshape(batch, channels, *(c * w for c, w in zip(counts, kernel, strict=True)))
+    x = rows.new_zeros(*shape)
+    part = x
+    for dim, size in enumerate(covered.shape[2:], 2):
+        part = part.narrow(dim, 0, size)
+    part.copy_(covered)
+    return x
+
+
+def _of_all(values: Sequence[int], rank: int) -> tuple[int, ...]:
+    return tuple(values) * rank if len(values) == 1 else tuple(values)
+
+
+# LSTMs by their steps: on a CPU PyTorch has one kernel for all of a layer in FP32, and none in FP16.
+#
+# The kernel (``mkldnn_rnn_layer``) shows nothing of what it computes, so the rounding model could put no rounding in.
+# By its steps an LSTM is products, sums, sigmoids and tangents like a GRU, which each dtype computes so.
+
+
+_MKLDNN: Any = torch.backends.mkldnn
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Within the context ``nn.LSTM`` calls no kernel of a whole layer on a CPU.
+
+    By hooks, which run wherever the module does: also where a checkpoint runs it again, without any mode.
+    """
+    before: list[bool] = []  # of the LSTMs that are running
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.LSTM):
+            before.append(_MKLDNN.enabled)
+            _MKLDNN.enabled = False
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if isinstance(module, nn.LSTM):
+            _MKLDNN.enabled = before.pop()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

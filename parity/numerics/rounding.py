@@ -1,0 +1,531 @@
+"""What a kernel of attention rounds, in a reference that writes attention out: batches of GEMMs around a softmax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, SPLIT_K_IN_OUTPUT_TYPE
+from parity.numerics.aten import (
+    ARITHMETIC,
+    BIASED,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    COPIES,
+    FIRST_OPERAND,
+    MATRICES,
+    NORMS,
+    POINTWISE,
+    REDUCTIONS,
+    RELU,
+    RELU_IN_PLACE,
+    SAME_PLACE,
+    SLICE_BACKWARD,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    SUM,
+    SUM_IN_PLACE,
+    SUMS,
+    TABLES,
+    Phase,
+    address,
+    addresses,
+)
+from parity.numerics.blocked_attention import Arithmetic, as_it_is
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks
+from parity.numerics.golden import attention_in_blocks, experts_one_by_one
+from parity.numerics.kernel_choices import as_read, in_stored_parts, lost_in_sums
+from parity.numerics.operands import Lineage, LinearOperands, NormsSeen, OperandsRead, is_matrix
+from parity.numerics.plain import (
+    CAST,
+    PLAIN_KERNELS,
+    BiasesByHand,
+    Casts,
+    are_patches,
+    as_in,
+    is_in_place,
+    rows_of,
+    step_by_step,
+)
+from parity.numerics.plain import backward as patches_backward
+from parity.numerics.plain import forward as patches_forward
+from parity.numerics.storing import StepsRounded, Stored, Storing, written
+
+
+class Attention:
+    """The attention of one pass.
+
+    Args:
+        storing: of the pass.
+        phase: of the pass.
+    """
+
+    def __init__(self, storing: Storing, phase: Phase) -> None:
+        self._storing, self._phase = storing, phase
+        # By address; kept so that no address is given out again.
+        # What scores become, and the softmax that it comes from.
+        self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scores: dict[int, Tensor] = {}  # until the softmax
+        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # ditto: what scores become, these, and their bias
+        self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
+        self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
+
+    def arithmetic(self, alone: Callable[[], AbstractContextManager[None]]) -> Arithmetic:
+        """What is rounded in attention that runs in blocks.
+
+        Args:
+            alone: makes a context in which nothing else is rounded.
+        """
+        storing, freedom = self._storing, self._storing.freedom
+        return Arithmetic(
+            operand=functools.partial(storing.operand, part="attention"),
+            probabilities=self._store_probabilities,
+            scores=self._store_scores if freedom.stores_scores else as_it_is,
+            pointwise=storing.store if freedom.stores_pointwise else as_it_is,
+            result=storing.store,
+            mean_from_context=not freedom.stores_scores,
+            splits=freedom.splits_of_k,
+            alone=alone,
+        )
+
+    def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Whether the result is a softmax along keys, or made of one's numbers, each in its place."""
+        if func in SOFTMAX and _is_along_last(result, func, args):
+            self._probabilities[address(result)] = result, result
+            self._scores.clear()
+            self._biased.clear()
+        elif func in SAME_PLACE:
+            for source in addresses(args) & self._probabilities.keys():
+                self._probabilities[address(result)] = result, self._probabilities[source][1]
+            if addresses(args) & self._scores.keys():
+                self._scores[address(result)] = result
+        elif func is SLICE_BACKWARD and address(args[0]) in self._output_gradients:
+            # Attention to a sink drops its column behind the softmax, so the gradient has a column of zeros there.
+            _, output_gradient = self._output_gradients[address(args[0])]
+            self._output_gradients[address(result)] = result, output_gradient
+
+    def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
+        """A sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a mask.
+
+        A kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum. Unless
+        the kernel keeps scores, this is said of terms alone that are stretched: products that are no scores may be
+        the first of several terms that a port adds up, too.
+        """
+        if address(scores) not in self._scores or not bias.requires_grad:
+            return add(scores, bias)
+        bias = self._storing.operand(bias, "attention")
+        _, without, first = self._biased.get(address(scores), (None, None, None))
+        if first is not None and without is not None and without.shape == scores.shape:
+            are_stretched = scores.shape not in (first.shape, bias.shape)
+            if are_stretched or not self._storing.freedom.stores_scores:
+                scores, bias = without, self._storing.store(first + bias, "attention")
+        result = add(scores, bias)
+        if result.shape == scores.shape:
+            self._scores[address(result)] = result
+            self._biased[address(result)] = result, scores, bias
+        return result
+
+    def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """The two as the GEMM reads them."""
+        if not self._phase.backward and address(left) in self._probabilities:
+            _, softmax = self._probabilities[address(left)]
+            return self._store_probabilities(left, softmax), self._storing.operand(right, "attention")
+        return self._storing.operand(left, "attention"), self._storing.operand(right, "attention")
+
+    def result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:
+        """The result as it is stored, if it is: scores and their gradients may stay in a kernel."""
+        probabilities = {address(left), address(right)} & self._probabilities.keys()
+        if probabilities:
+            result = self._storing.store(result)
+            if address(left) in probabilities and not self._phase.backward:
+                self._contexts[address(left)] = result
+            return result
+        scores = self._store_scores(result) if self._storing.freedom.stores_scores else result
+        if self._phase.backward:
+            self._output_gradients[address(result)] = (result, stored_left)
+        else:
+            self._scores[address(scores)] = scores
+        return scores
+
+    def softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
+        """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
+
+        ``P * (dP - sum(dO * O))``, where ``sum(dO * O)`` equals ``sum(dP * P)`` but for the rounding of O (Dao et al.,
+        FlashAttention, arXiv 2205.14135, appendix B.2, equation 4). None for a softmax that is none of attention's.
+        """
+        context = self._contexts.get(address(probabilities))
+        _, output_gradient = self._output_gradients.get(address(gradient), (None, None))
+        if context is None or output_gradient is None:
+            return None
+        mean = (output_gradient * context).sum(-1).reshape(*gradient.shape[:-1], 1)
+        result = probabilities * (gradient - mean)
+        self._probabilities[address(result)] = result, result
+        return result
+
+    def _store_probabilities(self, probabilities: Tensor, softmax: Tensor | None = None) -> Tensor:
+        """As the forward pass stores them: a flash kernel before it divides them by their sum.
+
+        ``softmax`` has more columns where a sink took part: it may be the largest of its row.
+        """
+        if self._storing.freedom.stores_scores or not probabilities.numel():
+            return self._storing.operand(probabilities, "attention")
+        largest_of_row = probabilities.amax(-1, keepdim=True)
+        if softmax is not None and softmax.shape[-1] > probabilities.shape[-1]:
+            with_sinks = softmax.amax(-1)
+            if with_sinks.numel() == largest_of_row.numel():  # else the rows are not the softmax's
+                largest_of_row = with_sinks.view_as(largest_of_row)
+        largest_of_row = largest_of_row.clamp(min=torch.finfo(probabilities.dtype).tiny)
+        return self._storing.store(probabilities / largest_of_row, "attention") * largest_of_row
+
+    def _store_scores(self, scores: Tensor) -> Tensor:
+        return self._storing.store(scores * (1.0 + torch.finfo(torch.float32).eps), "attention")
+
+
+def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a softmax, or its gradient, is along the keys of attention."""
+    return args[2 if softmax is SOFTMAX_BACKWARD else 1] % result.dim() == result.dim() - 1
+
+
+# The model of what a faithful port rounds: plain PyTorch in FP32, with the roundings of a precision put in.
+#
+# The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no code with the
+# kernels that it judges (``parity.cpu``). What it rounds, and why:
+#
+# * both operands of every linear layer's GEMM, forward and backward, to the precision's formats: TF32 for FP32
+#   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and what a recipe of
+#   ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
+# * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
+# * the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
+#   attention in it under every recipe, and has no kernel for the others;
+# * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
+# * what kernels of PyTorch's own return that TE has none for (``parity.numerics.plain``), and what a port's own
+#   casts round (``parity.numerics.plain``);
+# * what steps of an optimizer write in place, as the port's optimizers do (``parity.numerics.freedom``).
+#
+# Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
+#
+# Each rounding belongs to one of ``parity.numerics.formats.PARTS``, and a model may be told to make those of some parts
+# alone. With none, what is left is FP32 arithmetic: its sums, and what lies between GEMMs.
+
+
+@contextmanager
+def rounded(
+    rounding: Rounding,
+    weights: Iterable[Tensor] | None = None,
+    freedom: Freedom = FUSED_POINTWISE,
+    scaled_together: Iterable[Sequence[Tensor]] = (),
+    plain: Iterable[Tensor] = (),
+    kinks: Kinks | None = None,
+    weights_read: OperandsRead | None = None,
+    choices: Choices | None = None,
+    stored: Stored | None = None,
+) -> Iterator[Phase]:
+    """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
+
+    Args:
+        rounding: what is rounded.
+        weights: the model's parameters; where it is None, each product of matrices is taken for a linear layer's.
+        freedom: the choices of the kernel that is modelled.
+        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
+            whole tensor is that of all of them.
+        plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
+        kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
+        weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
+        choices: takes note of the largest of many numbers, and chooses as a port did; None for neither.
+        stored: what need not be rounded when it is stored; what this pass rounds is added.
+
+    Yields:
+        The phase, to be told where the backward pass begins.
+    """
+    storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
+    mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        mode.steps.watched(),
+        mode,
+        mode.casts if CAST in freedom.plain else nullcontext(),
+        attention_in_blocks(mode.attention),
+        experts_one_by_one(),
+        step_by_step(),
+    ):
+        yield mode.phase
+
+
+class _RoundingMode(TorchDispatchMode):
+    def __init__(
+        self,
+        storing: Storing,
+        weights: Iterable[Tensor] | None,
+        scaled_together: Iterable[Sequence[Tensor]],
+        plain: Iterable[Tensor],
+        kinks: Kinks | None,
+        weights_read: OperandsRead,
+        choices: Choices | None,
+    ) -> None:
+        super().__init__()
+        held = list(weights or ())
+        self.phase = Phase()
+        self._storing, self._freedom, self._kinks, self._choices = storing, storing.freedom, kinks, choices
+        self.steps = StepsRounded(storing, self._while_suspended)
+        self._biases = BiasesByHand(storing, storing.freedom)
+        self._norms = NormsSeen()
+        self._attention = Attention(storing, self.phase)
+        outside_te = list(plain)
+        self._linear = LinearOperands(storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read)
+        self._lineage = None if weights is None else Lineage(held)
+        self._plain_lineage = Lineage(outside_te)
+        self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
+        self._suspended = False
+
+    @property
+    def attention(self) -> Arithmetic:
+        """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
+        return self._attention.arithmetic(alone=self._while_suspended)
+
+    @property
+    def casts(self) -> Casts:
+        """What the port's own casts round."""
+        return Casts(self._storing.store, alone=self._while_suspended)
+
+    @contextmanager
+    def _while_suspended(self) -> Iterator[None]:
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended or func.is_view:  # what is known of a tensor is known of all that lies in its memory
+            return func(*args, **kwargs)
+        if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
+            result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
+        else:
+            result = self._computed(func, args, kwargs)
+        if self._choices is not None:
+            result = self._choices.follow(func, args, kwargs, result)
+        if self._lineage is not None and not self.phase.backward:
+            self._lineage.see(func, args, result)
+            self._plain_lineage.see(func, args, result)
+        return result
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self._kinks is None:
+            return self._rounded(func, args, kwargs)
+        return self._beside_kinks(self._kinks, func, args, kwargs)
+
+    def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The call, with the values moved that decide on which side of a kink they are."""
+        if self.phase.backward or any(_requires_grad(x) for x in args):
+            args = kinks.moved(func, args)
+            chosen = None if kwargs else kinks.chosen(func, args)
+            if chosen is not None:
+                return chosen
+        argument = args[0].clone() if func is RELU_IN_PLACE else args[0] if func is RELU else None
+        result = self._rounded(func, args, kwargs)
+        if argument is not None:
+            kinks.see(argument, result)
+        return result
+
+    def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self.steps.each_call or self._is_step_by_hand(func, args):
+            return self._stored_in_place(func, args, kwargs)
+        if func in FIRST_OPERAND:
+            return self._gemm(func, args, kwargs)
+        if func is SOFTMAX_BACKWARD and not self._freedom.stores_scores:
+            flash = self._attention.softmax_backward(*args[:2])
+            if flash is not None:
+                return flash
+        if func in SUMS and _are_activations(args[:2]):
+            if not self._freedom.stores_sums:
+                return func(*args, **kwargs)
+            in_parts = None if kwargs else self._biases.in_sum(*args[:2])
+            stored = self._storing.store(func(*args, **kwargs)) if in_parts is None else in_parts
+            return args[0].copy_(stored) if func is SUM_IN_PLACE else stored
+        patches = self._of_patches(func, args)
+        if patches is not None:
+            return patches
+        if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
+            if is_in_place(func):
+                return self._stored_in_place(func, args, kwargs)
+            in_fp32 = self._is_step_in_fp32(args)
+            result = as_in(torch.float32 if in_fp32 else self._storing.rounding.storage, func, args, kwargs)
+            if in_fp32 and self.phase.differentiates:  # the cube of a root may be beyond FP16
+                self._norms.see_gradient(args, result)
+                return result
+            self._norms.see(func, args, result)
+            return tree_map_only(Tensor, self._storing.store, result)
+        return self._in_between(func, args, kwargs)
+
+    def _gemm(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        position = FIRST_OPERAND[func]
+        left, right = args[position], args[position + 1]
+        has_weight = is_matrix(left) and not self._are_both_activations(left, right)
+        is_linear = has_weight or self._linear.are_of_experts(left, right)
+        operands = (self._linear.read if is_linear else self._attention.operands)(left, right)
+        if func is BIASED and is_linear and self._biases.made and not kwargs:
+            return self._biases.result(self._product(MATRICES, (), *operands, (), {}, is_linear), args[0])
+        result = self._product(func, args[:position], *operands, args[position + 2 :], kwargs, is_linear)
+        if is_linear or self._has_weights(left, right):
+            return self._storing.store(result)
+        return self._attention.result(result, left, right, operands[0])
+
+    def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What lies between two GEMMs."""
+        result = func(*args, **kwargs)
+        if self._freedom.stores_pointwise and func in NORMS:
+            result = self._storing.store(result[0]), *result[1:]
+        elif self._freedom.stores_pointwise and self._is_step_stored(func, args):
+            result = self._storing.store(result)
+        elif func in COPIES:
+            self._storing.see_copy(args, result)
+        self._norms.see(func, args, result)
+        self._attention.see(func, args, result)
+        return result
+
+    def _stored_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call that rounds what it returns and what it writes to."""
+        result = func(*args, **kwargs)
+        targets = list(written(func, args, kwargs))
+        for x in targets:
+            stored = self._storing.store(x)
+            if stored is not x:
+                x.copy_(stored)
+        return result if targets else tree_map_only(Tensor, lambda x: self._storing.store(x) if x.dim() else x, result)
+
+    def _is_step_by_hand(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a reference without an optimizer writes to weights, as a port's optimizer does."""
+        if not self.steps.are_calls or self._lineage is None or not is_in_place(func):
+            return False
+        return any(isinstance(x, Tensor) and self._lineage.is_weight(x) for x in args[:1])
+
+    def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What a convolution returns that TE computes as a linear layer; None for any other call."""
+        if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
+            x, weight, bias = args[:3]
+            patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
+            return patches_forward(x, weight, bias, patches, self._multiplied)
+        if func is CONVOLUTION_BACKWARD and self._is_of_te(args[2]) and are_patches(args[2], *args[4:10]):
+            gradient, x, weight, *_, wanted = args
+            return patches_backward(gradient, x, weight, self._patches[address(x)], wanted, self._multiplied)
+        return None
+
+    def _is_of_te(self, weight: Tensor) -> bool:
+        """Whether one of TE's modules holds a weight, or what it is computed of."""
+        if self._lineage is None or self._plain_lineage.is_weight(weight):
+            return False
+        return self._lineage.is_weight(weight)
+
+    def _multiplied(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        left, right = self._linear.read(left, right)
+        result = left @ right if bias is None else torch.addmm(bias, left, right)
+        return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
+
+    def _is_plain(self, func: Any) -> bool:
+        """Whether a port calls the function by itself, or another whose gradient it gives."""
+        if not self._freedom.plain or func in SOFTMAX:
+            return False
+        name = func.overloadpacket.__name__
+        if self.phase.differentiates and name in ARITHMETIC:
+            return True
+        return name != CAST and name.removesuffix("_backward") in self._freedom.plain
+
+    def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
+        """Whether it is a step of a norm that a port computes in FP32, as most do: it has no root of the dtype's."""
+        return "rsqrt" not in self._freedom.plain and self._norms.is_step(args)
+
+    def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
+        if func in TABLES:
+            return True
+        if (func not in POINTWISE and func not in REDUCTIONS) or self._norms.is_step(args):
+            return False
+        if func in REDUCTIONS and not _keeps_channels(*args[:2]):
+            return False  # statistics of a norm, likewise
+        return self.phase.differentiates or any(_requires_grad(x) for x in args)
+
+    def _product(
+        self,
+        func: Any,
+        before: tuple[Any, ...],
+        left: Tensor,
+        right: Tensor,
+        after: tuple[Any, ...],
+        kwargs: Any,
+        is_linear: bool,
+    ) -> Tensor:
+        """The GEMM, in as many parts along the summed dimension as the kernel takes; ``before`` is added once."""
+        lefts = left.tensor_split(self._freedom.splits_of_k, -1)
+        rights = right.tensor_split(self._freedom.splits_of_k, -2)
+        result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
+        add_product = Tensor.addmm_ if left.dim() == 2 else Tensor.baddbmm_
+        alpha = kwargs.get("alpha", 1)
+        for part, other in zip(lefts[1:], rights[1:], strict=True):
+            if part.shape[-1]:
+                add_product(result, part, other, alpha=alpha)
+        return self._as_kernels_sum(result, left, right, alpha, is_linear)
+
+    def _as_kernels_sum(self, result: Tensor, left: Tensor, right: Tensor, alpha: float, is_linear: bool) -> Tensor:
+        """Change a product, summed in FP32, into what kernels make of it whose sums have fewer bits."""
+        kernels = self._freedom.kernels
+        if not kernels:
+            return result
+        if (SPLIT_K_IN_OUTPUT_TYPE if is_linear else ATTENTION_16_BIT_SUMS) in kernels:
+            stored = in_stored_parts(left, right, self._storing.store)
+            return result if stored is None else result.add_(stored.sub_(left @ right), alpha=alpha)
+        if not is_linear or self._linear.is_plain:
+            return result
+        matrices = [(left, right, result)] if left.dim() == 2 else zip(left, right, result, strict=True)
+        for one, other, product in matrices:
+            lost = lost_in_sums(one, other, kernels, self.phase.backward)
+            if lost is not None:
+                product.sub_(lost, alpha=alpha)
+        return result
+
+    def _has_weights(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a batch of products has a table of weights, as of relative positions: none that attention keeps."""
+        if self._lineage is None or self.phase.backward:
+            return False
+        return self._lineage.is_weight(left) or self._lineage.is_weight(right)
+
+    def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a product of two matrices has no weight, as similarities of embeddings and attention of one head.
+
+        It is no linear layer: TE has no kernel for it but attention.
+        """
+        if self._lineage is None:
+            return False
+        if self.phase.backward:
+            return self._lineage.is_gradient_of_product(left, right)
+        return self._lineage.is_product_of_activations(left, right)
+
+
+def _are_tensors(args: tuple[Any, ...]) -> bool:
+    return len(args) == 2 and all(isinstance(x, Tensor) for x in args)
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
+    """Whether tokens are summed; heads, which share keys, are not."""
+    return x.dim() < 4 and dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
+
+
+def _are_activations(operands: tuple[Any, ...]) -> bool:
+    return (
+        len(operands) == 2
+        and all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in operands)
+        and operands[0].shape == operands[1].shape
+    )

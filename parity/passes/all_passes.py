@@ -1,0 +1,397 @@
+"""Run golden, the rounding model and the candidate over the same inputs, each as named tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.case import transfer
+from parity.case.case import Case, Pair, Rng, draw_inputs
+from parity.case.transfer import separate_norms
+from parity.case.validate import CheckedSize
+from parity.case.weight_map import WeightMap, names
+from parity.numerics.aten import Phase
+from parity.numerics.errors import Truth
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, Choices, Chosen, Freedom, Kinks
+from parity.numerics.kernel_choices import as_read
+from parity.numerics.operands import OperandsRead
+from parity.numerics.rounding import rounded
+from parity.numerics.storing import Stored
+from parity.passes.build import build, cast, on_device, size_in_bytes
+from parity.passes.draws import ScaledLookups
+from parity.passes.one_pass import Pass, outputs_of, run
+from parity.passes.prepare import Prepared
+from parity.result import PROBED, Kind
+from parity.te import Kernels
+from parity.te.precision import Precision
+from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
+from parity.trace.effects import attributes_of, changed_attributes
+from parity.trace.whose import is_of_te
+from parity.user_error import UserError
+
+# Inputs of a jittered pass in FP32, with the noise that anything has which is stored there.
+#
+# A norm of the inputs rounds their mean and its root to FP32 before it stores anything, and in another order of sums
+# they are others; where the mean outweighs what varies, one such rounding decides a whole row.
+
+
+_STEP = torch.finfo(torch.float32).eps
+
+
+def jittered(inputs: Any, rounding: Rounding, freedom: Freedom) -> Any:
+    """Inputs, or cotangents, in FP32 with noise of up to two roundoffs; as they are in a pass that has none.
+
+    Whole numbers stay, since floating-point flags and positions are compared with such.
+    """
+    if freedom.jitter is None or rounding.storage is not torch.float32:
+        return inputs
+    noise = torch.Generator().manual_seed(freedom.jitter)
+
+    def jitter(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        uniform = 2.0 * torch.rand(x.shape, generator=noise).to(x.device) - 1.0
+        return torch.where(x == x.round(), x, x * (1.0 + _STEP * uniform)).detach().requires_grad_(x.requires_grad)
+
+    return tree_map_only(Tensor, jitter, inputs)
+
+
+# The passes that a comparison takes besides golden: the rounding model's and the candidate's, as named tensors.
+
+
+# TE concatenates the three (``pytorch/module/layernorm_linear.py`` of 2.20.2, ``noop_cat``).
+_SEPARATE_QKV = re.compile(r"(query|key|value)_weight$")
+
+Tensors = dict[tuple[Kind, str], Tensor]
+
+
+@dataclass
+class Recalled:
+    """What calls of one candidate, one after another, have to do with each other.
+
+    Attributes:
+        changed: names of the attributes that its pass changed, but for those of TE's own modules.
+        before: its outputs on other inputs of the user's, in a call before the pass; empty where probing inputs follow
+            the pass, or where scales come from the passes before.
+        after: its outputs on these inputs, in a call after the pass; empty where ``before`` is.
+    """
+
+    changed: list[str] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+
+def tensors_of(ran: Pass) -> Tensors:
+    """All tensors of a pass by kind and name."""
+    tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
+    tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
+    tensors.update({("weight gradient", name): tensor for name, tensor in ran.weight_gradients.items()})
+    return tensors
+
+
+def golden_tensors(prepared: Prepared) -> Tensors:
+    """Golden, on the inputs and on the probing ones."""
+    return tensors_of(prepared.golden) | _probed(prepared.probed)
+
+
+def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
+    """Golden as it is judged against; kept for the next precision."""
+    if golden_truths not in prepared.kept:
+        tensors = golden_tensors(prepared)
+        prepared.kept[golden_truths] = {key: Truth(tensor) for key, tensor in tensors.items()}
+        prepared.held["truths"] = 2 * size_in_bytes(tensors)  # twice in FP32, their squares, the ulps of each
+    truths: dict[tuple[Kind, str], Truth] = prepared.kept[golden_truths]
+    return truths
+
+
+def _probed(outputs: dict[str, Tensor]) -> Tensors:
+    return {(PROBED, name): output.detach() for name, output in outputs.items()}
+
+
+def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
+    """As ``run_model``, kept for the next precision: FP8 with delayed and with current scaling round alike."""
+    models = prepared.kept.setdefault(model_tensors, {})
+    if any(kept != rounding for kept, *_ in models):
+        models.clear()
+    key = rounding, freedom, prepared.wide
+    if key not in models:
+        chosen = Chosen()
+        models[key] = run_model(prepared, rounding, freedom, chosen=chosen), chosen
+        prepared.held["models"] = size_in_bytes([tensors for tensors, _ in models.values()])
+        prepared.held["weights read"] = _weights_read(prepared, rounding).held
+    tensors: Tensors = models[key][0]
+    return tensors
+
+
+def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
+    """Whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
+    runs = [chosen for (kept, *_), (_, chosen) in prepared.kept.get(model_tensors, {}).items() if kept == rounding]
+    return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
+
+
+def unrounded_choices(prepared: Prepared) -> Chosen:
+    """Those of a run of the model without roundings; kept for the next precision."""
+    if unrounded_choices not in prepared.kept:
+        exact = prepared.kept[unrounded_choices] = Chosen()
+        run_model(prepared, Rounding(torch.float32), FUSED, chosen=exact)
+    chosen: Chosen = prepared.kept[unrounded_choices]
+    return chosen
+
+
+def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
+    """What is prepared, with what is known of the dtypes that a candidate returns."""
+    wide = (key for key, x in candidate.items() if returned_dtype(key[0], x, prepared.dtype) is not prepared.dtype)
+    return dataclasses.replace(prepared, wide=frozenset(wide))
+
+
+def returned_dtype(kind: Kind, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own where it is wider.
+
+    A gradient's is autograd's or a trainer's buffer's, and says nothing of what was rounded before.
+    """
+    is_wider = torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits
+    return tensor.dtype if is_wider and not kind.endswith("gradient") else dtype
+
+
+def run_model(
+    prepared: Prepared,
+    rounding: Rounding,
+    freedom: Freedom,
+    kinks: Kinks | None = None,
+    chosen: Chosen | None = None,
+) -> Tensors:
+    """The reference in FP32 under the rounding model, its results rounded to the dtype in which the port returns them.
+
+    ``kinks`` are those of the pass that has gradients, ``chosen`` the choices of both passes.
+    """
+    prepared.reference.float()
+    compared, probed = (chosen.compared, chosen.probed) if chosen else (None, None)
+    stored = Stored()
+
+    def given(tensors: Any) -> Any:
+        """What is in the port's dtype, in FP32."""
+        widened = jittered(cast(tensors, torch.float32), rounding, freedom)
+        if rounding.storage is prepared.dtype:
+            tree_map_only(Tensor, stored.add, widened)
+        return widened
+
+    cotangents = given(prepared.cotangents)
+    model = under_model(prepared, rounding, freedom, kinks, compared, stored)
+    with model as phase, separate_norms(prepared.reference, prepared.weights):
+        ran = run(
+            prepared.reference,
+            prepared.call,
+            given(prepared.inputs),
+            prepared.input_names,
+            lambda outputs: {name: cotangents[name].to(output.dtype) for name, output in outputs.items()},
+            before_backward=phase.begin_backward,
+        )
+    model_numbers(prepared, rounding)[freedom] = ran.numbers
+    tensors = tensors_of(ran)
+    if prepared.probed:
+        with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
+            inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
+            tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
+    as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}
+    return {key: x if key in as_they_are else rounding.store_part(x) for key, x in tensors.items()}
+
+
+def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:
+    """The Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
+    numbers: dict[Freedom, dict[str, float]] = prepared.kept.setdefault((model_numbers, rounding), {})
+    return numbers
+
+
+def under_model(
+    prepared: Prepared,
+    rounding: Rounding,
+    freedom: Freedom,
+    kinks: Kinks | None = None,
+    choices: Choices | None = None,
+    stored: Stored | None = None,
+) -> AbstractContextManager[Phase]:
+    """Within the context the reference, in FP32, rounds as the port's kernels do."""
+    parameters = dict(prepared.reference.named_parameters())
+    plain = [parameters[name] for name in prepared.outside_te]
+    together = _scaled_together(prepared.weights, parameters)
+    read = _weights_read(prepared, as_read(rounding, freedom.kernels))
+    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored)
+
+
+def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
+    """What passes with this rounding read of the weights; kept until another rounding, or other weights, come."""
+    now = rounding, [parameter.data_ptr() for parameter in prepared.reference.parameters()]
+    if prepared.kept.get(_weights_read, (None, None))[0] != now:
+        prepared.kept[_weights_read] = now, OperandsRead()
+    read: OperandsRead = prepared.kept[_weights_read][1]
+    return read
+
+
+def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for left, right in weight_map.items():
+        for name in names(right):
+            groups[_SEPARATE_QKV.sub("qkv_weight", name)] += names(left)
+    return [[parameters[name] for name in group] for group in groups.values() if len(group) > 1]
+
+
+def _as_activation(x: Tensor) -> Tensor:
+    """As the drawn inputs are: what depends on a tensor that requires a gradient is an activation."""
+    return x.detach().requires_grad_() if x.is_floating_point() else x
+
+
+@fresh_caches()
+@fresh_quantization()
+def run_candidate(
+    case: Case,
+    checked: CheckedSize,
+    prepared: Prepared,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    change: Callable[[nn.Module], None] = lambda module: None,
+    seen: Callable[[Pass], None] | None = None,
+    recalled: Recalled | None = None,
+    alone: bool = False,
+) -> tuple[Tensors, tuple[str, ...]]:
+    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
+
+    ``change`` is called with the newly built module before it runs, ``seen`` with its pass. With ``recalled``, which is
+    filled, no module's only call is its first: where there are no probing inputs, other inputs come before the pass,
+    so that a module that keeps what it computed of these shows it. ``alone``, probing inputs get a new module.
+    """
+    built = prepared.built.pop() if prepared.built else build(case, checked, seed, kernels)
+    pair = _with_weights(built, prepared, precision)
+    candidate = pair.candidate
+    change(candidate)
+    parameters = dict(candidate.named_parameters())
+
+    def once() -> Pass:
+        return run(
+            candidate,
+            pair.call_candidate,
+            prepared.inputs,
+            prepared.input_names,
+            lambda outputs: _fitting(prepared.cotangents, outputs),
+            forward_context=precision.autocast(kernels),
+            watch_inputs=seen is not None,
+        )
+
+    def on_others() -> dict[str, Tensor]:
+        with precision.autocast(kernels):
+            outputs = outputs_of(candidate, pair.call_candidate, _other_inputs(pair, checked, prepared, seed, kernels))
+        return {name: output.detach().clone() for name, output in outputs.items()}
+
+    def untrained() -> None:
+        """Give the module its weights again where a call has trained them, as a step of an optimizer does."""
+        if versions != [parameter._version for parameter in parameters.values()]:
+            transfer.fill(candidate, prepared.candidate_weights)
+
+    versions = [parameter._version for parameter in parameters.values()]
+    called_before = recalled is not None and not prepared.probed
+    state = attributes_of(candidate)
+    before = on_others() if called_before else {}
+    if called_before:
+        untrained()
+    ran = settled(once, precision.warmup_passes)
+    if seen is not None:
+        seen(ran)
+    if recalled is not None:
+        recalled.changed = _not_of_te(changed_attributes(candidate, state), candidate)
+    if recalled is not None and called_before and not precision.warmup_passes:
+        untrained()
+        recalled.before, recalled.after = before, on_others()
+    gradients = {
+        name: ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)
+        for name, parameter in parameters.items()
+    }
+    frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
+    shapes = transfer.parameter_shapes(prepared.reference)
+    in_reference_layout = transfer.gradients_to_reference(pair.weights, gradients, shapes)
+    outputs = _shaped(ran.outputs, prepared.golden.outputs)
+    tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
+    if prepared.probed:
+        if alone or precision.warmup_passes:  # scales that come from other inputs would not fit these
+            pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+            change(pair.candidate)
+        tensors |= _probed(_shaped(_probe_candidate(pair, prepared, precision, kernels), prepared.probed))
+    return tensors, ran.unreached + frozen
+
+
+def _other_inputs(pair: Pair, checked: CheckedSize, prepared: Prepared, seed: int, kernels: Kernels) -> Any:
+    """Inputs that the pair draws from another stream of the seed; the same again where their shapes are others."""
+    drawn = draw_inputs(pair, checked.size, Rng(seed, "inputs of another call"))
+    others = cast(on_device(drawn, kernels.device), prepared.dtype)
+    alike = _shapes(others) == _shapes(prepared.inputs)
+    return others if alike else prepared.inputs
+
+
+def _shapes(inputs: Any) -> list[Any]:
+    return [x.shape if isinstance(x, Tensor) else x for x in tree_leaves(inputs)]
+
+
+def _not_of_te(attributes: list[str], module: nn.Module) -> list[str]:
+    of_te = {name for name, part in module.named_modules() if is_of_te(type(part))}
+    return [attribute for attribute in attributes if attribute.rpartition(".")[0] not in of_te]
+
+
+def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
+    """The pair, its candidate in the precision's dtype and with the prepared weights, or with those that it holds."""
+    check(moved(pair.candidate, dtype=precision.dtype), precision)
+    if pair.fill is not False:
+        transfer.fill(pair.candidate, prepared.candidate_weights)
+    return pair
+
+
+def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
+    """Its outputs on the probing inputs; none where it looks up other rows than the reference."""
+    scaled = ScaledLookups(prepared.dtype)
+    call = scaled.around(pair.call_candidate) if prepared.lookups else pair.call_candidate
+
+    def once() -> dict[str, Tensor]:
+        with precision.autocast(kernels):
+            return outputs_of(pair.candidate, call, prepared.probe)
+
+    outputs = settled(once, precision.warmup_passes)
+    return outputs if scaled.seen == prepared.lookups else {}
+
+
+def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The cotangents in the candidate's dtype.
+
+    Raises:
+        UserError: if the candidate's outputs are not as many or not of the shapes of the reference's.
+    """
+    reference = {name: tuple(cotangent.shape) for name, cotangent in cotangents.items()}
+    candidate = {name: tuple(output.shape) for name, output in outputs.items()}
+    fit = reference.keys() == candidate.keys() and all(_is_as(candidate[name], reference[name]) for name in reference)
+    if not fit:
+        raise UserError(
+            f"the candidate returns {candidate} where the reference returns {reference}; "
+            "bring them to one shape in the pair's call_candidate or call_reference"
+        )
+    return {name: cotangents[name].to(output.dtype).view(output.shape) for name, output in outputs.items()}
+
+
+def _is_as(shape: tuple[int, ...], reference: tuple[int, ...]) -> bool:
+    """Whether the two are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean loss as ``[1]``."""
+    return shape == reference or {shape, reference} == {(), (1,)}
+
+
+def _shaped(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One number in the shape that the reference returns it in."""
+    return {
+        name: x.view(golden[name].shape) if name in golden and _is_as(tuple(x.shape), tuple(golden[name].shape)) else x
+        for name, x in outputs.items()
+    }

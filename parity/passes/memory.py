@@ -1,0 +1,75 @@
+"""How much memory a comparison needs, as far as that is known before it runs; and how to give back what is not used."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.case.case import Case, Rng, draw_inputs
+from parity.case.validate import CheckedSize, without_memory
+from parity.machine import process
+from parity.passes.build import cast
+from parity.passes.one_pass import as_arguments
+from parity.passes.prepare import forget
+from parity.user_error import INTERRUPTS
+
+# FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of
+# mistakes), for each element that the reference saves for its backward pass, and for each of inputs and outputs. Fitted
+# to the peak resident memory of comparisons on the CPU kernels, which was 0.55 (an MLP) to 1.3 times (attention) what
+# this predicts: good enough to tell large cases from small ones, and no promise that one fits.
+_WEIGHT_COPIES, _SAVED_COPIES, _INPUT_COPIES = 15, 6, 11
+
+
+@lru_cache(maxsize=64)
+def estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int | None:
+    """Bytes that a comparison needs at its peak, about; None where the reference does not run without values.
+
+    The reference runs forward on the meta device, in FP64, which tells what tensors it saves, without allocating any.
+    """
+    try:
+        with without_memory():
+            return _estimate(case, checked, te)
+    except INTERRUPTS:
+        raise
+    except BaseException:  # code that reads values raises anything here; it does run later
+        return None
+
+
+def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
+    pair = case.build(te, checked.size)
+    reference = pair.reference.double()
+    inputs = cast(draw_inputs(pair, checked.size, Rng(0)), torch.float64)
+    inputs = tree_map_only(Tensor, lambda x: x.requires_grad_() if x.is_floating_point() else x, inputs)
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        storages[storage._cdata] = storage
+        return saved
+
+    args, kwargs = as_arguments(inputs)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        call = pair.call_reference
+        outputs = call(reference, *args, **kwargs) if call else reference(*args, **kwargs)
+    for parameter in reference.parameters():
+        storages.pop(parameter.untyped_storage()._cdata, None)
+    weights = sum(parameter.numel() for parameter in reference.parameters())
+    passed = sum(leaf.numel() for leaf in tree_leaves([inputs, outputs]) if isinstance(leaf, Tensor))
+    saved = sum(storage.nbytes() for storage in storages.values())
+    return 8 * (_WEIGHT_COPIES * weights + _INPUT_COPIES * passed) + _SAVED_COPIES * saved
+
+
+def release() -> None:
+    """Give back what this process keeps only to be faster: for the next comparison, and in PyTorch's cache."""
+    forget()
+    gc.collect()
+    process.give_back()
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a broken context, which the comparison that broke it has told
+            torch.cuda.empty_cache()

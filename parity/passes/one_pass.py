@@ -1,0 +1,298 @@
+"""One forward and backward pass of a module, as named tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_map_with_path
+
+from parity.te import state
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward pass returns.
+
+    Attributes:
+        outputs: the module's floating-point outputs; ``output``, or where there are several ``output[i]``, or
+            ``output[key]`` if it returns a dict or a dataclass.
+        input_gradients: by the input's name; zero where no gradient arrived.
+        weight_gradients: by the parameter's name, from ``main_grad`` where TE added it there; zero where no gradient
+            arrived.
+        unreached: names of the parameters where no gradient arrived.
+        not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
+        changed_inputs: names of the inputs that hold other values after the forward pass.
+        detached_outputs: names of the outputs that require no gradient.
+        numbers: what the module returned besides as Python's numbers and booleans, by its place: ``[1]``, ``['loss']``.
+    """
+
+    outputs: dict[str, Tensor]
+    input_gradients: dict[str, Tensor]
+    weight_gradients: dict[str, Tensor]
+    unreached: tuple[str, ...]
+    not_compared: int = 0
+    changed_inputs: tuple[str, ...] = ()
+    detached_outputs: tuple[str, ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """A pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a tensor alone."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors among a pair's inputs, as ``run`` names them.
+
+    Args:
+        inputs: as a pair's ``inputs`` returns them.
+        names: of the positional inputs, see ``positional_names``.
+    """
+    args, kwargs = as_arguments(inputs)
+    given = {**dict(zip(names, args, strict=True)), **kwargs}
+    leaves = [(name, tree_flatten_with_path(value)[0]) for name, value in given.items()]
+    return {name + keystr(path): x for name, some in leaves for path, x in some if isinstance(x, Tensor)}
+
+
+def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:
+    """What the called function names its positional inputs; ``input`` where there is one, ``input[i]`` past its names.
+
+    Args:
+        module: whose ``forward`` is called where ``call`` is None.
+        call: as in ``parity.Pair``; its first parameter is the module.
+        inputs: as a pair's ``inputs`` returns them.
+    """
+    args, _ = as_arguments(inputs)
+    if len(args) == 1:
+        return ("input",)
+    parameters = list(inspect.signature(call or module.forward).parameters.values())[1 if call else 0 :]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(named[i] if i < len(named) else f"input[{i}]" for i in range(len(args)))
+
+
+def run(
+    module: nn.Module,
+    call: Callable[..., Any] | None,
+    inputs: Any,
+    names: Sequence[str],
+    cotangents: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    forward_context: AbstractContextManager[Any] | None = None,
+    before_backward: Callable[[], None] = lambda: None,
+    watch_inputs: bool = False,
+) -> Pass:
+    """Call the module, then differentiate; its buffers and the inputs stay as they were.
+
+    Args:
+        module: its parameters' gradients are cleared first, also those in ``main_grad``.
+        call: how to call it, as in ``parity.Pair``; None calls the module itself.
+        inputs: as a pair's ``inputs`` returns them, in the module's dtype and on its device.
+        names: of the positional inputs, see ``positional_names``.
+        cotangents: the gradient with respect to each output, from the outputs.
+        forward_context: entered around the forward pass alone.
+        before_backward: called between the two passes.
+        watch_inputs: whether inputs that the module writes to are noted.
+    """
+    module.zero_grad(set_to_none=True)
+    state.clear(module)
+    given = _Given({}, [])
+    args, kwargs = _differentiable(as_arguments(inputs), names, given)
+    with _restored_buffers(module):
+        with forward_context or nullcontext():
+            returned = _call(module, call, (args, kwargs))
+        outputs = _named_outputs(returned)
+        changed = given.changed() if watch_inputs else ()
+        before_backward()
+        backward = cotangents(outputs)
+        reached = [name for name, output in outputs.items() if output.requires_grad]
+        torch.autograd.backward([outputs[name] for name in reached], [backward[name] for name in reached])
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    gradients = {name: state.gradient(parameter) for name, parameter in trained.items()}
+    return Pass(
+        outputs={name: output.detach() for name, output in outputs.items()},
+        input_gradients={name: _or_zero(leaf.grad, leaf) for name, leaf in given.leaves.items()},
+        weight_gradients={name: _or_zero(gradients[name], parameter) for name, parameter in trained.items()},
+        unreached=tuple(name for name, gradient in gradients.items() if gradient is None),
+        not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),
+        changed_inputs=changed,
+        detached_outputs=tuple(name for name in outputs if name not in reached),
+        numbers=_numbers(returned),
+    )
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Some of what a module returned.
+
+    Attributes:
+        outputs: floating-point tensors, by the names that they have among all outputs.
+        others: the tensors of other types.
+    """
+
+    outputs: dict[str, Tensor]
+    others: list[Tensor]
+
+
+def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Container[str]) -> Callable[..., Any]:
+    """Return a call that leaves out the outputs that have other names than these.
+
+    Args:
+        module: whose ``forward`` is called where ``call`` is None.
+        call: as in ``parity.Pair``.
+        names: as in ``Pass``.
+    """
+
+    def selected(module: nn.Module, *args: Any, **kwargs: Any) -> Selected:
+        returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
+        outputs = {name: x for name, x in _named_outputs(returned).items() if name in names}
+        others = [x for x in leaves_of(returned) if isinstance(x, Tensor) and not x.is_floating_point()]
+        return Selected(outputs, others)
+
+    called = list(inspect.signature(call or module.forward).parameters.values())
+    itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
+    selected.__signature__ = inspect.Signature([*itself, *called])  # type: ignore[attr-defined]
+    return selected
+
+
+def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
+    """The outputs of a forward pass by name; arguments as for ``run``, and left as they were like there."""
+    fresh = tree_map_only(Tensor, torch.clone, inputs)
+    with _restored_buffers(module):
+        return _named_outputs(_call(module, call, as_arguments(fresh)))
+
+
+def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
+    args, kwargs = arguments
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which the module may change, and leave so
+        return call(module, *args, **kwargs) if call else module(*args, **kwargs)
+
+
+CALL = _call.__code__
+"""Below which a pair's modules run, and what the pair puts around them."""
+
+
+@contextmanager
+def _restored_buffers(module: nn.Module) -> Iterator[None]:
+    """A pass must not see what another left behind, such as a BatchNorm's running mean or a counter of calls."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient.detach()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a module is given.
+
+    Attributes:
+        leaves: from which its floating-point inputs grow, by name.
+        copies: each tensor's name, the tensor, and the copy of it that the module may write to.
+    """
+
+    leaves: dict[str, Tensor]
+    copies: list[tuple[str, Tensor, Tensor]]
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """The copy for the module.
+
+        It gets no leaf itself, since it may write to its inputs, which autograd allows of all but leaves.
+        """
+        if tensor.is_floating_point():
+            tensor = self.leaves[name] = tensor.detach().requires_grad_()
+        self.copies.append((name, tensor, tensor.clone()))
+        return self.copies[-1][2]
+
+    def changed(self) -> tuple[str, ...]:
+        """Names of the tensors whose copies have other values now."""
+        return tuple(name for name, before, after in self.copies if not _same(before.detach(), after.detach()))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    if x.shape != y.shape:  # one was resized in place
+        return False
+    return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -> Arguments:
+    """Copies of the arguments, those of floating-point tensors grown from leaves, which are entered by name."""
+    args, kwargs = arguments
+
+    def copied(name: str, value: Any) -> Any:
+        def copied_leaf(path: Any, leaf: Any) -> Any:
+            return given.copy(name + keystr(path), leaf) if isinstance(leaf, Tensor) else leaf
+
+        return tree_map_with_path(copied_leaf, value)
+
+    positional = tuple(copied(name, value) for name, value in zip(names, args, strict=True))
+    return positional, {name: copied(name, value) for name, value in kwargs.items()}
+
+
+def _named_outputs(returned: Any) -> dict[str, Tensor]:
+    if isinstance(returned, Selected):
+        return returned.outputs
+    if _is_record(returned):
+        returned = _fields(returned)
+    if isinstance(returned, Mapping):
+        keyed = [(str(key), _floating(value)) for key, value in returned.items()]
+        found = [(key if len(of) == 1 else f"{key}.{i}", x) for key, of in keyed for i, x in enumerate(of)]
+    else:
+        found = [(str(i), x) for i, x in enumerate(_floating(returned))]
+    if len(found) == 1:
+        return {"output": found[0][1]}
+    return {f"output[{key}]": x for key, x in found}
+
+
+def _floating(returned: Any) -> list[Tensor]:
+    return [x for x in leaves_of(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _numbers(returned: Any, place: str = "") -> dict[str, float]:
+    """Python's numbers and booleans among what a module returned, by their places in it."""
+    if _is_record(returned):
+        fields_of = _fields(returned).items()
+        return {name: x for key, value in fields_of for name, x in _numbers(value, f"{place}.{key}").items()}
+    found: dict[str, float] = {}
+    for path, leaf in tree_flatten_with_path(returned, is_leaf=_is_record)[0]:
+        if _is_record(leaf):
+            found |= _numbers(leaf, place + keystr(path))
+        elif isinstance(leaf, (bool, int, float)):
+            found[place + keystr(path)] = leaf
+    return found
+
+
+def leaves_of(returned: Any) -> Iterator[Any]:
+    """What a module returned, one by one, out of tuples, lists, dicts and dataclasses."""
+    for leaf in tree_leaves(returned, is_leaf=_is_record):
+        if _is_record(leaf):
+            for value in _fields(leaf).values():
+                yield from leaves_of(value)
+        else:
+            yield leaf
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is a dataclass that is not also a mapping, as the outputs of transformers' models are."""
+    return is_dataclass(value) and not isinstance(value, (type, Mapping))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -1,0 +1,322 @@
+"""Says where a comparison would prove nothing, so that it is not taken for a pass, and what a pass leaves unproven."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from parity.case.weight_map import WeightMap, names
+from parity.numerics.errors import Truths, all_finite, difference, max_abs, relative_l2
+from parity.passes.one_pass import Pass
+from parity.result import PROBED, Kind, TensorResult
+from parity.user_error import UserError
+
+Tensors = dict[tuple[Kind, str], Tensor]
+
+# A quantized layer's gradient has at least 0.7 of the model's error on the calibrated ports, an unquantized one's 0.15.
+_TOO_EXACT = 0.35
+_ENOUGH_ELEMENTS = 1024
+# A right port has at least half of what TF32 costs, without TF32 a hundredth. What costs less than the first number has
+# no TF32 in it; on fewer elements than the second, errors may be small by chance.
+_COSTS_OF_TF32, _NO_CHANCE, _WITHOUT_TF32 = 2.0**-15, 64, 0.1
+_SAME_IN_FP64 = 1e-9  # of a tensor's norm: far below what any precision shows, far above FP64's own rounding
+
+LOOKS_UP_ELSE = "not compared on probing inputs: the candidate looks up other rows of tables than the reference"
+LOSES_ALL = (
+    "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
+    "scale the values, or leave the precision out"
+)
+WITHIN = "every tensor is within its tolerance, and the port is wrong all the same"
+
+
+class NothingToJudge(UserError):
+    """A comparison at these inputs or this precision would pass whatever the candidate computed; says why."""
+
+
+def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
+    """Make sure that rounding leaves something of the inputs.
+
+    Args:
+        drawn: as a pair's ``inputs`` returns them.
+        dtype: to which they are rounded.
+
+    Raises:
+        NothingToJudge: if an input has no values, finite elements are beyond the dtype's range, or it becomes all zero.
+    """
+    for path, value in tree_flatten_with_path(drawn)[0]:
+        what = f"the input{keystr(path)}"
+        if isinstance(value, Tensor) and value.is_meta:
+            raise NothingToJudge(f"{what} is on the device meta, where it has no values; draw it with rng")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        _check_no_overflow(what, value, dtype)
+        largest = max_abs(value)
+        if largest > 0.0 and max_abs(value.to(dtype)) == 0.0:
+            raise NothingToJudge(
+                f"every element of {what} rounds to 0 in {_name(dtype)}, as the largest is {largest:.2g}; "
+                "nothing can be compared at this precision: draw larger inputs, or leave the precision out"
+            )
+
+
+def check_weights_fit(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Make sure that no finite weight is beyond the dtype's range.
+
+    Args:
+        weights: of the candidate, by name, before rounding.
+        dtype: to which they are rounded.
+
+    Raises:
+        NothingToJudge: if one is.
+    """
+    for name, tensor in weights.items():
+        _check_no_overflow(f"the weights for TE's {name}", tensor, dtype)
+
+
+def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
+    if all_finite(value.to(dtype)):
+        return
+    lost = value.isfinite() & ~value.to(dtype).isfinite()
+    if lost.any():
+        raise NothingToJudge(
+            f"{int(lost.sum())} of {value.numel()} elements of {what} overflow {_name(dtype)}: they reach "
+            f"{value[lost].abs().max():.2g}, its largest number is {torch.finfo(dtype).max:.6g}; nothing can be "
+            "compared at this precision: scale the values down, or leave the precision out"
+        )
+
+
+def check_golden(golden: Pass) -> None:
+    """Make sure that the reference computes something that a wrong candidate could miss.
+
+    Raises:
+        NothingToJudge: if it returns no floating-point tensor, only empty ones, or if all outputs and gradients are 0.
+    """
+    outputs = golden.outputs.values()
+    if not outputs:
+        raise NothingToJudge(
+            "the reference returns no floating-point tensor, so there is nothing to compare; return one from "
+            "call_reference and call_candidate"
+        )
+    if not any(output.numel() for output in outputs):
+        raise NothingToJudge(
+            "every output of the reference is empty, so any candidate would pass; give inputs with at least one element"
+        )
+    tensors = (*outputs, *golden.input_gradients.values(), *golden.weight_gradients.values())
+    if not any(max_abs(tensor) for tensor in tensors):
+        raise NothingToJudge(
+            "every output and gradient of the reference is 0 on these inputs, so a candidate that computes nothing "
+            "would pass; give other inputs or weights"
+        )
+
+
+def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
+    """Make sure that the reference returns the same whichever random numbers it draws.
+
+    Args:
+        golden: its pass.
+        again: its outputs in FP64 with other random numbers.
+
+    Raises:
+        NothingToJudge: if an output is another.
+    """
+    for name, moved in _moved(golden, again):
+        raise NothingToJudge(
+            f"the reference draws random numbers (PAR253 not-reproducible): with others its {name} moves by "
+            f"{moved:.2g} of its norm, so that nothing can be compared with it; switch off what draws them in both "
+            "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
+        )
+
+
+def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    """Make sure that the reference does not train itself in its forward pass, so that every pass has other weights.
+
+    Args:
+        golden: its pass.
+        again: its outputs in FP64 by the weights that this pass left.
+        written: names of the parameters that it wrote to.
+
+    Raises:
+        NothingToJudge: if an output is another.
+    """
+    for name, moved in _moved(golden, again):
+        raise NothingToJudge(
+            f"the reference changes its parameter {written[0]} in place, so that the next pass begins with other "
+            f"weights: its {name} moves by {moved:.2g} of its norm; let both modules step on a copy that each pass "
+            "makes anew, such as copy.deepcopy(self.layer)"
+        )
+
+
+def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequence[str]) -> None:
+    """Make sure that the reference keeps nothing from one call to the next that its outputs hang on.
+
+    Args:
+        golden: its pass.
+        again: the outputs of another one.
+        changed: names of the attributes that it changed.
+
+    Raises:
+        NothingToJudge: if an output is another.
+    """
+    if golden.outputs.keys() != again.keys() or list(_moved(golden, again)):
+        raise NothingToJudge(
+            f"the reference remembers its last call in {', '.join(changed)}: called again on the same inputs, it "
+            "returns something else, so that nothing can be compared with it; forget that at the start of each call, "
+            "in call_reference and call_candidate"
+        )
+
+
+def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """The outputs that are others in another pass, and by how much of their norm."""
+    for name, output in golden.outputs.items():
+        moved = math.inf
+        if name in again and again[name].shape == output.shape:
+            by = torch.linalg.vector_norm(difference(again[name], output)).item()
+            moved = relative_l2(by, torch.linalg.vector_norm(output).item())
+        if moved > _SAME_IN_FP64:
+            yield name, moved
+
+
+def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:
+    """Golden without the outputs on probing inputs that the candidate has not, or on which a faithful one overflows.
+
+    Probing inputs are larger than the user's own, so that a dtype of a small range may overflow on them alone.
+
+    Args:
+        golden: the reference's tensors.
+        models: the rounding model's.
+        candidate: the candidate's.
+    """
+    return {
+        key: truth
+        for key, truth in golden.items()
+        if key[0] != PROBED
+        or (key in candidate and _can_be_judged(truth.exact, [model[key] for model in models], candidate[key]))
+    }
+
+
+def _can_be_judged(golden: Tensor, modelled: Sequence[Tensor], computed: Tensor) -> bool:
+    """Whether some model is finite, and the candidate too, unless it alone is not."""
+    if not (all_finite(golden) and any(map(all_finite, modelled))):
+        return False
+    return all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
+
+
+def overflows_within(computed: Tensor, model: Tensor) -> bool:
+    """Whether the model is not finite wherever the computed tensor is not."""
+    return not bool((model.isfinite() & ~computed.isfinite()).any())
+
+
+def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
+    """Whether zeros would pass in the place of every tensor, as each tolerance on the relative L2 error is 1 or more.
+
+    Args:
+        tensors: of a comparison that passed.
+    """
+    not_zero = [tensor for tensor in tensors if tensor.errors.golden_rms]
+    return bool(not_zero) and len(_lost(tensors)) == len(not_zero)
+
+
+def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
+    """Those that would pass if they were all zero, though golden is not."""
+    return [tensor for tensor in tensors if tensor.errors.golden_rms and tensor.tolerance_relative_l2 >= 1.0]
+
+
+def remarks(
+    tensors: Sequence[TensorResult],
+    candidate: Tensors,
+    reference: nn.Module,
+    not_compared: int,
+    dtype: torch.dtype,
+    recipe: str | None,
+) -> Iterator[str]:
+    """What a comparison leaves unproven though it may pass; a sentence each.
+
+    Args:
+        tensors: the results.
+        candidate: the candidate's, in the reference's layout.
+        reference: whose frozen parameters have no gradient to compare.
+        not_compared: how many tensors the reference returns that are not floating-point.
+        dtype: of the precision.
+        recipe: of the precision, if it has one.
+    """
+    zero = [
+        tensor.label for tensor in tensors if tensor.numel and not (tensor.errors.golden_rms or tensor.errors.max_abs)
+    ]
+    if zero:
+        yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
+    lost = [tensor.label for tensor in _lost(tensors)]
+    if lost:
+        yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
+    empty = [tensor.label for tensor in tensors if not tensor.numel]
+    if empty:
+        yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
+    compared = {(tensor.kind, tensor.name) for tensor in tensors}
+    too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
+    if too_large:
+        overflows = f"where a faithful {_name(dtype)} computation overflows"
+        yield f"not compared on probing inputs, {overflows}: {', '.join(too_large)}"
+    frozen = [name for name, parameter in reference.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        yield f"frozen in the reference, so that no gradient was compared: {', '.join(frozen)}"
+    if not_compared:
+        yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
+    for tensor in tensors:
+        returned = candidate[tensor.kind, tensor.name].dtype
+        if not tensor.kind.endswith("gradient") and tensor.numel and returned != dtype:
+            yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
+    if recipe:
+        yield from _outside_recipe(tensors, recipe)
+    elif dtype == torch.float32:
+        yield from _without_tf32(tensors)
+
+
+def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[str]:
+    """Layers that seem not to be quantized: no mistake of the numbers, but perhaps not what was meant."""
+    exact = [
+        tensor.label
+        for tensor in tensors
+        if tensor.kind == "weight gradient"
+        and len(tensor.shape) > 1
+        and tensor.numel >= _ENOUGH_ELEMENTS
+        and tensor.errors.relative_l2 < _TOO_EXACT * tensor.expected.relative_l2
+    ]
+    if exact:
+        yield (
+            f"less than {_TOO_EXACT:.0%} of the error that {recipe} costs, as if part of the candidate ran outside of "
+            f"it (PAR308 recipe-disabled): {', '.join(exact)}"
+        )
+
+
+def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
+    """A port that is more accurate than its model wherever that rounds to TF32: no mistake, but worth knowing."""
+    in_tf32 = [
+        tensor
+        for tensor in tensors
+        if tensor.numel >= _NO_CHANCE and tensor.finite and tensor.expected.relative_l2 >= _COSTS_OF_TF32
+    ]
+    if in_tf32 and all(tensor.errors.relative_l2 < _WITHOUT_TF32 * tensor.expected.relative_l2 for tensor in in_tf32):
+        yield (
+            f"more accurate than expected: less than {_WITHOUT_TF32:.0%} of the error that TF32 costs, as if its FP32 "
+            f"GEMMs were true FP32 and no TF32 ones: {', '.join(tensor.label for tensor in in_tf32)}"
+        )
+
+
+def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Those of TE's parameters without a gradient whose gradient in the reference is not 0.
+
+    Args:
+        unreached: TE's parameters that no gradient reached.
+        weights: the pair's map.
+        golden: the gradients of the reference's parameters, but for frozen ones. One that it does not use has 0.
+    """
+    used = {name for name, gradient in golden.items() if max_abs(gradient)}
+    wanted = {name for left, right in weights.items() if used & set(names(left)) for name in names(right)}
+    return tuple(name for name in unreached if name in wanted)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

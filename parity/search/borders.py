@@ -1,0 +1,270 @@
+"""Find where sequences begin for a port: for its attention, and for its rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from parity.mistakes.attention import Attention, attentions, traced_bias
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.masks import hidden_keys, is_of_sequences, lengths_of, sequences_instead
+from parity.mistakes.packed import Packed, packed_attentions
+from parity.mistakes.rope import counted_from, in_rows
+from parity.mistakes.rotation import Rotation, rotations
+from parity.mistakes.trial import outputs_under
+from parity.search.failure import Budget, Failure, few_outputs
+from parity.search.gradient_screen import GradientScreen, outputs_tell_little
+from parity.search.screen import TINY, Screen
+from parity.search.verify import Explanation, verified
+from parity.trace.trace import Edit, Trace
+
+# Finds the borders of the sequences to which a port attends, or rotates, position by position of its outputs.
+#
+# Where a token sees what came before it, a position is right up to the port's first border that the reference does not
+# have. With that border assumed it is right up to the next.
+
+
+_MOST = 32  # sequences
+_CLEARLY = 3.0  # tolerances that a wrong position is off by
+_SURELY = 0.5  # of a position's norm, ditto where three tolerances are more
+
+
+Suppose = Callable[[Sequence[int]], Hypothesis]  # from where the port's sequences begin
+
+
+def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
+    """That the port's sequences, or its rotary positions, begin elsewhere, if that explains everything.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        trace: of the reference in FP64.
+        budget: of the search.
+    """
+    subjects = _subjects(trace)
+    seq = _positions(subjects, trace)
+    if seq is None or few_outputs(failure) or any(_axis(failure, one.name, seq) is None for one in failure.outputs):
+        return []
+    right, module = _borders(subjects[0], trace), failure.prepared.reference
+    kinds: list[Suppose] = [lambda starts: _of(starts, right, subjects, module)]
+    turned = [one for one in rotations(trace) if len(one.angles) == seq and one.phases is not None]
+    if turned:
+        kinds.append(lambda starts: turned_from(starts, turned, module))
+        rows = wrong_rows(failure, {trace.tensor(one.x).shape[0] for one in turned})
+        if rows:
+            kinds.append(lambda starts: turned_from(starts, turned, module, rows))
+    found = (_from_left(failure, suppose, right[-1], budget) for suppose in kinds)
+    return next(filter(None, found), [])
+
+
+def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> list[Explanation]:
+    """One beginning after the other, each where the outputs with those before are wrong first."""
+    starts = [0]
+    while len(starts) <= _MOST and not budget.spent():
+        one = suppose(starts)
+        first = _first_wrong(failure, one, seq)
+        if first is None:
+            explanation = verified(failure, (one,))
+            return [explanation] if explanation is not None and explanation.complete else []
+        if first <= starts[-1]:
+            return []
+        starts.append(first)
+    return []
+
+
+def _subjects(trace: Trace) -> list[Attention | Packed]:
+    """The attentions, those to sequences one by one as one."""
+    packed = packed_attentions(trace)
+    parts = {id(part) for one in packed for part in one.parts}
+    return [*packed, *(one for one in attentions(trace) if id(one) not in parts)]
+
+
+def _positions(subjects: Sequence[Attention | Packed], trace: Trace) -> int | None:
+    """How many there are, if all attention is causal, to the whole or to sequences of it; else None."""
+    biases = [one.bias if isinstance(one, Packed) else traced_bias(trace, one) for one in subjects]
+    if not biases or len({bias.shape[-2:] for bias in biases}) > 1:
+        return None
+    seq: int = biases[0].shape[-1]
+    are = biases[0].shape[-2] == seq and all(is_of_sequences(hidden_keys(bias)) for bias in biases)
+    return seq if are else None
+
+
+def _borders(subject: Attention | Packed, trace: Trace) -> list[int]:
+    """Of the reference's sequences."""
+    bias = subject.bias if isinstance(subject, Packed) else traced_bias(trace, subject)
+    return [0, *accumulate(lengths_of(hidden_keys(bias)) or [bias.shape[-1]])]
+
+
+def _of(
+    starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attention | Packed], module: nn.Module
+) -> Hypothesis:
+    lengths = [after - before for before, after in pairwise([*starts, right[-1]])]
+    mask = sequences_instead(lengths)
+    edits: list[Edit] = []
+    for one in subjects:
+        edits += one.edits(mask) if isinstance(one, Packed) else one.edits(mask=mask)
+    borders = [0, *accumulate(lengths)]
+    return Hypothesis(
+        "mask",
+        f"sequences with the borders {borders}",
+        f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary one; it has "
+        f"sequences with the borders {borders}",
+        module,
+        tuple(edits),
+    )
+
+
+def turned_from(
+    starts: Sequence[int], turned: Sequence[Rotation], module: nn.Module, rows: Sequence[int] = ()
+) -> Hypothesis:
+    """That positions are counted from each start, in some rows of the batch or, where none are given, in all."""
+    again, edits = list(starts[1:]), counted_from(starts)
+    where = f" in row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the batch" if rows else ""
+    found = [edit for one in turned for edit in edits(one)]
+    return Hypothesis(
+        "rope-position",
+        f"rope positions beginning again at {again}{where}",
+        f"rotate by the reference's positions; they begin again at {again}{where}",
+        module,
+        tuple(in_rows(one, rows) for one in found) if rows else tuple(found),
+    )
+
+
+def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
+    """The rows of the batch where an output is wrong; empty where all are, or what a row is cannot be told."""
+    batch = next(iter(batches))
+    if len(batches) > 1 or any(failure.golden["output", one.name].shape[0] != batch for one in failure.outputs):
+        return []
+    wrong = torch.zeros(batch, dtype=torch.bool)
+    for result in failure.outputs:
+        key = result.kind, result.name
+        x, candidate = (y.double().flatten(1) for y in (failure.golden[key], failure.candidate[key]))
+        typical = torch.linalg.vector_norm(x) / batch**0.5
+        off = torch.linalg.vector_norm(x - candidate, dim=1) / typical.clamp(min=TINY)
+        wrong |= (off > result.tolerance_relative_l2).cpu()
+    return wrong.nonzero().flatten().tolist() if not bool(wrong.all()) else []
+
+
+def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
+    """The first position where an output is not the candidate's; 0 where the hypothesis does not fit."""
+    outputs = outputs_under(failure.prepared, (one,), torch.float32)
+    if outputs is None:
+        return 0
+    wrong = torch.zeros(seq, dtype=torch.bool)
+    for result in failure.outputs:
+        axis = _axis(failure, result.name, seq)
+        x, candidate = (
+            _by_position(y.double(), axis or 0)
+            for y in (outputs[result.name], failure.candidate[result.kind, result.name])
+        )
+        typical = torch.linalg.vector_norm(x) / seq**0.5
+        off = torch.linalg.vector_norm(x - candidate, dim=1) / typical.clamp(min=TINY)
+        wrong |= (off > min(_CLEARLY * result.tolerance_relative_l2, _SURELY)).cpu()
+    return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
+
+
+def _axis(failure: Failure, name: str, seq: int) -> int | None:
+    """The output's dimension of positions."""
+    shape = failure.golden["output", name].shape
+    return next((axis for axis, size in enumerate(shape[:-1]) if size == seq), None)
+
+
+def _by_position(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(axis, 0).flatten(1)
+
+
+# Finds where a port's rotary positions begin again in attention that sees both ways.
+#
+# There no position is right before the first wrong one is reached, as behind a causal mask (``borders``). But a
+# beginning that is assumed a few positions off leaves the positions between wrong alone: the error falls all the way to
+# the right place. So each beginning is looked for by what it leaves, in ever smaller steps, with those before assumed.
+
+
+_MOST_BEGINNINGS = 8  # beginnings
+_STEPS = 16  # of a sequence, at which a beginning is tried first
+_HELPS = 0.9  # of the error before, below which another beginning brings it
+
+
+def restart_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
+    """That rotary positions begin again somewhere, if that explains everything.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        trace: of the reference in FP64.
+        budget: of the search.
+    """
+    turned = [one for one in rotations(trace) if one.phases is not None]
+    lengths = {len(one.angles) for one in turned}
+    if len(lengths) != 1:
+        return []
+    starts = _Descent(failure, turned, lengths.pop(), budget).starts()
+    if not starts:
+        return []
+    batches = {trace.tensor(one.x).shape[0] for one in turned}
+    some = [] if outputs_tell_little(failure) else wrong_rows(failure, batches)
+    for rows in ((), some) if some else ((),):
+        explanation = verified(failure, (turned_from(starts, turned, failure.prepared.reference, rows),))
+        if explanation is not None and explanation.complete:
+            return [explanation]
+    return []
+
+
+class _Descent:
+    """Beginnings that leave ever less of the error, as a screen counts it.
+
+    Args:
+        failure, budget: as in ``restart_explanations``.
+        turned: the rotations.
+        seq: how many positions they have.
+    """
+
+    def __init__(self, failure: Failure, turned: Sequence[Rotation], seq: int, budget: Budget) -> None:
+        self._screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
+        self._module = failure.prepared.reference
+        self._turned = turned
+        self._seq = seq
+        self._budget = budget
+        self._shares: dict[tuple[int, ...], float] = {(0,): 1.0}
+
+    def starts(self) -> list[int]:
+        """Under which what is left is no more than the precision costs; empty if there are none."""
+        found: tuple[int, ...] = (0,)
+        while len(found) <= _MOST_BEGINNINGS and not self._budget.spent():
+            before = self._share(found)
+            found = self._nearby((*found, self._first_guess(found)))
+            if self._share(found) > _HELPS * before:
+                return []
+            if self._screen.is_exact((self._share(found), ())):
+                return list(found)
+        return []
+
+    def _first_guess(self, found: tuple[int, ...]) -> int:
+        step = max(1, self._seq // _STEPS)
+        places = [place for place in range(step, self._seq, step) if place not in found]
+        return min(places, key=lambda place: self._share((*found, place)), default=self._seq - 1)
+
+    def _nearby(self, starts: tuple[int, ...]) -> tuple[int, ...]:
+        """The beginnings moved, the latest first, by ever less, as long as that leaves less."""
+        step = max(1, self._seq // _STEPS)
+        while step:
+            for moved in starts[:0:-1]:
+                others = [start for start in starts if start != moved]
+                starts = self._best([starts, *((*others, place) for place in (moved - step, moved + step))])
+            step //= 2
+        return starts
+
+    def _best(self, choices: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        return min((tuple(sorted(one)) for one in choices), key=self._share)
+
+    def _share(self, starts: Sequence[int]) -> float:
+        """Of the error, which these beginnings leave; infinite for what are none."""
+        key = tuple(sorted(set(starts)))
+        if len(key) < len(starts) or not 0 <= key[0] <= key[-1] < self._seq:
+            return math.inf
+        if key not in self._shares:
+            assumed = turned_from(key, self._turned, self._module)
+            self._shares[key] = next((share for share, _ in self._screen.shares([(assumed,)], self._budget)), math.inf)
+        return self._shares[key]

@@ -1,0 +1,409 @@
+"""Find the first submodule of a candidate that computes something that its reference does not.
+
+Names do not pair submodules, values do: each column of what a right submodule returns is a column of some value that
+the reference computes, too, but for a bias that TE adds later, and for rows that no output reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.mistakes.codes import finding
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.trial import outputs_under
+from parity.numerics.freedom import UNFUSED
+from parity.passes.all_passes import under_model
+from parity.passes.build import cast
+from parity.passes.one_pass import outputs_of
+from parity.passes.prepare import Prepared
+from parity.result import Finding
+from parity.search.failure import Failure
+from parity.te.precision import Precision
+from parity.trace.calls import tracing
+from parity.trace.trace import Site, Trace, Value, edit
+from parity.trace.walk import agree
+
+# What a precision costs each value that a reference computes on its way.
+
+
+Place = tuple[Site, int, bool]
+
+
+def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor]:
+    """The reference's values under the rounding model, each by the call that returned it or was given it, and where.
+
+    Numbers of values do not find them: in FP64 a reference may make other casts than in FP32.
+    """
+    prepared.reference.float()
+    traces: list[Trace] = []
+
+    def traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with tracing(module) as trace:
+            returned = (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
+        traces.append(trace)
+        return returned
+
+    # What depends on a tensor that requires a gradient is an activation to the model.
+    inputs = tree_map_only(
+        Tensor,
+        lambda x: x.detach().requires_grad_() if x.is_floating_point() else x,
+        cast(prepared.inputs, torch.float32),
+    )
+    with under_model(prepared, precision.rounding, UNFUSED):
+        outputs_of(prepared.reference, traced, inputs)
+    return places(traces[0])
+
+
+def places(trace: Trace) -> dict[Place, Tensor]:
+    """A trace's tensors, each by the call that returned it or was given it first, and where among its own."""
+    values = {value.number: value for call in trace.calls for value in (*call.inputs, *call.outputs)}
+    return {(one.site, one.position, one.returned): trace.tensor(one) for one in values.values()}
+
+
+# Finds the columns of a candidate's value among those of all values that its reference computes.
+#
+# Names do not pair values, their columns do. They are compared by random projections.
+
+
+MOST_NOISE = 0.3
+"""Of a value, beyond which it is not told from another one."""
+
+MOSTLY = 0.9
+"""Of a value's columns, which must be found."""
+
+_NOISE = 5.0  # times what the precision costs a value, within which two values are the same
+_UNLIKE = 0.7  # of a value, within which no unrelated value is
+_CONSTANT = 1e-6  # of a column's norm, below which what is left without its mean is nothing
+_FEWEST_ROWS = 8
+_PROJECTIONS = 16
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Columns of the reference's values, as many rows each.
+
+    Attributes:
+        projected: ``[columns, projections]``.
+        near: within which another is the same, ``[columns]``.
+        holders: of which value each is.
+    """
+
+    projected: Tensor
+    near: Tensor
+    holders: list[Place]
+
+
+class Columns:
+    """Those of all values of a reference.
+
+    Args:
+        trace: of the reference in FP64.
+        rounded: its values under the rounding model.
+        stored: the dtype to which the candidate rounds a value at least once.
+    """
+
+    def __init__(self, trace: Trace, rounded: Mapping[Place, Tensor], stored: torch.dtype) -> None:
+        self._values = places(trace)
+        self._rounded = rounded
+        self._stored = stored
+        self._found: dict[tuple[int, bytes], _Known] = {}
+
+    def share(self, x: Tensor, kept: Tensor | None = None) -> float | None:
+        """The share of a value's columns that are a column of some traced value; None if that cannot be told.
+
+        Values of more dimensions, such as attention's scores, have layouts of their own and are left out.
+
+        Args:
+            x: of the candidate.
+            kept: True for the rows that are compared, the shape of ``x`` but for its last dimension; None for all.
+        """
+        surely, perhaps = [], []
+        for same, known in self._same(x, kept):
+            surely.append((same & (known.near <= MOST_NOISE)).any(1).double().mean().item())
+            perhaps.append(same.any(1).double().mean().item())
+        return None if not surely or max(surely) < MOSTLY <= max(perhaps) else max(surely)
+
+    def holders(self, x: Tensor, kept: Tensor) -> Iterator[Place]:
+        """The traced values that hold most of a value's columns each, in these rows."""
+        for same, known in self._same(x, kept):
+            for place in dict.fromkeys(known.holders):
+                columns = torch.tensor([holder == place for holder in known.holders])
+                if same[:, columns].any(1).double().mean() >= MOSTLY:
+                    yield place
+
+    def _same(self, x: Tensor, kept: Tensor | None) -> Iterator[tuple[Tensor, _Known]]:
+        """For each layout whether columns of ``x`` are known ones, ``[columns, known]``; none if it cannot be told."""
+        if x.dim() not in (2, 3):
+            return
+        for exchanged in (False, True)[: x.dim() - 1]:
+            layout = x.transpose(0, 1) if exchanged else x
+            rows = None if kept is None else (kept.T if exchanged else kept).flatten()
+            known = self._of_rows(x.shape[:-1].numel(), rows)
+            columns = _varying(_projected(_flat(layout, rows)))
+            if not len(columns) or not len(known.near):
+                return
+            yield torch.cdist(columns, known.projected) <= known.near.clamp(max=_UNLIKE), known
+
+    def _of_rows(self, rows: int, kept: Tensor | None) -> _Known:
+        """The columns of all values that have so many rows, and what the precision costs them."""
+        key = rows, b"" if kept is None else kept.cpu().numpy().tobytes()
+        if key not in self._found:
+            self._found[key] = self._columns(rows, kept)
+        return self._found[key]
+
+    def _columns(self, rows: int, kept: Tensor | None) -> _Known:
+        count = rows if kept is None else int(kept.sum())
+        values = {place: y for place, y in self._values.items() if count >= _FEWEST_ROWS and _has_rows(y, rows)}
+        if not values:
+            return _Known(torch.empty(0, _PROJECTIONS), torch.empty(0), [])
+        exact = {place: _projected(_flat(y, kept)) for place, y in values.items()}
+        least = _NOISE * torch.finfo(self._stored).eps / 2
+        near = [
+            _cost(columns, values[place], self._rounded.get(place), kept).clamp(min=least)
+            for place, columns in exact.items()
+        ]
+        told = torch.cat(near)
+        told = told[told <= MOST_NOISE]
+        # In FP32 a reference may make other casts than in FP64; these values are taken for as noisy as others may be.
+        unknown = told.max().item() if len(told) else MOST_NOISE
+        varying = {place: _varying(columns) for place, columns in exact.items()}
+        return _Known(
+            torch.cat(list(varying.values())),
+            torch.cat(near).nan_to_num(nan=unknown),
+            [place for place, columns in varying.items() for _ in columns],
+        )
+
+
+def random_directions(size: int) -> Tensor:
+    """``[size, projections]`` in FP64, the same for each size."""
+    return torch.randn(size, _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _flat(x: Tensor, kept: Tensor | None) -> Tensor:
+    """``[rows, columns]``, the rows that are kept."""
+    rows = x.flatten(0, -2)
+    return rows if kept is None else rows[kept.to(x.device)]
+
+
+def _cost(exact: Tensor, value: Tensor, model: Tensor | None, kept: Tensor | None) -> Tensor:
+    """Within which another column is the same as each of a value's that varies; NaN where the model has no such value.
+
+    Args:
+        exact: the value's columns, projected.
+        value: of the reference in FP64.
+        model: the same under the rounding model.
+        kept: as in ``Columns.share``, flat.
+    """
+    varies = exact.any(1)
+    if model is None or model.shape != value.shape:
+        return torch.full((int(varies.sum()),), math.nan, dtype=torch.float64)
+    apart = torch.linalg.vector_norm(_projected(_flat(model, kept)) - exact, dim=1)[varies]
+    return _NOISE * torch.maximum(apart, apart.square().mean().sqrt())
+
+
+def _varying(columns: Tensor) -> Tensor:
+    return columns[columns.any(1)]
+
+
+def _has_rows(y: Tensor, rows: int) -> bool:
+    return y.is_floating_point() and y.dim() > 1 and y.numel() == rows * y.shape[-1]
+
+
+def _projected(x: Tensor) -> Tensor:
+    """``[columns, projections]`` of ``[rows, columns]``, each column without its mean, of norm 1 or 0."""
+    x = x.double()
+    centred = x - x.mean(0)
+    norm = torch.linalg.vector_norm(centred, dim=0)
+    varies = norm > _CONSTANT * torch.linalg.vector_norm(x, dim=0)
+    scaled = torch.where(varies, centred / norm.clamp(min=1e-300), 0.0)
+    return (scaled.T @ random_directions(len(x)).to(x.device)).cpu() / math.sqrt(_PROJECTIONS)
+
+
+# Rows of a reference's values that none of its outputs reads, such as those of padded queries.
+#
+# There a port may have what it likes: TE's attention leaves zeros, and what is computed of them is other numbers, too.
+
+
+class UnreadRows:
+    """Those that a candidate leaves zero somewhere, and what it computes of them.
+
+    Args:
+        prepared: what is compared.
+        trace: of the reference in FP64.
+        columns: of its values.
+    """
+
+    def __init__(self, prepared: Prepared, trace: Trace, columns: Columns) -> None:
+        self._prepared = prepared
+        self._made = {
+            (value.site, value.position, value.returned): (call, value)
+            for call in trace.calls
+            if isinstance(value := call.result, Value)
+        }
+        self._columns = columns
+        self._zero: dict[torch.Size, Tensor] = {}  # the rows that are zero somewhere, by the shape of all rows
+        self._tried: dict[tuple[Place, bytes], bool] = {}
+
+    def hide_what_differs(self, x: Tensor) -> bool:
+        """Whether a candidate's value is the reference's but for rows that no output reads."""
+        zero = ~x.any(-1)
+        zero = zero | self._zero.get(zero.shape, torch.zeros_like(zero))
+        if not zero.any() or zero.all() or (self._columns.share(x, ~zero) or 0.0) < MOSTLY:
+            return False
+        hidden = any(self._is_unread(place, zero) for place in self._columns.holders(x, ~zero))
+        if hidden:
+            self._zero[zero.shape] = zero
+        return hidden
+
+    def _is_unread(self, place: Place, rows: Tensor) -> bool:
+        """Whether the reference returns the same if these rows of the value are zeros."""
+        key = place, rows.cpu().numpy().tobytes()
+        if key not in self._tried:
+            self._tried[key] = place in self._made and self._returns_the_same(place, rows)
+        return self._tried[key]
+
+    def _returns_the_same(self, place: Place, rows: Tensor) -> bool:
+        call, _ = self._made[place]
+
+        def without(was: Tensor) -> Tensor:
+            # In the order of the candidate's rows, or with batch and sequence exchanged.
+            exchanged = rows.dim() == 2 and rows.shape != was.shape[:-1] == rows.T.shape
+            hidden = (rows.T if exchanged else rows).reshape(was.shape[:-1])
+            return was.masked_fill(hidden.unsqueeze(-1), 0.0)
+
+        assumed = Hypothesis("", "rows of zeros", "", self._prepared.reference, (edit(call, (), without),))
+        outputs = outputs_under(self._prepared, (assumed,), torch.float64)
+        golden = self._prepared.golden.outputs
+        return outputs is not None and all(agree(outputs[name], x) for name, x in golden.items())
+
+
+# Finds the first submodule of a candidate that computes something that its reference does not.
+#
+# Names do not pair submodules, values do: each column of what a right submodule returns is a column of some value that
+# the reference computes, too, but for a bias that TE adds later, and for rows that no output reads.
+
+
+_MOVED = 0.5  # of the rows, which must stand elsewhere; else they are the same ones, with an error
+_MOST_ROWS = 512  # that are looked for among others
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """What a submodule returned, ``module`` telling which call it was, too, where it was called before."""
+
+    module: str
+    tensor: Tensor
+    given: Tensor | None
+
+
+def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
+    """A finding that names the last submodule that agrees and the first that does not; none where all do or none does.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        trace: of the reference in FP64.
+    """
+    if failure.rerun is None or all(result.passed for result in failure.outputs):
+        return
+    returned: list[_Returned] = []
+    failure.rerun(lambda module: _record(module, returned))
+    failure.prepared.clock.check()
+    rounded = values_under(failure.prepared, failure.precision)
+    columns = Columns(trace, rounded, failure.precision.dtype)
+    unread = UnreadRows(failure.prepared, trace, columns)
+    agreed: list[str] = []
+    reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
+    for one in _compared_pass(returned, failure.precision.warmup_passes):
+        failure.prepared.clock.check()
+        share = columns.share(one.tensor)
+        if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
+            agreed.append(one.module)
+            continue
+        given = one.given
+        if given is not None and (columns.share(given) or 0.0) < MOSTLY and _has_rows_in_another_order(given, trace):
+            reordered |= {_rows(one.tensor), _rows(given)}
+        if share is None or _rows(one.tensor) in reordered:
+            continue
+        before = f"{agreed[-1]} before it agrees" if agreed else "nothing before it can be compared"
+        yield finding(
+            "first-divergence",
+            f"{one.module} is the first submodule of the candidate whose result {tuple(one.tensor.shape)} the "
+            f"reference does not compute: {1 - share:.0%} of its columns are nowhere in it; {before}",
+        )
+        return
+
+
+def _record(module: nn.Module, returned: list[_Returned]) -> None:
+    """Registers hooks that keep the first tensor that each submodule returns, and what the module itself does."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(submodule: nn.Module, args: Any, result: Any) -> None:
+            given = next(_activations(args), None)
+            returned.extend(_Returned(name, x, given) for x in islice(_activations(result), 1))
+
+        return keep
+
+    for name, submodule in module.named_modules():
+        submodule.register_forward_hook(hook(name))
+
+
+def _activations(tree: Any) -> Iterator[Tensor]:
+    return (x.detach() for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Returned]:
+    """What submodules returned in the pass that is compared, each call after the first with its number.
+
+    Passes that warm up come before it, one on probing inputs may come after it. Each ends with the module itself; where
+    the pair calls something else, each begins with the same submodule.
+    """
+    ends = [i for i, one in enumerate(returned) if not one.module]
+    starts = [0, *(end + 1 for end in ends)] if ends else []
+    starts = starts or [i for i, one in enumerate(returned) if one.module == returned[0].module]
+    if len(starts) <= passes_before:
+        return []
+    calls: Counter[str] = Counter()
+    numbered: list[_Returned] = []
+    for one in returned[starts[passes_before] : [*starts, len(returned)][passes_before + 1]]:
+        calls[one.module] += 1
+        which = f"{one.module} (call {calls[one.module]})" if calls[one.module] > 1 else one.module
+        numbered += [replace(one, module=which)] if one.module else []
+    return numbered
+
+
+def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:
+    """Whether what a submodule was given has the rows of a traced value, all of them, in another order or repeated.
+
+    Nothing that is computed from them has its columns in the reference.
+    """
+    if x.dim() not in (2, 3):
+        return False
+    rows = x.double().flatten(0, -2)
+    rows = rows[rows.any(1)]
+    directions = random_directions(x.shape[-1]).to(x.device)
+    known = {y.flatten(0, -2) for y in trace.tensors if _may_hold_rows(y, x) and len(rows) >= y.shape[:-1].numel()}
+    for y in known:
+        wanted, held = rows[:_MOST_ROWS] @ directions, y.double().to(x.device) @ directions
+        apart, where = torch.cdist(wanted, held).min(1)
+        is_held = apart <= MOST_NOISE * torch.linalg.vector_norm(wanted, dim=1)
+        has_moved = where != torch.arange(len(where), device=where.device)
+        if is_held.double().mean() >= MOSTLY and has_moved.double().mean() >= _MOVED:
+            return True
+    return False
+
+
+def _may_hold_rows(y: Tensor, x: Tensor) -> bool:
+    return y.is_floating_point() and y.dim() in (2, 3) and y.shape[-1] == x.shape[-1] and y.numel() > 0
+
+
+def _rows(x: Tensor) -> int:
+    return x.shape[:-1].numel()

@@ -1,0 +1,318 @@
+"""Decide which findings of a failed comparison are told: of its inputs, of the probes, or of the matched filters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.case.case import Rng
+from parity.judge.directions import PRESENT, Direction
+from parity.judge.directions import findings as mistakes
+from parity.judge.statistics import Component, has_component
+from parity.mistakes.catalogue import calls_of, subtle_hypotheses_anywhere
+from parity.mistakes.codes import CODES, UNEXPLAINED
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.trial import tensors_under
+from parity.numerics.errors import Deviations, in_fp32
+from parity.numerics.golden import in_fp64
+from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
+from parity.passes.build import cast
+from parity.passes.nominal_clock import Clock
+from parity.passes.one_pass import Pass, outputs_of, run
+from parity.passes.prepare import Prepared
+from parity.result import PROBED, Finding, TensorResult
+from parity.search.failure import Budget, Failure, Rerun, in_time
+from parity.search.findings import findings
+from parity.search.reruns import with_argument_names
+from parity.search.search import CHECKS_FOR_FILTERS, Screened
+from parity.search.verify import is_loud, verified
+
+# Matched filters after a failure: a subtle mistake that is made at one place of several, or that no output shows.
+#
+# The filters that judge outputs (``directions``) assume a mistake at all of its places. Where a port failed and nothing
+# explains it, each place is tried alone, and gradients are looked at as well: of a loss, one number, they are all there
+# is. No law is measured of these filters, so they judge nothing. They name a mistake that every tensor contains which
+# is precise enough to tell, and without which every tensor would pass.
+
+
+# Standard deviations that a whole mistake must be worth in a tensor for that one to tell whether it was made.
+_TELLS = 6.0
+# Of the largest: mistakes that are worth as much cannot be told apart by that; which is whole decides.
+_SAME = 0.9
+
+
+class _Shown(NamedTuple):
+    """What one tensor shows of a mistake.
+
+    Attributes:
+        mistake: the hypothesis.
+        label: of the tensor.
+        coefficient: how much of the mistake's change the error contains.
+        worth: of the whole change, in standard deviations of rounding.
+    """
+
+    mistake: Hypothesis
+    label: str
+    coefficient: float
+    worth: float
+
+    @property
+    def away(self) -> float:
+        """From the mistake as a whole."""
+        return abs(self.coefficient - 1.0)
+
+
+def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
+    """The subtle mistake that all tensors contain and that explains them; none if there is none.
+
+    Raises:
+        OutOfTime: if the search has reached its limit of real time.
+    """
+    failure.prepared.clock.check()
+    shown = list(_of_whole_mistakes(failure, failure.budget(CHECKS_FOR_FILTERS)))
+    most = max((one.worth for one in shown), default=0.0)
+    for one in sorted((one for one in shown if one.worth >= _SAME * most), key=lambda one: one.away):
+        explanation = verified(failure, (one.mistake,))
+        if explanation is not None and explanation.complete:
+            return (_finding(one),)
+    return ()
+
+
+def _finding(shown: _Shown) -> Finding:
+    mistake = shown.mistake
+    message = (
+        f"the error of {shown.label} contains {shown.coefficient:.2g} times what {mistake.name} would change, which is "
+        f"worth {shown.worth:.2g} standard deviations of rounding, and no tensor lacks it; {mistake.repair}"
+    )
+    return Finding(CODES[mistake.title], mistake.title, message)
+
+
+def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
+    """Of each mistake that every tensor contains which can tell, what the one shows that tells best."""
+    prepared = failure.prepared
+    observed = _observed(failure)
+    for mistake in subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace):
+        if budget.spent():
+            return
+        tensors = tensors_under(prepared, (mistake,))
+        shown = [] if tensors is None else list(_shown(mistake, observed, failure.golden, tensors))
+        if shown and all(one.away <= PRESENT for one in shown):
+            yield max(shown, key=lambda one: one.worth)
+
+
+def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
+    """Golden, and the errors of the candidate and of the models, of each tensor in which all are finite."""
+    truths, rounding = golden_truths(failure.prepared), failure.precision.rounding
+    ran = [failure.candidate, *(model_tensors(failure.prepared, rounding, one) for one in failure.freedoms)]
+    keys = [(one.kind, one.name) for one in failure.results]
+    found = [truths[key].deviations([tensors[key] for tensors in ran]) for key in keys]
+    both = zip(failure.results, found, strict=True)
+    return [(result, those) for result, those in both if all(error.is_finite for error in those.errors)]
+
+
+def _shown(
+    mistake: Hypothesis, observed: Sequence[tuple[TensorResult, Deviations]], golden: Tensors, tensors: Tensors
+) -> Iterator[_Shown]:
+    """What each tensor shows that tells."""
+    for result, (truth, (error, *models)) in observed:
+        key = result.kind, result.name
+        if tensors[key].shape != golden[key].shape:
+            continue
+        change = in_fp32(tensors[key] - golden[key])
+        if change.is_finite and has_component(change):
+            found = Component(error, models, change, truth, max(model.norm for model in models))
+            worth = change.total / found.deviation if found.deviation else math.inf
+            if worth >= _TELLS:
+                yield _Shown(mistake, result.label, found.coefficient, worth)
+
+
+# Whether rounding alone decides the numbers that differ: then no port can be judged on them.
+
+
+# A kernel that computes in FP32 rounds at each of its steps, the inputs are perturbed once: by this many roundoffs.
+# Measured on LayerNorms of constant rows (width 32 to 1024, values 0.3 to 1e4, TE 2.20.2 on emulated kernels), whose
+# mean is rounded several times, one perturbation of 4 unit roundoffs explains every error.
+ROUNDINGS = 8.0
+
+
+def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Finding | None:
+    """The finding that a change of the inputs by a few roundoffs of FP32 moves every failed tensor as far as its error.
+
+    A row of equal numbers is an example: LayerNorm subtracts the mean and divides what rounding left by ``sqrt(eps)``.
+
+    Args:
+        failed: all tensors that failed.
+        prepared: what was compared.
+    """
+    if not failed or not all(tensor.errors.finite for tensor in failed):
+        return None
+    changes = _changes(prepared)
+    if any(tensor.errors.max_abs > changes[tensor.kind, tensor.name] for tensor in failed):
+        return None
+    worst = max(failed, key=lambda tensor: tensor.margin)
+    change = changes[worst.kind, worst.name]
+    return Finding(
+        "PAR005",
+        "ill-conditioned",
+        f"{worst.label} is off by up to {worst.errors.max_abs:.2g}; but already in FP64, changing the inputs by "
+        f"{ROUNDINGS:g} roundoffs of FP32 changes the reference's by up to {change:.2g}: rounding decides these "
+        "numbers, whoever computes them, so give other inputs, such as rows that are not constant",
+    )
+
+
+def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
+    """The largest change of each golden tensor when every input changes by some roundoffs of FP32, up or down."""
+    prepared.reference.double()
+    with in_fp64():
+        ran = run(
+            prepared.reference,
+            prepared.call,
+            _perturbed(prepared.inputs),
+            prepared.input_names,
+            lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+        )
+    golden, perturbed = tensors_of(prepared.golden), tensors_of(ran)
+    if prepared.probed:
+        with torch.no_grad(), in_fp64():
+            probed = outputs_of(prepared.reference, prepared.probe_call, _perturbed(prepared.probe))
+        golden |= _as_probed_outputs(prepared.probed)
+        perturbed |= _as_probed_outputs(probed)
+    return {key: _largest(perturbed[key] - truth) for key, truth in golden.items()}
+
+
+def _perturbed(inputs: Any) -> Any:
+    """The inputs in FP64, each element of a floating-point one a little larger or smaller."""
+    rng = Rng(0, "conditioning")
+    step = ROUNDINGS * torch.finfo(torch.float32).eps / 2
+
+    def perturb(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        signs = rng.integers(*x.shape, high=2).to(x.device, x.dtype) * 2 - 1
+        return x * (1 + step * signs)
+
+    return tree_map_only(Tensor, perturb, cast(inputs, torch.float64))
+
+
+def _as_probed_outputs(outputs: dict[str, Tensor]) -> Tensors:
+    return {(PROBED, name): output for name, output in outputs.items()}
+
+
+def _largest(change: Tensor) -> float:
+    return change.abs().max().item() if change.numel() else 0.0
+
+
+# Why a comparison failed: the findings of its inputs, of the probing ones, or of the matched filters.
+
+
+def explain(
+    failure: Failure, unreached: Sequence[str], known: Sequence[Direction], seconds: float
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones.
+
+    Args:
+        failure: the comparison.
+        unreached: names of TE parameters that the backward pass did not reach.
+        known: directions of the mistakes that could be made.
+        seconds: of real time after which no further pass is begun, 0 for no limit.
+
+    Returns:
+        The findings, and the notes: that the limit ended the search, if it did.
+    """
+    clock, rerun = failure.prepared.clock, failure.rerun
+    limited = dataclasses.replace(failure, rerun=None if rerun is None else _in_time(rerun, clock))
+    with clock.limited_to(seconds):
+        found = in_time(lambda: _explained(limited, unreached, known))
+        notes = (ended_early(seconds),) if clock.ended else ()
+    return with_argument_names(found, failure), notes
+
+
+def ended_early(seconds: float) -> str:
+    """The note that a limit of so many seconds ended the search."""
+    return (
+        f"the search for the cause ended after {seconds:g} s; --parity-diagnosis=SECONDS gives it longer, as "
+        "--diagnosis of parity run and diagnosis_seconds of parity.compare do"
+    )
+
+
+def _in_time(rerun: Rerun, clock: Clock) -> Rerun:
+    """The same, which begins only if there is time."""
+
+    def limited(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
+        clock.check()
+        return rerun(change, cotangents)
+
+    return limited
+
+
+def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
+    shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
+    if shaky is not None:
+        return (shaky,)
+    drawn = [tensor for tensor in failure.results if not tensor.probed]
+    probed = [tensor for tensor in failure.results if tensor.probed]
+    on_probe = None if all(tensor.passed for tensor in probed) else _on_probe(failure)
+    if on_probe is not None and all(tensor.passed for tensor in drawn):
+        return findings(on_probe)
+    screened, of_drawn = Screened(), dataclasses.replace(failure, results=drawn, on_probe=on_probe)
+    found = tuple(in_time(lambda: findings(of_drawn, unreached, screened)))
+    by_filter = tuple(mistakes(drawn, known))
+    if _is_known(found):
+        # Of those that fit alike, what a filter has found is the likeliest.
+        seen = {finding.title for finding in by_filter}
+        return tuple(sorted(found, key=lambda finding: finding.title not in seen))
+    known_by_filter = by_filter or tuple(in_time(lambda: local_filter_findings(of_drawn)))
+    if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
+        return known_by_filter or found
+    # What is far too large there shows in part at least what its cause is.
+    among = screened.helping if is_loud(of_drawn) else None
+    also = dataclasses.replace(of_drawn, on_probe=None)
+    probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among))
+    return probing if _is_known(probing) else found
+
+
+def _is_known(found: Sequence[Finding]) -> bool:
+    """Whether they are causes, which leave nothing unexplained."""
+    return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)
+
+
+def _on_probe(failure: Failure) -> Failure:
+    """The same failure as the probing inputs show it: their outputs in the place of the others."""
+    prepared, rerun = failure.prepared, failure.rerun
+    golden = Pass(prepared.probed, {}, {}, ())
+    probed = dataclasses.replace(prepared, inputs=prepared.probe, call=prepared.probe_call, golden=golden)
+
+    def judge(
+        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
+    ) -> list[TensorResult]:
+        given = None if candidate is None else _as_probed(candidate)
+        ran, leaned = ([_as_probed(one) for one in of] for of in (models, leaning))
+        return _as_outputs(failure.judge(_as_probed(golden), ran, given, leaned))
+
+    return dataclasses.replace(
+        failure,
+        results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
+        candidate=_of_probe(failure.candidate),
+        prepared=probed,
+        judge=judge,
+        rerun=None if rerun is None else lambda change, cotangents=None: _of_probe(rerun(change, cotangents)),
+    )
+
+
+def _of_probe(tensors: Tensors) -> Tensors:
+    """The outputs on the probing inputs as outputs."""
+    return {("output", name): tensor for (kind, name), tensor in tensors.items() if kind == PROBED}
+
+
+def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
+    return [dataclasses.replace(tensor, kind="output") for tensor in probed]
+
+
+def _as_probed(tensors: Tensors) -> Tensors:
+    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}

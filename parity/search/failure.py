@@ -1,0 +1,195 @@
+"""Hold what is known of a failed comparison, and what a search may spend on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from parity.numerics.errors import Tolerance, margin, measure
+from parity.numerics.freedom import FUSED, UNFUSED, Freedom
+from parity.passes.all_passes import Tensors, tensors_of
+from parity.passes.nominal_clock import Clock, OutOfTime
+from parity.passes.prepare import Prepared
+from parity.result import Kind, TensorResult
+from parity.te.precision import Precision
+
+# How much a part of a search may compute.
+
+
+# Seconds of processor time for each nominal one, after which a search ends wherever it is.
+_SLOWEST_MACHINE = 4.0
+
+Tried = TypeVar("Tried")
+
+
+@dataclass
+class Budget:
+    """Seconds of a nominal machine that may be spent, so that a search ends at the same place on every one.
+
+    Attributes:
+        clock: by which they are counted.
+        seconds: that may pass on it.
+        began: at which of its seconds.
+        began_here: at which second of this process's processor time, for machines that are far slower.
+        exceeded: whether it was found to be spent.
+    """
+
+    clock: Clock
+    seconds: float
+    began: float
+    began_here: float
+    exceeded: bool = False
+
+    @staticmethod
+    def of(clock: Clock, seconds: float) -> Budget:
+        """So many from now on."""
+        return Budget(clock, seconds, clock.seconds, time.process_time())
+
+    def share(self, part: float) -> Budget:
+        """What is left until so much of it is spent."""
+        return Budget(self.clock, part * self.seconds, self.began, self.began_here)
+
+    def more(self, part: float) -> Budget:
+        """So much of it from now on, whatever is spent."""
+        return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began, self.began_here)
+
+    def spent(self) -> bool:
+        """Return whether they are, or the search has reached its limit of real time; remembered in ``exceeded``."""
+        here = time.process_time() - self.began_here
+        nominal = self.clock.seconds - self.began
+        self.exceeded = self.exceeded or nominal > self.seconds or here > _SLOWEST_MACHINE * self.seconds
+        self.exceeded = self.exceeded or self.clock.is_over()
+        return self.exceeded
+
+
+def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
+    """Of what is to be tried, as much as a budget lasts for."""
+    left = iter(tried)
+    while not budget.spent():
+        try:
+            one = next(left)
+        except StopIteration:
+            return
+        yield one
+
+
+def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
+    """All that a part of a search finds, or what it has found when the limit of real time ends it."""
+    found: list[Tried] = []
+    with suppress(OutOfTime):
+        for one in tried():
+            found.append(one)
+    return found
+
+
+# A failed comparison, as a diagnosis is given it.
+
+
+_FEW = 32  # elements
+# Seconds, which a shorter check counts for: what it takes is half chance, and small modules have as many mistakes.
+_SHORTEST_CHECK = 1.0
+
+
+class Judge(Protocol):
+    """Judges tensors, the failed candidate's where no other ones are given, against a golden and rounding models.
+
+    ``leaning`` are the first model's tensors with what kernels may do that leans.
+    """
+
+    def __call__(
+        self,
+        golden: Tensors,
+        models: Sequence[Tensors],
+        candidate: Tensors | None = None,
+        leaning: Sequence[Tensors] = (),
+        /,
+    ) -> Sequence[TensorResult]: ...
+
+
+class Rerun(Protocol):
+    """Runs the candidate again, after a change to its newly built module, with other output gradients if any."""
+
+    def __call__(
+        self, change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, /
+    ) -> Tensors: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A comparison that failed.
+
+    Attributes:
+        results: of all compared tensors.
+        candidate: its tensors, in the reference's layout.
+        prepared: what was compared.
+        precision: at which.
+        seconds: of processor time that the comparison took.
+        judge: judges the candidate, or another, against another golden, whose rounding models are given with it.
+        rerun: runs the candidate again; None where that cannot be done.
+        draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
+        on_probe: the same failure as the probing inputs show it; None where they show none.
+        on_drawn: of a failure on probing inputs, the one on inputs as they were drawn, which its cause must explain
+            too; None where there is none.
+        among: titles and names of the mistakes that may be its cause; None for every known one.
+        freedoms: of the kernels that the candidate is judged by.
+        own_recipes: that the candidate turns on by itself, with the lines where it does.
+    """
+
+    results: Sequence[TensorResult]
+    candidate: Tensors
+    prepared: Prepared
+    precision: Precision
+    seconds: float
+    judge: Judge
+    rerun: Rerun | None = None
+    draws: bool = False
+    on_probe: Failure | None = None
+    on_drawn: Failure | None = None
+    among: Container[tuple[str, str]] | None = None
+    freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
+    own_recipes: Sequence[str] = ()
+
+    def budget(self, checks: float) -> Budget:
+        """What so many comparisons like this one take, from now on."""
+        return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
+
+    @property
+    def golden(self) -> Tensors:
+        """The reference's tensors in FP64."""
+        return tensors_of(self.prepared.golden)
+
+    @property
+    def outputs(self) -> list[TensorResult]:
+        """The outputs' results."""
+        return [result for result in self.results if result.kind == "output"]
+
+
+def few_outputs(failure: Failure) -> bool:
+    """Whether all outputs together, such as a loss, are so few numbers that many a mistake would explain them."""
+    return sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
+
+
+def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
+    """The tolerance of a compared tensor."""
+    result = next(result for result in failure.results if (result.kind, result.name) == key)
+    return Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
+
+
+# Whether a candidate's tensors are those of another golden, within tolerance.
+
+
+def explains(failure: Failure, golden: Tensors | None) -> bool:
+    """Whether all of the candidate's tensors are."""
+    return golden is not None and all(agrees(failure, result, golden) for result in failure.results)
+
+
+def agrees(failure: Failure, result: TensorResult, golden: Tensors) -> bool:
+    """Whether this one is."""
+    key = result.kind, result.name
+    errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
+    return margin(errors, tolerance_of(failure, key)) <= 1.0

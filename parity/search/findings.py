@@ -1,0 +1,237 @@
+"""From a failed comparison to its findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+
+import torch
+
+from parity.mistakes.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
+from parity.mistakes.codes import CODES, finding
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.layers import unused_parameters
+from parity.mistakes.trial import outputs_under
+from parity.passes.nominal_clock import work_of
+from parity.result import Finding
+from parity.search.borders import border_explanations, restart_explanations
+from parity.search.divergence import first_divergence
+from parity.search.failure import Budget, Failure, few_outputs, in_time
+from parity.search.gradient_screen import outputs_tell_little
+from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
+from parity.search.localise import output_scale_findings, where_the_error_is, whole_scale_findings
+from parity.search.other_operands import other_operand_hypotheses
+from parity.search.precision_mistakes import precision_findings, scale_hypotheses
+from parity.search.reruns import (
+    buffer_findings,
+    dropout_findings,
+    exchange_findings,
+    hidden_row_findings,
+    hidden_row_hints,
+    microbatch_findings,
+    non_finite,
+    own_recipe_findings,
+    random_findings,
+    unreached_parameters,
+    unread_inputs,
+)
+from parity.search.screen import FirstOrder, Ranked
+from parity.search.search import (
+    CHECKS_FOR_BORDERS,
+    CHECKS_FOR_OPERANDS,
+    CHECKS_FOR_SEARCH,
+    CHECKS_FOR_THE_REST,
+    Screened,
+    explanations,
+    partly_explained,
+)
+from parity.search.verify import Explanation, is_loud, verified
+from parity.trace.trace import Trace
+
+_HARDLY = 0.9
+"""Of an error, above which it has not become smaller to speak of."""
+
+_CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, of those for the search
+_FEW_CALLS = 200  # that are tried in their order: what tells the likelier ones takes as long
+
+_CLOSE = 1.5
+"""How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
+
+
+def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
+    """Every known cause that explains a failure, the best first; none for a comparison that passed.
+
+    Where the clock's limit of real time ends the search, these are the causes that are verified by then.
+
+    Args:
+        failure: the comparison.
+        unreached: names of TE parameters that the backward pass did not reach.
+        screened: gets what a search in vain leaves.
+
+    Raises:
+        OutOfTime: if the limit of real time is reached before anything is tried.
+    """
+    failed = [result for result in failure.results if not result.passed]
+    if not failed:
+        return ()
+    spoiled = list(non_finite(failed, failure.precision))
+    finite = all(result.finite for result in failure.outputs)
+    failure.prepared.clock.forward = work_of(lambda: outputs_under(failure.prepared, (), torch.float64))
+    trace = calls_of(failure.prepared).trace
+    # Gradients that are not finite, or not there, need no further cause where all else is right.
+    never_came = unused_parameters(failure.prepared.weights, unreached)
+    lacking = [result for result in failed if not result.finite or result.name in never_came]
+    is_told = (spoiled or unreached) and len(lacking) == len(failed)
+    screened = Screened() if screened is None else screened
+    causes = _causes(failure, trace, unreached, screened) if finite and not is_told else []
+    if is_told and not spoiled and len(failed) > 1 and all(result.passed for result in failure.outputs):
+        budget = failure.budget(CHECKS_FOR_THE_REST)
+        causes = in_time(lambda: detached_path_findings(failure, failed, trace, budget))
+    told = " ".join(cause.message for cause in causes if cause.code == CODES["no-gradient"])
+    untold = unreached_parameters([name for name in unreached if f'"{name}"' not in told])
+    found = [*spoiled, *causes, *untold] or ([] if failure.draws else in_time(lambda: random_findings(failure)))
+    if found:
+        return tuple(found)
+    unread = unread_inputs(failed, failure.candidate)
+    most = in_time(lambda: _most_of_it(failure, screened.best))
+    hidden = hidden_row_hints(failure) if finite else ()
+    diverged = in_time(lambda: first_divergence(failure, trace))
+    return (*unread, *most, *hidden, *where_the_error_is(failure), *diverged)
+
+
+def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
+    """A mistake that takes nearly all of the error, and leaves more than rounding: there is another one besides."""
+    # A part of a single number's error says nothing: some mistake or other makes any part of it.
+    tells = best is not None and not few_outputs(failure)
+    explained = partly_explained(failure, best[1]) if best is not None and tells else None
+    if best is not None and explained is not None:
+        label, before, after = explained
+        yield finding(
+            best[1][0].title,
+            f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {best[1][0].repair}. "
+            f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
+        )
+
+
+def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
+    """What explains finite outputs and the gradients with them; arguments as ``findings``.
+
+    ``screened`` gets what the search leaves where none explains.
+
+    A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
+    """
+    search = failure.budget(CHECKS_FOR_SEARCH)
+    first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))
+    tells = not outputs_tell_little(failure)
+
+    def ordered(calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
+        return first_order().promising_first(calls) if tells and len(calls) > _FEW_CALLS else calls
+
+    def known() -> Iterator[Hypothesis]:
+        for one in hypotheses(failure.prepared, trace, frozenset(unreached)):
+            failure.prepared.clock.check()
+            if failure.among is None or (one.title, one.name) in failure.among:
+                yield one
+
+    causes: list[Callable[[], Iterable[Finding]]] = [
+        lambda: _by_chance(failure),
+        lambda: own_recipe_findings(failure),
+        lambda: hidden_row_findings(failure),
+    ]
+    if few_outputs(failure) and all(result.kind == "output" for result in failure.results):
+        return in_time(lambda: _by_chance(failure) or _told(_of_one_number(failure, trace, search), failure))
+    outputs_passed = all(result.passed for result in failure.outputs)
+    if outputs_passed:
+        causes += [lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST))]
+    else:
+        causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
+    causes += [
+        # A cached weight whose scale is inverted is a cached one, too; what is wrong with it says more than that.
+        lambda: _by_scale(failure, search),
+        lambda: microbatch_findings(failure),
+        lambda: _told(loss_explanations(failure, trace, search), failure),
+        lambda: whole_scale_findings(failure),
+        lambda: _told(explanations(failure, known(), search, screened, ordered), failure),
+        lambda: _of_other_operands(failure, trace, first_order) if tells else (),
+        lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
+        lambda: _told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
+        lambda: output_scale_findings(failure),
+        lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
+        lambda: partly_scaled_findings(failure) if outputs_passed else (),
+    ]
+    return next(filter(None, map(in_time, causes)), [])
+
+
+def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:
+    """That calls read something else: of so many that could, one must explain every tensor, gradients included.
+
+    An input that is not read any more is told before it.
+    """
+    if failure.among is not None or not is_loud(failure):
+        return
+    budget = failure.budget(CHECKS_FOR_OPERANDS)
+    listed = other_operand_hypotheses(trace, failure.prepared.reference, first_order(), budget.share(0.5))
+    found = [one for one in explanations(failure, listed, budget) if one.complete]
+    if found:
+        failed = [result for result in failure.results if not result.passed]
+        yield from unread_inputs(failed, failure.candidate)
+    yield from _told(found, failure)
+
+
+def _by_chance(failure: Failure) -> list[Finding]:
+    """Random numbers, where any other cause would explain this pass and not the next."""
+    found = list(dropout_findings(failure))
+    return found or (list(random_findings(failure)) if failure.draws else [])
+
+
+def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
+    """The subtle mistakes that explain a few numbers, if those that do are of one kind: of many any number is one's.
+
+    Subtle ones alone show on probing inputs and hardly on others, as a wrong eps does.
+    """
+    found = []
+    for one in subtle_hypotheses_anywhere(failure.prepared, trace):
+        if budget.spent():
+            break
+        explanation = verified(failure, (one,))
+        if explanation is not None and explanation.complete:
+            found.append(explanation)
+    kinds = {explanation.hypotheses[0].title for explanation in found}
+    return sorted(found, key=lambda explanation: explanation.misfit) if len(kinds) == 1 else []
+
+
+def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
+    """Weights and the scales of their quantization."""
+    known = list(scale_hypotheses(failure.prepared, failure.precision))
+    if known:
+        yield from _told(explanations(failure, known, budget), failure)
+
+
+def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
+    """A finding for each hypothesis of each explanation, one explanation of a kind, those that fit about as well."""
+    told = set()
+    for explanation in explained:
+        titles = tuple(one.title for one in explanation.hypotheses)
+        if titles in told or explanation.after > _CLOSE * explained[0].after:
+            continue
+        told.add(titles)
+        for one in sorted(
+            explanation.hypotheses, key=lambda one: one.scope == "call"
+        ):  # what has a meaning comes first
+            gains = _gains(explanation, failure.precision.name)
+            yield finding(one.title, f"{_together(one, explanation)}{gains} if you {one.repair}")
+
+
+def _gains(explanation: Explanation, precision: str) -> str:
+    """What becomes better; the norm of an error hardly does where a mistake is far below its noise."""
+    if explanation.complete and explanation.after > _HARDLY * explanation.before:
+        return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
+    return (
+        f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}, "
+        f"what {precision} costs,"
+    )
+
+
+def _together(one: Hypothesis, explanation: Explanation) -> str:
+    others = [f"{CODES[other.title]} {other.title}" for other in explanation.hypotheses if other is not one]
+    return f"together with {' and '.join(others)}, " if others else ""

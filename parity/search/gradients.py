@@ -1,0 +1,484 @@
+"""Explain gradients that are wrong where outputs are right, or where a loss is all that is returned."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from posixpath import commonpath
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity.mistakes.codes import finding
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
+from parity.mistakes.operations import factor_hypotheses, ordinal
+from parity.mistakes.residuals import Residual, residuals
+from parity.mistakes.trial import tensors_under
+from parity.passes.all_passes import Tensors
+from parity.passes.prepare import Prepared
+from parity.result import Finding, TensorResult
+from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
+from parity.search.localise import factor_of, readable, shared_factor
+from parity.search.reruns import run_changed
+from parity.search.screen import TINY
+from parity.search.verify import Explanation, verified
+from parity.trace.trace import Call, Edit, Trace, Value, detached, edit
+
+# Paths through which a port's gradients do not flow back: of the residual stream, or wherever values fork or join.
+#
+# Outputs are right then. Of the parameters those before the place get other gradients, those after it the right ones.
+
+
+_NEARLY_NOTHING = 0.1  # of a gradient's error, which a path may leave
+_MOST_TRIED = 24  # the nearest to what fails first
+
+
+@dataclass(frozen=True)
+class _Path:
+    """What is detached: as the end of ``lacks what comes back through``, the edits, and after how many calls."""
+
+    described: str
+    edits: tuple[Edit, ...]
+    after: int
+
+
+def detached_path_findings(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """The path through which nothing flows back, if that explains every gradient.
+
+    Args:
+        failure: the outputs are right.
+        failed: gradients.
+        trace: of the reference.
+        budget: of the search.
+    """
+    names = {result.name for result in failed if result.kind == "weight gradient"}
+    # What is detached comes after each parameter whose gradient is wrong: the nearest such place is the likeliest.
+    last = max((_first_use(trace, name) for name in names), default=-1)
+    together, single = _paths(trace)
+    behind = _nearest(single, last)
+    others = _nearest(_forks_and_joins(trace), last)
+    for path in [*[*together, *behind][:_MOST_TRIED], *others[:_MOST_TRIED]]:
+        if budget.spent():
+            return
+        hypothesis = Hypothesis("gradient-path-missing", path.described, "", failure.prepared.reference, path.edits)
+        if _explains(failure, failed, hypothesis):
+            yield finding(
+                "gradient-path-missing",
+                f"gradients lack what comes back through {path.described}; without that they all agree. Look there "
+                "for detach, no_grad, or what is made a new tensor",
+            )
+            return
+
+
+def _explains(failure: Failure, failed: Sequence[TensorResult], one: Hypothesis) -> bool:
+    """Whether every tensor is right without the path, to what rounding costs with it or, as more is lost, without."""
+    golden = tensors_under(failure.prepared, (one,))
+    if golden is None or all(torch.equal(golden[key], right) for key, right in failure.golden.items()):
+        return False  # nothing comes back through it in the reference either
+    if explains(failure, golden):
+        return True
+    for key in ((result.kind, result.name) for result in failed):
+        candidate = failure.candidate[key].double()
+        left, before = (torch.linalg.vector_norm(candidate - right[key]) for right in (golden, failure.golden))
+        if left > _NEARLY_NOTHING * before:
+            return False
+    explanation = verified(failure, (one,))
+    return explanation is not None and explanation.complete
+
+
+def _first_use(trace: Trace, name: str) -> int:
+    """The number of the first call that reads a parameter; -1 for none."""
+    numbers = {number for number, known in trace.parameters.items() if known == name}
+    uses = (i for i, call in enumerate(trace.calls) if any(value.number in numbers for value in call.inputs))
+    return next(uses, -1)
+
+
+def _paths(trace: Trace) -> tuple[list[_Path], list[_Path]]:
+    """Those of several residual connections at once, and those of one each."""
+    found = residuals(trace)
+    order = {call.site: i for i, call in enumerate(trace.calls)}
+    by_number = [[one for one in found if one.number == number] for number in sorted({one.number for one in found})]
+    groups = {"all residual sums": found} if len(by_number) > 1 else {}
+    groups |= {f"each layer's {ordinal(some[0].number)} sum": some for some in by_number}
+    kinds = {"the stream of": _skip, "the branch of": _branch, "what the branch is made from, of": _branch_input}
+    together = [
+        _Path(f"{what} {where}", edits, max(order[one.site] for one in edits))
+        for where, some in groups.items()
+        for what, of_one in kinds.items()
+        if len(some) > 1 and (edits := tuple(one for residual in some for one in of_one(trace, residual)))
+    ]
+    single = [
+        _Path(f"{what} the {ordinal(one.number)} sum in {one.call.module}", edits, order[one.call.site])
+        for one in found
+        for what, of_one in {**kinds, "stream and branch of": _both}.items()
+        if (edits := of_one(trace, one))
+    ]
+    return together, single
+
+
+def _nearest(paths: Iterable[_Path], last: int) -> list[_Path]:
+    """Those after the call of this number, the nearest first."""
+    return sorted((path for path in paths if path.after > last), key=lambda path: path.after)
+
+
+def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
+    """What a call is given that others are given too, or beside which it is given other activations.
+
+    Along a path without either it is all one where something is detached.
+    """
+    for after, call in enumerate(trace.calls):
+        given = {value.number: value for value in call.inputs if _is_activation(trace, value)}
+        if call.function.__name__.endswith("_"):  # in place: it cannot be called again
+            continue
+        for position, value in enumerate(given.values()):
+            forks = len({user.site for user in trace.users(value)}) > 1
+            if forks or len(given) > 1:
+                operand = f"the {ordinal(position + 1)} operand of " if len(given) > 1 else ""
+                which = f"{operand}the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+                yield _Path(which, (detached(call, value),), after)
+
+
+def _is_activation(trace: Trace, value: Value) -> bool:
+    return trace.parameter(value) is None and trace.tensor(value).is_floating_point()
+
+
+def _skip(trace: Trace, one: Residual) -> tuple[Edit, ...]:
+    return (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x.detach() + y).to(was.dtype)),)
+
+
+def _branch(trace: Trace, one: Residual) -> tuple[Edit, ...]:
+    return (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x + y.detach()).to(was.dtype)),)
+
+
+def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
+    """The norm's result or, where there is none, what else reads the stream."""
+    if one.norm is not None:
+        return (edit(one.norm.call, (), _without_gradient),)
+    calls = [call for call in trace.users(one.stream) if call.site != one.call.site]
+    return tuple(detached(call, one.stream) for call in calls if not call.function.__name__.endswith("_"))
+
+
+def _both(trace: Trace, one: Residual) -> tuple[Edit, ...]:
+    """All that a layer, or its second part, is given."""
+    made = trace.producer(one.stream)
+    return (edit(made, (), _without_gradient),) if made is not None and made.outputs == [one.stream] else ()
+
+
+def _without_gradient(was: Tensor) -> Tensor:
+    return was.detach()
+
+
+# Embeddings whose padding row gets no gradient, ``nn.Embedding(padding_idx=...)``, on one side alone.
+
+
+_MOST_OF_IT = 0.9  # of the square of a gradient's error, which lies in the row
+
+
+def padding_row_findings(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """A row of a table gets a gradient by being looked up in the port and not in the reference, or the reverse."""
+    wrong = {result.name for result in failed if result.kind == "weight gradient"}
+    for call in trace.calls:
+        given = _arguments(call)
+        name = trace.parameter(given["weight"]) if given else None
+        if name not in wrong or budget.spent():
+            continue
+        row = given["padding_idx"]
+        is_left_out = row is not None
+        if row is None:
+            row = _row_that_differs(failure, name)
+        if row is None:
+            continue
+        hypothesis = _looked_up(call, given, None if is_left_out else row, failure)
+        explanation = verified(failure, (hypothesis,))
+        if explanation is not None and explanation.complete:
+            row %= len(trace.tensor(given["weight"]))
+            told = (
+                f"give the embedding of {name} padding_idx={row}, as the reference has it: the port's row {row} gets a "
+                "gradient where it is looked up"
+                if is_left_out
+                else f"leave out padding_idx={row} of the embedding of {name}, as the reference does: the port's row "
+                f"{row} gets no gradient where it is looked up"
+            )
+            yield finding("padding-row", f"{told}; every gradient agrees with that")
+            return
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """Of ``F.embedding``, by name; none of another call."""
+    if call.name != "embedding" or call.function is not F.embedding:
+        return {}
+    bound = inspect.signature(F.embedding).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return bound.arguments if isinstance(bound.arguments["input"], Value) else {}
+
+
+def _looked_up(call: Call, given: dict[str, Any], padding_idx: int | None, failure: Failure) -> Hypothesis:
+    def compute(was: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(index, table, padding_idx, scale_grad_by_freq=given["scale_grad_by_freq"])
+
+    changed = edit(call, (given["input"], given["weight"]), compute)
+    return Hypothesis("padding-row", "padding row", "", failure.prepared.reference, (changed,))
+
+
+def _row_that_differs(failure: Failure, name: str) -> int | None:
+    """The one row in which nearly all of the gradient's error is."""
+    key = "weight gradient", name
+    error = failure.candidate[key].double() - failure.golden[key]  # type: ignore[index]
+    by_row = error.square().flatten(1).sum(1)
+    row = int(by_row.argmax())
+    return row if by_row[row] > _MOST_OF_IT * by_row.sum() else None
+
+
+# Explains gradients that are wrong where the outputs are right.
+
+
+_CLEARLY = 0.5  # of the error, below which another rounding must bring it
+# From 1, that a factor of some gradients is away at least: subtle mistakes leave smaller ones, of single tensors.
+_SCALED = 0.01
+
+
+def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
+    """What explains the gradients of a comparison whose outputs passed; empty if nothing does."""
+    failed = [result for result in failure.results if not result.passed and result.finite]
+    for explain in (
+        _scaled,
+        _one_path_missing,
+        padding_row_findings,
+        detached_path_findings,
+        _one_microbatch,
+        _rounded_sums,
+    ):
+        if not budget.spent() and (found := list(explain(failure, failed, trace, budget))):
+            return found
+    return []
+
+
+def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if some failed gradients are the right ones times one factor, which spoils those that come before.
+
+    Other mistakes may look like it, so it is for what nothing else explains; outputs are right.
+    """
+    failed = [result for result in failure.results if not result.passed and result.finite]
+    alike = [result for result in failed if factor_of(failure, result)]
+    factor = shared_factor(failure, alike)
+    if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:
+        return
+    where = commonpath([result.name.replace(".", "/") for result in alike]).replace("/", ".")
+    yield finding(
+        "gradient-scale",
+        f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
+        f"what they should be, and right but for that; look for what scales the gradient behind {where or 'these'}, "
+        "or of a branch. What comes before is wrong for that reason",
+    )
+
+
+def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
+    """Every failed gradient is the right one times one factor."""
+    factor = shared_factor(failure, failed)
+    if factor is None:
+        return
+    if factor == 0.0 and len(failed) > 1 and (paths := list(detached_path_findings(failure, failed, trace, budget))):
+        yield from paths
+        return
+    gradients = [result for result in failure.results if result.kind != "output"]
+    if len(failed) < len(gradients) and abs(factor - 1.0) < _SCALED:
+        return
+    which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
+    what = (
+        "0; nothing flows back there, as behind detach, no_grad or what is made a new tensor"
+        if factor == 0.0
+        else f"{readable(factor)} times what it should be, and right but for that; "
+        "divide by it (a loss scale, a number of tokens or ranks)"
+    )
+    yield finding("gradient-scale", f"{which} is {what}")
+
+
+def _one_path_missing(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """A parameter that is used more than once gets the gradient of some of its uses alone."""
+    names = {result.name for result in failed if result.kind == "weight gradient"}
+    for number, name in trace.parameters.items():
+        uses = [call for call in trace.calls if number in {value.number for value in call.inputs}]
+        if name not in names or len(uses) < 2:
+            continue
+        for call in uses:
+            value = next(value for value in call.inputs if value.number == number)
+            title = "embeddings-not-tied" if any(use.name == "embedding" for use in uses) else "gradient-path-missing"
+            hypothesis = Hypothesis(title, title, "", failure.prepared.reference, (detached(call, value),))
+            if explains(failure, tensors_under(failure.prepared, (hypothesis,))):
+                lacks = f"the gradient of {name} lacks what comes through {call.name} in {call.module}"
+                if len({use.site[::2] for use in uses}) == 1 and _adds_to_main_grad(failure):
+                    yield finding(
+                        "gradient-accumulation",
+                        f"{lacks} at one of its {len(uses)} calls; without that it agrees. TE adds to main_grad "
+                        "(fuse_wgrad_accumulation): keep it between calls, and overwrite_main_grad off",
+                    )
+                    return
+                yield finding(
+                    title,
+                    f"{lacks}; without that it agrees. Use the same parameter there, not a copy or a detached view",
+                )
+                return
+
+
+def _adds_to_main_grad(failure: Failure) -> bool:
+    """Whether TE's modules write gradients to buffers, where a later call may overwrite an earlier one's."""
+    found: list[str] = []
+
+    def look(module: nn.Module) -> tuple[str, ...]:
+        found.extend(name for name, one in module.named_modules() if getattr(one, "fuse_wgrad_accumulation", False))
+        return ()
+
+    run_changed(failure, look)
+    return bool(found)
+
+
+def _one_microbatch(
+    failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
+) -> Iterator[Finding]:
+    """Weight gradients of one part of the batch in place of all."""
+    if not failed or any(result.kind != "weight gradient" for result in failed):
+        return
+    for parts in _divisors(failure.prepared):
+        for which, part in (("last", parts - 1), ("first", 0)):
+            if budget.spent():
+                return
+            gradients = tensors_under(failure.prepared, (), cotangents=_of_part(failure.prepared, parts, part))
+            if gradients is not None and all(agrees(failure, result, gradients) for result in failed):
+                labels = ", ".join(result.label for result in failed)
+                yield finding(
+                    "gradient-accumulation",
+                    f"{labels} is the {which} of {parts} microbatches' gradient alone; add the others to it "
+                    "(is_first_microbatch, fuse_wgrad_accumulation, zero_grad)",
+                )
+                return
+
+
+def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
+    """Weight gradients whose sum over microbatches is rounded each time."""
+    if not failed or any(result.kind != "weight gradient" for result in failed):
+        return
+    # A GEMM adds to main_grad in FP32; only TF32 rounds what it adds.
+    precision = failure.precision if failure.precision.dtype is torch.float32 else None
+    best: tuple[float, int, torch.dtype] = (_CLEARLY, 0, torch.bfloat16)
+    for parts in _divisors(failure.prepared)[::-1]:
+        of_parts: list[Tensors] = []
+        for part in range(parts):
+            if budget.spent():
+                return
+            cotangents = _of_part(failure.prepared, parts, part)
+            ran = tensors_under(failure.prepared, (), precision, cotangents)
+            of_parts += [ran] if ran is not None else []
+        orders = (of_parts, of_parts[::-1])  # autograd adds up the parts of one graph from the last
+        for dtype, ordered in product((torch.bfloat16, torch.float16), orders):
+            left = max(_share_left(failure, result, _summed(ordered, result, dtype)) for result in failed)
+            best = min(best, (left, parts, dtype), key=lambda entry: entry[0])
+        if best[0] < _CLEARLY / 4:
+            break
+    left, parts, dtype = best
+    if parts:
+        labels = ", ".join(result.label for result in failed)
+        yield finding(
+            "gradient-accumulation",
+            f"{labels} is what a sum over {parts} microbatches gives that is rounded to {str(dtype)[6:]} each time: "
+            f"{left:.0%} of the error is left. Accumulate in FP32 (main_grad)",
+        )
+
+
+def _divisors(prepared: Prepared) -> list[int]:
+    """Into how many equal parts the batch can be cut."""
+    counts = {x.shape[0] if x.dim() > 1 else 1 for x in prepared.cotangents.values()}
+    rows = counts.pop() if len(counts) == 1 else 1
+    return [parts for parts in range(2, min(rows, 64) + 1) if rows % parts == 0]
+
+
+def _of_part(prepared: Prepared, parts: int, part: int) -> dict[str, Tensor]:
+    """Output gradients that are zero but for one part of the batch."""
+
+    def masked(x: Tensor) -> Tensor:
+        rows = x.shape[0] // parts
+        kept = torch.zeros_like(x)
+        kept[part * rows : (part + 1) * rows] = x[part * rows : (part + 1) * rows]
+        return kept
+
+    return {name: masked(x) for name, x in prepared.cotangents.items()}
+
+
+def _summed(of_parts: Sequence[Tensors], result: TensorResult, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros_like(of_parts[0][result.kind, result.name])
+    for part in of_parts:
+        total = (total + part[result.kind, result.name]).float().to(dtype).double()
+    return total
+
+
+def _share_left(failure: Failure, result: TensorResult, other: Tensor) -> float:
+    candidate = failure.candidate[result.kind, result.name].double()
+    before = torch.linalg.vector_norm(candidate - failure.golden[result.kind, result.name])
+    return (torch.linalg.vector_norm(candidate - other) / before).item()
+
+
+# Explains failures of modules that return a loss: of one number many a mistake makes another, gradients tell more.
+
+
+_HELPS = 0.5  # of the error before, which a mistake must bring down to that, in the worst tensor
+_VERIFIED = 3  # mistakes that are computed under the rounding model, the best first
+
+
+def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
+    """The mistake with a loss that explains outputs and gradients best, if one explains all of them.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        trace: of the reference in FP64.
+        budget: of the search.
+    """
+    if not few_outputs(failure):
+        return []
+    ranked: list[tuple[float, Hypothesis]] = []
+    for one in _known(trace, failure.prepared.reference):
+        if budget.spent():
+            break
+        assumed = tensors_under(failure.prepared, (one,))
+        if assumed is not None and (left := _share_left_of_failures(failure, assumed)) < _HELPS:
+            ranked.append((left, one))
+    ranked.sort(key=lambda entry: entry[0])
+    for _, one in ranked[:_VERIFIED]:
+        explanation = verified(failure, (one,))
+        if explanation is not None and explanation.complete:
+            return [explanation]
+    return []
+
+
+def _known(trace: Trace, module: nn.Module) -> list[Hypothesis]:
+    mistakes = (
+        *loss_hypotheses(trace, module),
+        *cross_entropy_hypotheses(trace, module),
+        *label_shift_hypotheses(trace, module),
+        *factor_hypotheses(trace, module),
+    )
+    return [one for one in mistakes if one.scope == "all"]
+
+
+def _share_left_of_failures(failure: Failure, assumed: Tensors) -> float:
+    """The largest share of a failed tensor's error that is left, but for what passes; infinite where shapes differ."""
+    shares = []
+    for key, result in (((one.kind, one.name), one) for one in failure.results if not one.passed):
+        golden, candidate = failure.golden[key], failure.candidate[key].double()
+        if assumed[key].shape != golden.shape or not result.finite:
+            return math.inf
+        before = torch.linalg.vector_norm(candidate - golden).item()
+        left = torch.linalg.vector_norm(candidate - assumed[key]).item()
+        passes = left <= result.tolerance_relative_l2 * torch.linalg.vector_norm(assumed[key]).item()
+        shares.append(0.0 if passes else left / max(before, TINY))
+    return max(shares, default=math.inf)

@@ -1,0 +1,145 @@
+"""What is wrong with the weights that a candidate holds: which are not what the map says, and what they are instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parity.case.transfer import parameter_shapes, to_reference
+from parity.case.weight_map import names
+from parity.mistakes.catalogue import calls_of, readings_of_weights
+from parity.mistakes.codes import CODES, finding
+from parity.mistakes.hypothesis import Hypothesis
+from parity.numerics.errors import relative_l2
+from parity.passes.prepare import Prepared
+from parity.result import Finding
+
+_MOST_TOLD = 4  # parameters, and explanations
+_SAME = 0.15  # of a tensor's norm: what four bits lose; weights in another order differ by more than all of it
+_FIRST = 256  # elements, by which most pairs of parameters are told apart
+_FEW = 8  # entries of which every two are tried in each other's place
+_UNLIKE = 0.1  # a cosine of weights that have nothing to do with each other, which few elements reach by chance
+
+
+def held_findings(prepared: Prepared) -> tuple[Finding, ...]:
+    """Return one finding where the candidate holds other weights than the map says; none where it does not."""
+    unlike = prepared.unlike
+    if not unlike:
+        return ()
+    which = _and_more([_off(name, prepared) for name in list(unlike)[:_MOST_TOLD]], len(unlike))
+    try:
+        readings = _readings(prepared)
+    except Exception:  # that they differ stands, whatever becomes of its explanation
+        readings = []
+    explained = {name for _, parameters in readings for name in parameters}
+    rest = {
+        name: right
+        for left, right in prepared.weights.items()
+        for name in names(right)
+        if name in unlike and not (any(names(left)) and explained.issuperset(names(left)))
+    }
+    told = [_told(*reading) for reading in readings] + [_as_it_is(name, prepared) for name in rest]
+    said = [f"{text}." for text in told[:_MOST_TOLD]]
+    more = f" {len(told) - _MOST_TOLD} more are explained alike." if len(told) > _MOST_TOLD else ""
+    return (
+        finding(
+            "weights-not-as-mapped",
+            f"the candidate holds other weights than the map says: {which}. {' '.join(said)}{more} Load them as the "
+            "map says, or correct the map; parity.Pair(..., fill=True) compares with the map's weights in their place",
+        ),
+    )
+
+
+def _off(name: str, prepared: Prepared) -> str:
+    """Return a parameter's name, and by how much it differs."""
+    expected = prepared.candidate_weights[name]
+    off = f"off by {_relative(prepared.unlike[name], expected):.2g} of its norm" if expected.any() else "0 is due"
+    return f'"{name}" ({off})'
+
+
+def _and_more(listed: Sequence[str], count: int) -> str:
+    """Return the ones that are listed, and how many are not."""
+    more = f" and {count - len(listed)} more" if count > len(listed) else ""
+    return ", ".join(listed) + more
+
+
+def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
+    """Return other readings of the map's entries by which the weights would be what it says, with what they explain.
+
+    That is the reference's parameters; readings that explain most come first.
+
+    A reading is tried on what the candidate holds, mapped back to the reference's layout.
+    """
+    reference = {name: parameter.detach() for name, parameter in prepared.reference.named_parameters()}
+    held = {name: prepared.unlike.get(name, tensor).double() for name, tensor in prepared.candidate_weights.items()}
+    back = to_reference(prepared.weights, held, parameter_shapes(prepared.reference))
+    entries = {
+        left: right for left, right in prepared.weights.items() if any(name in prepared.unlike for name in names(right))
+    }
+    found: list[tuple[Hypothesis, set[str]]] = []
+    for hypothesis in readings_of_weights(prepared, calls_of(prepared).trace, entries):
+        is_tried = hypothesis.title != "parameters-exchanged" or len(entries) <= _FEW
+        read = hypothesis.read(back) if hypothesis.read and is_tried else {}
+        if read and all(_explains(x, back[name], reference[name]) for name, x in read.items()):
+            found.append((hypothesis, set(read)))
+    chosen: list[tuple[Hypothesis, set[str]]] = []
+    for hypothesis, parameters in sorted(found, key=lambda one: -len(one[1])):
+        if all(parameters.isdisjoint(others) for _, others in chosen):
+            chosen.append((hypothesis, parameters))
+    return chosen
+
+
+def _told(hypothesis: Hypothesis, parameters: set[str]) -> str:
+    named = f"{CODES[hypothesis.title]} {hypothesis.title}"
+    return f"What it holds of {_listed(parameters)} is right if you {hypothesis.repair} ({named})"
+
+
+def _listed(parameters: set[str]) -> str:
+    some = sorted(parameters)
+    return _and_more(some[:_MOST_TOLD], len(some))
+
+
+def _explains(read: Tensor, held: Tensor, reference: Tensor) -> bool:
+    """Return whether what is held, read otherwise, is the reference's, and is not so as it is."""
+    before, after = _relative(held, reference), _relative(read, reference)
+    return after <= _SAME * min(before, 1.0)
+
+
+def _as_it_is(name: str, prepared: Prepared) -> str:
+    """Say what a parameter holds that no other reading of the map explains."""
+    held, expected = prepared.unlike[name].double(), prepared.candidate_weights[name].double()
+    if held.numel() > 1 and bool((held == held.flatten()[0]).all()):
+        return f'"{name}" holds {held.flatten()[0]:g} throughout, as it was constructed'
+    for other, tensor in prepared.candidate_weights.items():
+        if other != name and tensor.shape == held.shape and _are_same(held, tensor):
+            return f'"{name}" holds what "{other}" is to hold'
+    cosine = torch.nn.functional.cosine_similarity(held.flatten(), expected.flatten(), 0).item()
+    factor = math.copysign((held.norm() / expected.norm()).item(), cosine) if bool(expected.any()) else 0.0
+    if factor and abs(cosine) > 1 - _SAME**2 / 2 and abs(factor - 1) > _SAME:
+        return f'"{name}" holds {factor:.3g} times what it should'
+    if torch.equal(*(x.flatten().bfloat16().sort().values for x in (held, expected))):
+        return f'"{name}" holds the right numbers in an order that no known layout has'
+    rows = (held - expected).flatten(1).norm(dim=1) if held.dim() > 1 else (held - expected).abs()
+    wrong = (rows > _SAME * (expected.norm() / len(rows) ** 0.5)).nonzero().flatten().tolist()
+    if wrong and len(wrong) < len(rows):
+        return f'"{name}" differs in {len(wrong)} of {len(rows)} rows, from {wrong[0]} to {wrong[-1]}'
+    if abs(cosine) < _UNLIKE:
+        return f'"{name}" holds nothing like it, as if it had never been loaded (the cosine of the two is {cosine:.2g})'
+    return (
+        f'"{name}" holds values of another checkpoint, or another computation (the cosine of the two is {cosine:.4g})'
+    )
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape hold the same; of those that do not, the first elements tell."""
+    first = (x.flatten()[:_FIRST] for x in (one, other))
+    return _relative(*first) <= 2 * _SAME and _relative(one, other) <= _SAME
+
+
+def _relative(held: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over that of what is expected; infinite where only this is 0."""
+    off = torch.linalg.vector_norm(held.double() - expected.double()).item()
+    return relative_l2(off, torch.linalg.vector_norm(expected.double()).item())

@@ -1,0 +1,217 @@
+"""Say where an error sits that nothing explains: in which tensors, rows, columns and heads, or in a factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.mistakes.codes import finding
+from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.numerics.errors import Tolerance, margin, measure
+from parity.result import Finding, TensorResult
+from parity.search.failure import Failure, few_outputs
+
+# Outputs that are right but for one factor.
+
+
+_SAME_FACTOR = 0.02
+"""By how much the factors of tensors that are scaled together may differ, beside what rounding moves each by."""
+
+_MOST = 1e6  # a factor beyond is no scale but another magnitude altogether
+
+
+def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
+    """That all outputs are multiplied by one number, for a search for two mistakes; alone it needs no search."""
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def scaled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            returned = call(module, *args, **kwargs)
+            return tree_map_only(Tensor, lambda x: x * factor if x.is_floating_point() else x, returned)
+
+        return scaled
+
+    return Hypothesis(
+        "output-scale",
+        f"outputs times {factor:.4g}",
+        f"leave the outputs as large as the reference's; they are {readable(factor)} times that",
+        module,
+        around=around,
+        value=factor,
+        tuned=partial(scaled_outputs, module),
+    )
+
+
+def output_scale_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if every failed output is the right one times one factor; of a single number nothing can be said."""
+    for result in failure.outputs:
+        if not result.passed:
+            factor = factor_of(failure, result)
+            if factor is None or failure.golden[result.kind, result.name].numel() < 2:
+                return
+            yield finding(
+                "output-scale",
+                f"{result.label} is {readable(factor)} times what it should be, and right but for that; look for a "
+                "scale that is applied twice or not at all",
+            )
+
+
+def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if outputs that are few, and every gradient with them, are the right ones times one factor.
+
+    A factor alone would explain a single number; the gradients must share it.
+    """
+    failed = [result for result in failure.results if not result.passed and result.finite]
+    outputs = [result for result in failed if result.kind == "output"]
+    if not few_outputs(failure) or len(outputs) < len(failure.outputs) or len(failed) == len(outputs):
+        return
+    factor = factor_of(failure, outputs[0])
+    if factor is None or shared_factor(failure, failed) is None:
+        return
+    hidden = [one for one in failure.results if one.passed and abs(factor - 1.0) > one.tolerance_relative_l2]
+    if any(bool(failure.golden[one.kind, one.name].any()) for one in hidden):
+        return
+    yield finding(
+        "loss-scale",
+        f"{', '.join(one.label for one in outputs)} and every gradient are {readable(factor)} times what they should "
+        "be, and right but for that; look for a sum in the place of a mean, or for a number of tokens, sequences, "
+        "microbatches or ranks by which the loss is divided on one side alone",
+    )
+
+
+def factor_of(failure: Failure, result: TensorResult) -> float | None:
+    """By what a tensor is multiplied; None if it is not the right one but for a factor."""
+    key = result.kind, result.name
+    right, candidate = failure.golden[key], failure.candidate[key].double()
+    square = right.square().sum().item()
+    factor = (candidate * right).sum().item() / square if square else math.nan
+    if not math.isfinite(factor) or abs(factor) > _MOST or abs(factor - 1.0) <= result.tolerance_relative_l2:
+        return None
+    if factor == 0.0:
+        return factor if not bool(candidate.any()) else None
+    errors = measure(candidate / factor, right, failure.precision.dtype)
+    bound = Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
+    return factor if margin(errors, bound) <= 1.0 else None
+
+
+def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | None:
+    """By what all of the tensors are multiplied, as the most exact of them has it; None if one of them is not.
+
+    Rounding moves a tensor's factor by no more than the relative error that is expected of it.
+    """
+    factors = [factor_of(failure, result) for result in failed]
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(failed):
+        return None
+    expected = [result.expected.relative_l2 for result in failed]
+    shared = known[expected.index(min(expected))]
+    are_same = (
+        abs(factor - shared) <= (_SAME_FACTOR + error) * abs(shared)
+        for factor, error in zip(known, expected, strict=True)
+    )
+    return shared if all(are_same) else None
+
+
+def readable(factor: float) -> str:
+    """``1/128`` for what is one over a whole number, else four digits, or as many as tell it from 1."""
+    inverse = 1.0 / factor if factor else 0.0
+    if abs(inverse) > 1.1 and abs(inverse - round(inverse)) < 1e-3 * abs(inverse):
+        return f"1/{round(inverse)}"
+    from_one = abs(factor - 1.0)
+    return f"{factor:.{max(4, 2 - math.floor(math.log10(from_one))) if from_one else 1}g}"
+
+
+# Says where an error sits that nothing explains: in which tensors, and in which of their rows, columns and heads.
+
+
+_MOST_TENSORS = 3
+_MOST_RIGHT = 6  # tensors that pass, which a message names
+_MOSTLY = 0.9  # of the squared error, which makes a part its place
+_SMALL = 0.5  # of a dimension, which a place may be at most
+_PERIODS = (2, 4, 8, 16, 32, 64, 128)
+
+
+def where_the_error_is(failure: Failure) -> Iterator[Finding]:
+    """One finding for each of the worst tensors, the outputs first."""
+    known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
+    failed = [result for result in failure.results if not result.passed and result.finite]
+    failed.sort(key=lambda result: (result.kind != "output", -result.margin))
+    passed = [result.label for result in failure.results if result.passed and not _may_be_wrong(result)]
+    for result in failed[:_MOST_TENSORS]:
+        key = result.kind, result.name
+        error = failure.candidate[key].double() - failure.golden[key]
+        places = list(_places(error, failure.golden[key]))
+        where = "; ".join(places) if places else "spread evenly over all its elements"
+        more = f" and {len(passed) - _MOST_RIGHT} more" if len(passed) > _MOST_RIGHT else ""
+        others = f". Right are {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
+        yield finding(
+            "unexplained",
+            f"no {known} explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "
+            f"{result.expected.relative_l2:.2g} is expected. The error is {where}{others}",
+        )
+
+
+def _may_be_wrong(result: TensorResult) -> bool:
+    """Return whether a tensor is a single number, as a loss, which may agree with what it should be by chance."""
+    return result.kind == "output" and result.numel == 1
+
+
+def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
+    """In which indices of each dimension most of the error is, where those are few."""
+    if error.dim() == 0 or not bool(error.any()):
+        return
+    square = error.square()
+    whole = square.sum()
+    for dim in range(error.dim()):
+        size = error.shape[dim]
+        if size < 2:
+            continue
+        by_index = square.movedim(dim, 0).reshape(size, -1).sum(1) / whole
+        described = _concentrated(by_index) or _periodic(by_index)
+        if described:
+            yield f"in {_name(dim, error.dim())} {described}"
+    projection = (error * golden).sum() / golden.square().sum()
+    if projection.square() * golden.square().sum() > _MOSTLY * whole:
+        yield f"along the right values, which are multiplied by {readable(1 + projection.item())}"
+
+
+def _concentrated(share: Tensor) -> str | None:
+    """Indices that hold most of the error, where they are few: ``0 (95% of it)`` or ``120 to 127 (91% of it)``."""
+    size = len(share)
+    order = share.argsort(descending=True)
+    count = int((share[order].cumsum(0) < _MOSTLY).sum()) + 1
+    if count > max(1, int(_SMALL * size)):
+        return None
+    chosen = order[:count].sort().values
+    first, last = int(chosen[0]), int(chosen[-1])
+    held = f"({float(share[chosen].sum()):.0%} of it, of {size})"
+    if count == 1:
+        return f"{first} {held}"
+    if last - first + 1 <= max(count + 1, int(1.25 * count)):
+        return f"{first} to {last} {held}"
+    if count <= 6:
+        return f"{', '.join(str(int(i)) for i in chosen)} {held}"
+    return f"{count} of them, among {first} to {last} {held}" if last - first + 1 <= _SMALL * size else None
+
+
+def _periodic(share: Tensor) -> str | None:
+    """``1 of each 2``, where the error recurs with a period."""
+    for period in _PERIODS:
+        if len(share) % period == 0 and len(share) > period:
+            by_phase = share.unflatten(0, (-1, period)).sum(0)
+            if float(by_phase.max()) > _MOSTLY:
+                return f"{int(by_phase.argmax())} of each {period} ({float(by_phase.max()):.0%} of it)"
+    return None
+
+
+def _name(dim: int, dims: int) -> str:
+    """What a dimension of ``[batch, seq, ..., channels]`` or of a weight ``[out, in]`` is called."""
+    if dims == 1:
+        return "elements"
+    if dims == 2:
+        return ("rows", "columns")[dim]
+    return {0: "rows of the batch", 1: "positions", dims - 1: "channels"}.get(dim, f"dimension {dim}")

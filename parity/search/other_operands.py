@@ -1,0 +1,348 @@
+"""Calls that are given another tensor of the same shape than the reference's.
+
+A skip connection from another layer, the gate of another branch, the other stream's keys, a scale for a shift. Any
+value that there is at that time may be read instead: by one call, by the same one of all layers, by all that read a
+value; two places may have each other's, or the rounds of a loop those of others. What each does to the outputs is known
+to first order from few passes; those whose effect is most like the candidate's error are tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.operations import ordinal
+from parity.mistakes.reads import Layers, Place, edits_at, is_activation, made_again, places
+from parity.passes.nominal_clock import Work
+from parity.search.failure import Budget
+from parity.search.screen import FirstOrder
+from parity.trace.trace import Call, Trace, Value
+from parity.trace.walk import RESHAPES, back
+
+_NUMBER = re.compile(r"\d+")
+_TRIED = 24  # of each kind of exchange, the likeliest
+_PAIRED = 512  # exchanges at one place, or at one of each layer, of which each two are taken together
+_PAIRS = 64  # of them, the likeliest
+_MOST_PARTS = 6  # of a tensor, in a module
+_MOST_ROUNDS = 12  # of a loop
+_MOST_ELEMENTS = 2**26  # of all values of one shape
+_COST = 0.02  # of a place, in cosines: what is small beside the error explains chance
+_LIKELY = 0.3  # cosine with the error, which one that is tried has at least
+_DIGITS = 4  # of a cosine: what differs by less is as likely, and the kind that is listed first comes first
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """One place, or the same place of all layers, and what may stand there.
+
+    Attributes:
+        places: in the order of the forward pass.
+        others: for each value that may stand at the last place, those that do at each; None where none does.
+        effects: of each of them, ``[others, directions]``.
+    """
+
+    places: tuple[Place, ...]
+    others: list[tuple[Value | None, ...]]
+    effects: Tensor
+
+    def exchange(self, index: int) -> _Exchange:
+        pairs = zip(self.places, self.others[index], strict=True)
+        return _Exchange(tuple((p, v) for p, v in pairs if v is not None and v != p.value), self.effects[index])
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """What stands at several places, and what that does to first order, ``[directions]``."""
+
+    others: tuple[tuple[Place, Value], ...]
+    effect: Tensor
+
+    def together(self, other: _Exchange) -> _Exchange | None:
+        """Both; None where they are about the same place."""
+        both = (*self.others, *other.others)
+        return _Exchange(both, self.effect + other.effect) if len({p for p, _ in both}) == len(both) else None
+
+
+def other_operand_hypotheses(
+    trace: Trace, module: nn.Module, first_order: FirstOrder, budget: Budget
+) -> Iterator[Hypothesis]:
+    """Those that may explain the error, the likeliest first.
+
+    Args:
+        trace: of the reference in FP64.
+        module: the reference.
+        first_order: what the trace's changes do, and what the error is.
+        budget: of the search for them.
+    """
+    if not len(first_order.error):
+        return
+    for exchange in _Exchanges(trace, first_order, budget).likeliest():
+        yield _hypothesis(exchange, trace, module)
+
+
+class _Exchanges:
+    """Those that could be made in a trace, with what they do to first order."""
+
+    def __init__(self, trace: Trace, first_order: FirstOrder, budget: Budget) -> None:
+        self._trace = trace
+        self._first_order = first_order
+        self._budget = budget
+        self._values, self._tensors = _by_shape(trace)
+        self._layers = Layers(trace)
+        self._effects: dict[Place, dict[int, Tensor]] = {}
+        self._alone: list[_Alike] = []
+        for place in places(trace):
+            if not budget.spent():
+                self._learn(place)
+        self._in_layers = list(self._of_layers())
+
+    def likeliest(self) -> list[_Exchange]:
+        """Those to be tried."""
+        alone = self._best_alone([*self._alone, *self._in_layers])
+        kinds: list[Iterable[_Exchange]] = [self._of_two(), self._in_rounds(), self._of_calls(), self._pairs(alone)]
+        found = [one for kind in kinds for one in self._best(kind, _TRIED)]
+        return self._best([*alone[: 3 * _TRIED], *found], len(alone) + len(found))
+
+    def _pairs(self, alone: Sequence[_Exchange]) -> Iterator[_Exchange]:
+        """The likeliest two of these together."""
+        if not alone:
+            return
+        effects = torch.stack([one.effect for one in alone])
+        products = effects @ effects.T
+        squares = products.diagonal()
+        sizes = (squares[:, None] + squares + 2.0 * products).clamp(min=1e-30).sqrt()
+        along = effects @ self._first_order.error
+        aligned = ((along[:, None] + along) / sizes).triu(1).flatten()
+        for index in aligned.argsort(descending=True)[:_PAIRS].tolist():
+            both = alone[index // len(alone)].together(alone[index % len(alone)])
+            if both is not None:
+                yield both
+
+    def _learn(self, place: Place) -> None:
+        """Computes what each other value would do at a place."""
+        shape = tuple(self._trace.tensor(place.value).shape)
+        values = self._values.get(shape, [])
+        count = sum(value.number < place.before for value in values)
+        gradient = self._gradient(place) if count > 1 else None
+        if gradient is not None:
+            self._budget.clock.spend(Work(2 * len(gradient), 2 * count * gradient.numel()))
+            own = self._trace.tensor(place.value).float().flatten()
+            effects = ((self._tensors[shape][:count] - own) @ gradient.T).cpu()
+            self._alone.append(_Alike((place,), [(value,) for value in values[:count]], effects))
+            self._effects[place] = dict(zip((value.number for value in values), effects, strict=False))
+
+    def _gradient(self, place: Place) -> Tensor | None:
+        """With respect to what stands there, ``[directions, elements]``."""
+        if place.position is None:
+            gradient = self._first_order.gradient(place.value)
+            return None if gradient is None else gradient.flatten(1)
+        call = place.call
+        of_results = [self._first_order.gradient(value) for value in call.outputs]
+        inputs = [self._trace.tensor(value) for value in call.inputs]
+        inputs[place.position] = inputs[place.position].clone().requires_grad_()
+        try:
+            with torch.enable_grad():
+                results = [x for x in tree_leaves(made_again(call, inputs)) if isinstance(x, Tensor)]
+            known = [(x, g) for x, g in zip(results, of_results, strict=True) if g is not None and x.requires_grad]
+            found = []
+            for direction in range(len(self._first_order.error) if known else 0):
+                given = [x for x, _ in known], [inputs[place.position]], [g[direction].to(x) for x, g in known]
+                found.append(torch.autograd.grad(*given, retain_graph=True)[0].float().flatten())
+            return torch.stack(found) if found else None
+        except Exception:  # it cannot be made again by itself
+            return None
+
+    def _of_layers(self) -> Iterator[_Alike]:
+        """The same place of several layers."""
+        by_role: dict[object, list[_Alike]] = defaultdict(list)
+        for one in self._alone:
+            by_role[one.places[0].role, one.places[0].position is None].append(one)
+        for same in by_role.values():
+            if len(same) < 2 or self._budget.spent():
+                continue
+            last, others, effects = same[-1], [], []
+            for index, (value,) in enumerate(last.others):
+                everywhere = [self._in_layer_of(one.places[0], value, last.places[0]) for one in same[:-1]]
+                if any(everywhere):
+                    others.append((*everywhere, value))
+                    of_each = [self._effect(one.places[0], v) for one, v in zip(same, everywhere, strict=False)]
+                    effects.append(torch.stack([*of_each, last.effects[index]]).sum(0))
+            if others:
+                yield _Alike(tuple(one.places[0] for one in same), others, torch.stack(effects))
+
+    def _in_layer_of(self, place: Place, value: Value | None, last: Place) -> Value | None:
+        """What is at a place of another layer what ``value`` is at the last; None where its effect is not known."""
+        found = None if value is None else self._layers.elsewhere(value, last.numbers, place.numbers)
+        return found if found is not None and found.number in self._effects[place] else None
+
+    def _effect(self, place: Place, value: Value | None) -> Tensor:
+        none = torch.zeros_like(self._first_order.error)
+        return none if value is None else self._effects.get(place, {}).get(value.number, none)
+
+    def _of_two(self) -> Iterator[_Exchange]:
+        """Two places with each other's values, in one layer or in all."""
+        for group in (self._alone, self._in_layers):
+            by_module: dict[object, list[_Alike]] = defaultdict(list)
+            for one in group:
+                place = one.places[-1]
+                shape = tuple(self._trace.tensor(place.value).shape)
+                by_module[place.call.site[:2], shape, len(one.places)].append(one)
+            for same in by_module.values():
+                for one, other in combinations(same, 2):
+                    found = None if self._budget.spent() else self._exchanged(one, other)
+                    if found is not None:
+                        yield found
+
+    def _exchanged(self, one: _Alike, other: _Alike) -> _Exchange | None:
+        pairs: list[tuple[Place, Value]] = []
+        for first, second in zip(one.places, other.places, strict=True):
+            self._budget.clock.spend(Work(1))
+            if first.value == second.value:
+                return None
+            if second.value.number not in self._effects[first] or first.value.number not in self._effects[second]:
+                return None
+            pairs += [(first, second.value), (second, first.value)]
+        return self._all(pairs)
+
+    def _all(self, pairs: Sequence[tuple[Place, Value]]) -> _Exchange:
+        return _Exchange(tuple(pairs), torch.stack([self._effect(*pair) for pair in pairs]).sum(0))
+
+    def _in_rounds(self) -> Iterator[_Exchange]:
+        """What the rounds of a loop read, in another order."""
+        loops: dict[object, list[Place]] = defaultdict(list)
+        for (place,) in (one.places for one in self._alone):
+            path, invocation, name, _ = place.call.site
+            made = self._trace.producer(place.value)
+            source = (_NUMBER.sub("#", made.site[0]), made.name) if made is not None else None
+            shape = tuple(self._trace.tensor(place.value).shape)
+            loops[_NUMBER.sub("#", path), invocation, name, place.position, shape, source].append(place)
+        for rounds in loops.values():
+            values = [place.value for place in rounds]
+            for order in _orders(len(rounds)) if 1 < len(set(values)) == len(rounds) <= _MOST_ROUNDS else ():
+                pairs = [(place, values[i]) for i, place in zip(order, rounds, strict=True) if values[i] != place.value]
+                if all(value.number in self._effects[place] for place, value in pairs):
+                    yield self._all(pairs)
+
+    def _of_calls(self) -> Iterator[_Exchange]:
+        """Several parts of a tensor in the place of those of another: the other stream's keys and values."""
+        for group in (self._alone, self._in_layers):
+            by_calls: dict[object, dict[int, _Exchange]] = defaultdict(dict)
+            for one in group if not self._budget.spent() else ():
+                place = one.places[-1]
+                own = self._part(place.value)
+                for index, (*_, value) in enumerate(one.others if own is not None else ()):
+                    other = self._part(value)
+                    if own is not None and other is not None and own[1:] == other[1:] and own[0] != other[0]:
+                        calls = place.call.site[:2], own[0], other[0], len(one.places)
+                        by_calls[calls].setdefault(id(place), one.exchange(index))
+            for parts in by_calls.values():
+                some = list(parts.values())[:_MOST_PARTS]
+                several = (combinations(some, count) for count in range(2, len(some) + 1))
+                for exchanges in chain.from_iterable(several):
+                    effect = torch.stack([one.effect for one in exchanges]).sum(0)
+                    yield _Exchange(tuple(pair for one in exchanges for pair in one.others), effect)
+
+    def _part(self, value: Value | None) -> tuple[object, int, int] | None:
+        """Which part of which call's result a value is, moved or not, and of how many."""
+        root = back(self._trace, value, RESHAPES)
+        made = self._trace.producer(root)
+        if (
+            made is None or root not in made.outputs or len(made.outputs) < 2
+        ):  # or it was written to as a part of another
+            return None
+        return made.site, made.outputs.index(root), len(made.outputs)
+
+    def _best_alone(self, alike: Sequence[_Alike]) -> list[_Exchange]:
+        """The likeliest of all values at all places."""
+        if not alike:
+            return []
+        aligned = torch.cat([self._first_order.alignment(one.effects) for one in alike])
+        where = [(one, index) for one in alike for index in range(len(one.others))]
+        order = aligned.argsort(descending=True)[:_PAIRED].tolist()
+        found = [where[i][0].exchange(where[i][1]) for i in order if aligned[i] > _LIKELY]
+        return [one for one in found if one.others]
+
+    def _best(self, exchanges: Iterable[_Exchange], most: int) -> list[_Exchange]:
+        """The likeliest so many of those that are likely."""
+        known = [one for one in exchanges if one.others]
+        if not known:
+            return []
+        aligned = self._first_order.alignment(torch.stack([one.effect for one in known]))
+        places = torch.tensor([len({place.role for place, _ in one.others}) for one in known])
+        likely = (aligned - _COST * places).round(decimals=_DIGITS)
+        order = likely.argsort(descending=True, stable=True)[:most].tolist()
+        return [known[i] for i in order if aligned[i] > _LIKELY]
+
+
+def _orders(count: int) -> list[list[int]]:
+    """In which rounds may read what others do: in reverse, the one before or after, all the same."""
+    last = count - 1
+    return [
+        [last - i for i in range(count)],
+        [max(i - 1, 0) for i in range(count)],
+        [min(i + 1, last) for i in range(count)],
+        [(i - 1) % count for i in range(count)],
+        [(i + 1) % count for i in range(count)],
+        [0] * count,
+        [last] * count,
+    ]
+
+
+def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tuple[int, ...], Tensor]]:
+    """Activations of each shape, in order, and all of them as rows."""
+    values: dict[tuple[int, ...], dict[int, Value]] = defaultdict(dict)
+    for call in trace.calls:
+        for value in (*call.inputs, *call.outputs):
+            if is_activation(trace, value) and back(trace, value) == value:
+                values[tuple(trace.tensor(value).shape)][value.number] = value
+    few = {
+        shape: [some[number] for number in sorted(some)]
+        for shape, some in values.items()
+        if len(some) > 1 and len(some) * torch.Size(shape).numel() <= _MOST_ELEMENTS
+    }
+    return few, {shape: torch.stack([trace.tensor(x).float().flatten() for x in some]) for shape, some in few.items()}
+
+
+def _hypothesis(exchange: _Exchange, trace: Trace, module: nn.Module) -> Hypothesis:
+    alike: dict[object, list[tuple[Place, Value]]] = defaultdict(list)
+    for place, other in exchange.others:
+        alike[place.role, place.position is None].append((place, other))
+    told = [_told(trace, some) for some in alike.values()]
+    return Hypothesis(
+        "operation",
+        "; ".join(f"{wrong} for {right}" for right, wrong in told),
+        "; ".join(f"give {right}, as the reference does, not {wrong}" for right, wrong in told),
+        module,
+        edits_at(exchange.others),
+        scope="call",
+    )
+
+
+def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
+    """What is to be given where, at some places that are alike, and what is given."""
+    place, other = some[0]
+    where = f"to {_call(place.call)}" if place.position is not None else "to all that read it"
+    others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""
+    return f"{_described(place.value, trace)} {where}{others}", _described(other, trace)
+
+
+def _call(call: Call) -> str:
+    return f"the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+
+
+def _described(value: Value, trace: Trace) -> str:
+    """A value by the call that makes it, or the first that reads it."""
+    call = trace.producer(value)
+    if call is None:
+        return f"the input of the module that {_call(trace.users(value)[0])} is given"
+    is_part = len(call.outputs) > 1 and value in call.outputs
+    part = f"part {call.outputs.index(value) + 1} of " if is_part else ""
+    return f"{part}the result of {_call(call)}"

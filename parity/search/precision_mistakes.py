@@ -1,0 +1,279 @@
+"""Known mistakes of precision, each as another rounding of the reference.
+
+What a candidate loses is deterministic but for the order of sums: if it rounds as a mistake has it, the reference under
+that rounding is nearer to it than under the precision's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.case.transfer import parameter_shapes
+from parity.case.weight_map import Side, describe, pack, shape_of, unpack
+from parity.mistakes.codes import finding
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
+from parity.mistakes.trial import tensors_under
+from parity.numerics.formats import Format, Rounding, e4m3, e5m2, largest, tf32
+from parity.numerics.freedom import FUSED
+from parity.passes.all_passes import Tensors
+from parity.passes.prepare import Prepared
+from parity.result import Finding, TensorResult
+from parity.search.failure import Budget, Failure
+from parity.te.precision import Precision
+
+_NEARER = 0.7
+"""Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
+
+_LEFT = 2.0
+"""Times what the precision costs, which a mistaken rounding may leave of the error that it explains."""
+
+_SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
+_MANY = 64
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """Another rounding.
+
+    Attributes:
+        title: of the finding.
+        what: what is computed, the start of a sentence.
+        repair: what to change.
+        rounding: in the place of the precision's.
+        inside: entered around the pass, for what no ``Rounding`` says.
+    """
+
+    title: str
+    what: str
+    repair: str
+    rounding: Rounding
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
+    """The rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
+    wrong = [result for result in failure.results if not result.passed and result.finite]
+    # A wrong forward pass spoils gradients in ways of its own.
+    # What a handful of numbers says of its rounding is chance.
+    outputs = [result for result in wrong if result.kind == "output" and math.prod(result.shape) >= _MANY]
+    own = tensors_under(failure.prepared, (), failure.precision)
+    if own is None or not wrong:
+        return []
+    nearest: tuple[float, float, _Mistake] | None = None
+    for mistake in _mistakes(failure.precision):
+        if budget.spent():
+            break
+        precision = replace(failure.precision, rounding=mistake.rounding)
+        with mistake.inside():
+            other = tensors_under(failure.prepared, (), precision, freedom=FUSED)
+        if other is None:
+            continue
+        shares = {result.label: _share(failure, result, other, own) for result in wrong}
+        share = max(shares[result.label] for result in outputs or wrong)
+        if not all(_leaves_a_rounding(failure, result, other) for result in outputs or wrong):
+            continue
+        entry = round(share, 2), max(shares.values()), mistake
+        if share < _NEARER and (nearest is None or entry[:2] < nearest[:2]):
+            nearest = entry
+    if nearest is None:
+        return []
+    share, _, mistake = nearest
+    message = (
+        f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to the reference that rounds so "
+        f"than to one that rounds as {failure.precision.name} does. {mistake.repair}"
+    )
+    return [finding(mistake.title, message)]
+
+
+def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:
+    """Weights that are multiplied by the scale of their quantization where the inverse is due."""
+    if precision.recipe not in _SCALED_BY_TENSOR:
+        return
+    shapes = parameter_shapes(prepared.reference)
+    matrices = [left for left in prepared.weights if len(shape_of(left, shapes)) > 1]
+    yield _scaled_twice(prepared, matrices)
+    for left in matrices if 1 < len(matrices) <= MOST_PLACES else ():
+        yield _scaled_twice(prepared, [left], describe(prepared.weights[left]))
+
+
+def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") -> Hypothesis:
+    """Each of these weights, all or one at a place, as ``scale`` makes it where ``scale_inv`` is due."""
+    shapes = parameter_shapes(prepared.reference)
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        others: dict[str, Tensor] = {}
+        for left in sides:
+            packed = pack(left, reference, next(iter(reference.values())))
+            scale = torch.finfo(torch.float8_e4m3fn).max / packed.detach().abs().amax()
+            # A weight's gradient is that of what is multiplied.
+            others |= unpack(left, packed + packed.detach() * (scale.square() - 1.0), shapes)
+        return others
+
+    of_one = f" of {place}" if place else ""
+    return Hypothesis(
+        "fp8-scale-inverted",
+        f"weights{of_one} multiplied by their scale",
+        f"multiply a quantized weight by scale_inv; {place or 'it'} is multiplied by scale",
+        prepared.reference,
+        read=read,
+        scope="one" if place else "all",
+    )
+
+
+def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors) -> float:
+    """The distance to another rounding, over the distance to the precision's own."""
+    key = result.kind, result.name
+    candidate = failure.candidate[key].double()
+    to_own = torch.linalg.vector_norm(candidate - own[key].double())
+    to_other = torch.linalg.vector_norm(candidate - other[key].double())
+    return (to_other / to_own).item() if to_own > 0 else 1.0
+
+
+def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -> bool:
+    """Whether another rounding leaves less than it costs itself, and in FP8 about what the precision costs anyway.
+
+    Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
+    """
+    key = result.kind, result.name
+    candidate, golden, rounded = failure.candidate[key].double(), failure.golden[key], other[key].double()
+    left, costs, size = (torch.linalg.vector_norm(x).item() for x in (candidate - rounded, rounded - golden, golden))
+    bound = _LEFT * result.expected.relative_l2 * size
+    return left < costs and (failure.precision.recipe is None or left <= bound)
+
+
+def _mistakes(precision: Precision) -> Iterator[_Mistake]:
+    rounding = precision.rounding
+    if precision.dtype is torch.float32:
+        advice = "Keep autocast off, and inputs and weights in FP32"
+        for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
+            yield _Mistake("accumulation-precision", f"GEMMs read {name}", advice, _reading(_in(dtype)))
+            yield _Mistake("accumulation-precision", f"results are stored in {name}", advice, Rounding(dtype))
+        everything = "Set NVIDIA_TF32_OVERRIDE=0, or expect TF32 (10 bits) where true FP32 was promised"
+        yield _Mistake("tf32", "attention's products are TF32", everything, rounding, partial(_Batched, tf32))
+    advice = "Accumulate in FP32 (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False)"
+    for length in (16, 32, 64, 128):
+        for stored, what in (
+            (None, f"sums are rounded to BF16 after each {length} products"),
+            (precision.dtype, f"sums of {length} products are stored and then added in BF16"),
+        ):
+            inside = partial(_Chunked, length, torch.bfloat16, stored)
+            yield _Mistake("accumulation-precision", what, advice, rounding, inside)
+    if precision.recipe is not None:
+        yield from _of_recipes(rounding, precision)
+
+
+def _of_recipes(rounding: Rounding, precision: Precision) -> Iterator[_Mistake]:
+    yield _Mistake(
+        "recipe-disabled",
+        "nothing is quantized",
+        "Call the module inside te.autocast(enabled=True, recipe=...)",
+        Rounding(rounding.storage),
+    )
+    if precision.recipe not in _SCALED_BY_TENSOR:
+        return
+    hybrid = "Use Format.HYBRID: E4M3 forward, E5M2 for gradients"
+    yield _Mistake("fp8-format", "inputs are E5M2", hybrid, replace(rounding, inputs=e5m2))
+    yield _Mistake("fp8-format", "inputs and weights are E5M2", hybrid, replace(rounding, inputs=e5m2, weights=e5m2))
+    yield _Mistake("fp8-format", "gradients are E4M3", hybrid, replace(rounding, gradients=e4m3))
+    update = "Let amax history update scales: one autocast around each pass, reduce_and_update at the end of it"
+    e4, e5 = torch.float8_e4m3fn, torch.float8_e5m2
+    yield _Mistake(
+        "fp8-scale-stale",
+        "inputs and weights are not scaled",
+        update,
+        replace(rounding, inputs=_unscaled(e4), weights=_unscaled(e4)),
+    )
+    yield _Mistake("fp8-gradient-scale", "gradients are not scaled", update, replace(rounding, gradients=_unscaled(e5)))
+    for by in (2.0, 4.0, 8.0, 16.0, 1 / 16.0, 1 / 64.0, 1 / 256.0):
+        end = "saturate" if by > 1 else "underflow"
+        yield _Mistake(
+            "fp8-scale-stale",
+            f"scales of inputs and weights are {by:g} times what amax asks for, so that values {end}",
+            f"{update}; margin=0",
+            replace(rounding, inputs=_scaled(by, e4), weights=_scaled(by, e4)),
+        )
+        yield _Mistake(
+            "fp8-margin",
+            f"all scales are {by:g} times what amax asks for, so that values {end}",
+            f"{update}; margin=0",
+            replace(rounding, inputs=_scaled(by, e4), weights=_scaled(by, e4), gradients=_scaled(by, e5)),
+        )
+
+
+def _reading(to_format: Format) -> Rounding:
+    return Rounding(torch.float32, to_format, to_format, to_format)
+
+
+def _in(dtype: torch.dtype) -> Format:
+    return lambda x, dim=-1, amax=None: x.to(dtype).to(x.dtype)
+
+
+def _unscaled(dtype: torch.dtype) -> Format:
+    """Cast as it is; what is too large saturates."""
+    return lambda x, dim=-1, amax=None: _saturated(x, dtype)
+
+
+def _scaled(by: float, dtype: torch.dtype) -> Format:
+    """Scaled by a multiple of what maps the largest magnitude to the format's."""
+
+    def to_format(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+        amax = largest(x) if amax is None else amax
+        scale = by * torch.finfo(dtype).max / amax if amax > 0 else torch.ones_like(amax)
+        return _saturated(x * scale, dtype) / scale
+
+    return to_format
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype).to(x.dtype)
+
+
+_aten = torch.ops.aten
+
+
+class _Batched(TorchDispatchMode):
+    """Rounds the operands of batched GEMMs, as attention's are."""
+
+    def __init__(self, to_format: Format) -> None:
+        super().__init__()
+        self._to_format = to_format
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.bmm.default:
+            args = tuple(self._to_format(x, -1) for x in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+class _Chunked(TorchDispatchMode):
+    """GEMMs whose sum is rounded to ``dtype`` after each so many products, whose own sum may be ``stored`` before."""
+
+    def __init__(self, length: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
+        super().__init__()
+        self._length = length
+        self._dtype = dtype
+        self._stored = stored
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.mm.default:
+            return self._product(args[0], args[1])
+        if func is _aten.addmm.default and not kwargs:
+            return args[0] + self._product(args[1], args[2])
+        return func(*args, **(kwargs or {}))
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        total = left.new_zeros(left.shape[0], right.shape[1])
+        for some, others in zip(left.split(self._length, 1), right.split(self._length, 0), strict=True):
+            part = some @ others
+            part = part if self._stored is None else part.to(self._stored).to(left.dtype)
+            total = (total + part).to(self._dtype).to(left.dtype)
+        return total

@@ -1,0 +1,521 @@
+"""Explain failures by running the candidate again otherwise: its state, buffers, rows, random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.mistakes.codes import CODES, finding
+from parity.mistakes.trial import tensors_under
+from parity.numerics.errors import Tolerance, difference, margin, measure, relative_l2
+from parity.passes.all_passes import Tensors
+from parity.passes.one_pass import named_inputs
+from parity.result import Finding, Kind, TensorResult
+from parity.search.failure import Failure, tolerance_of
+from parity.search.screen import TINY
+from parity.te.precision import Precision
+from parity.te.state import own_recipes
+from parity.trace.effects import other_numbers
+
+# Mistakes in how a candidate is run, found by running it again without them.
+
+
+_NEARLY = 3.0  # tolerances
+_OF_BEFORE = 0.2  # of the margin with which the comparison failed
+
+
+class _NothingToChange(Exception):
+    """Saves a run that would give what the first one gave."""
+
+
+def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) -> tuple[Tensors, list[str]] | None:
+    """What the candidate computes with some of it changed.
+
+    Args:
+        failure: whose candidate it is.
+        change: changes a candidate, and returns the names of what it has changed.
+
+    Returns:
+        Its tensors and the names; None if there was nothing to change, or it cannot run again.
+    """
+    if failure.rerun is None:
+        return None
+    changed: list[str] = []
+
+    def to_candidate(module: nn.Module) -> None:
+        changed.extend(change(module))
+        if not changed:
+            raise _NothingToChange
+
+    try:
+        return failure.rerun(to_candidate), changed
+    except _NothingToChange:
+        return None
+
+
+def dropout_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if what failed agrees as soon as nothing is dropped; the candidate runs again only where it drops."""
+    ran = run_changed(failure, _switched_off)
+    if ran is not None and agree(failure, ran[0], _telling(failure)):
+        yield finding(
+            "dropout",
+            f"the candidate agrees without dropout; switch off {', '.join(sorted(set(ran[1])))} "
+            "(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=0.0); modules are compared as they train",
+        )
+
+
+def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if what failed agrees as soon as the candidate turns no recipe on by itself."""
+    if failure.rerun is None or not failure.own_recipes:
+        return
+    with own_recipes(failure.precision.recipe is not None, left_out=True):
+        again = failure.rerun(lambda module: None)
+    if agree(failure, again, _telling(failure)):
+        yield finding(
+            "own-recipe",
+            f"the candidate agrees without the te.autocast that it enters by itself: {', '.join(failure.own_recipes)}. "
+            "Enter it around the module, in the code that trains, as parity does for a precision with a recipe; or "
+            "compare at this recipe's precision alone: precisions=[...] in @parity.pair",
+        )
+
+
+def microbatch_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if all agrees as soon as no call says ``is_first_microbatch``, by which TE reuses weights and sums."""
+    if failure.rerun is None:
+        return
+    said: list[str] = []
+    again = failure.rerun(lambda module: _say_nothing_of_microbatches(module, said))
+    if not said or not agree(failure, again, ("output", "input gradient", "weight gradient")):
+        return
+    failed = {result.kind for result in failure.results if not result.passed}
+    where = ", ".join(sorted(set(said)))
+    if failed == {"weight gradient"}:
+        yield finding(
+            "gradient-accumulation",
+            f"weight gradients agree without is_first_microbatch ({where}); True starts a new sum, so pass it for the "
+            "first microbatch alone, and zero main_grad before",
+        )
+    else:
+        yield finding(
+            "weight-cache-stale",
+            f"the candidate agrees without is_first_microbatch ({where}); with False TE computes with the quantized "
+            "weights of an earlier microbatch, so pass True for the first one after each optimizer step",
+        )
+
+
+def _telling(failure: Failure) -> tuple[Kind, ...]:
+    """Gradients may be wrong in a way of their own; they count where outputs, as a loss, are right by chance."""
+    by_gradients = all(result.passed for result in failure.outputs)
+    return ("output", "input gradient", "weight gradient") if by_gradients else ("output",)
+
+
+def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
+    """Whether the tensors of these kinds are within their tolerances when the candidate runs again.
+
+    Or nearly, where they were far off: a right port may be beyond a limit at first look.
+    """
+    enough = min(_NEARLY, max(1.0, _OF_BEFORE * max(result.margin for result in failure.results)))
+    return all(
+        margin(measure(again[key], truth, failure.precision.dtype), tolerance_of(failure, key)) <= enough
+        for key, truth in failure.golden.items()
+        if key[0] in kinds
+    )
+
+
+def _switched_off(module: nn.Module) -> Iterator[str]:
+    """Sets every probability of dropout to 0; yields each that was not, with its value."""
+    for name, submodule in module.named_modules():
+        for attribute, value in list(vars(submodule).items()):
+            is_probability = "drop" in attribute or (attribute == "p" and "Drop" in type(submodule).__name__)
+            if is_probability and isinstance(value, float) and value > 0.0:
+                setattr(submodule, attribute, 0.0)
+                yield f"{name}.{attribute}={value:g}".lstrip(".")
+
+
+def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
+    def hook(submodule: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        value = kwargs.get("is_first_microbatch")
+        if value is None:
+            return args, kwargs
+        said.append(f"{type(submodule).__name__} is called with {value}")
+        return args, {**kwargs, "is_first_microbatch": None}
+
+    for submodule in module.modules():
+        submodule.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+# Buffers that a port holds with other values than the reference; a weight map is about parameters alone.
+
+
+def buffer_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if the outputs agree as soon as the candidate's buffers hold what the reference's hold.
+
+    A buffer belongs to the reference's of its name; else to the only one of its shape, where it is the only one too.
+    """
+    right = dict(failure.prepared.reference.named_buffers())
+
+    def copied(module: nn.Module) -> Iterator[str]:
+        for name, buffer in module.named_buffers():
+            of = _counterpart(name, dict(module.named_buffers()), right)
+            if of is not None and not torch.equal(buffer, right[of].to(buffer)):
+                with torch.no_grad():
+                    buffer.copy_(right[of])
+                yield name if of == name else f"{name} (the reference's {of})"
+
+    ran = run_changed(failure, copied)
+    if ran is not None and agree(failure, ran[0], ("output",)):
+        yield finding(
+            "buffer-not-copied",
+            f"the candidate agrees with the reference's buffers: copy {', '.join(ran[1])}, which differ and which the "
+            "weight map does not reach",
+        )
+
+
+def _counterpart(name: str, own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str | None:
+    """The name of the reference's buffer that a buffer of the candidate should equal; None if that cannot be told."""
+    shape = own[name].shape
+    if name in right:
+        return name if right[name].shape == shape else None
+    alike = [other for other, value in right.items() if value.shape == shape]
+    is_only_one = sum(value.shape == shape for value in own.values()) == 1
+    return alike[0] if len(alike) == 1 and is_only_one and shape.numel() > 1 else None
+
+
+# Rows of the outputs that an input hides, as a padding mask hides tokens, and of which a port may make what it likes.
+#
+# A reference computes something for padded tokens, too; TE's attention leaves zeros there, and what is computed of them
+# is other numbers. Nobody reads them, but a comparison does, and their output gradients spoil all others.
+
+
+_HIDES = -1e3  # a score's bias, below which a key is hidden
+_NEARLY_RIGHT = 2.0  # tolerances, within which the rows that are kept are worth another run
+_MOST = 0.5  # of the square of an output's error
+
+
+def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if all agrees, gradients too, as soon as rows that an input hides are zero in both sides' outputs.
+
+    The candidate runs again, with output gradients that are zero there, only where what is not hidden is right already.
+    """
+    if failure.rerun is None:
+        return
+    for name, kept in _kept_rows(failure):
+        if all(_is_nearly_right(failure, output, rows) for output, rows in kept.items()) and _agrees(failure, kept):
+            yield finding(
+                "hidden-rows",
+                f"the candidate agrees, gradients included, but for rows that the input {name} hides, where TE's "
+                "attention computes nothing that can be compared. If nobody reads them, zero them in both outputs: "
+                f"give the pair a call_reference and a call_candidate that return {_zeroed(failure, name)}",
+            )
+            return
+
+
+def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
+    """Where most of an unexplained error lies in rows that an input hides: what else is wrong shows without them."""
+    for name, kept in _kept_rows(failure):
+        shares = [_share_outside(failure, output, rows) for output, rows in kept.items()]
+        if shares and min(shares) > _MOST:
+            yield finding(
+                "hidden-rows",
+                f"{min(shares):.0%} of the outputs' error is in rows that the input {name} hides, of which a port may "
+                "make what it likes, and gradients have their share of it. Zero them in both outputs first: give the "
+                f"pair a call_reference and a call_candidate that return {_zeroed(failure, name)}",
+            )
+            return
+
+
+def _zeroed(failure: Failure, name: str) -> str:
+    """What zeroes the rows, in words: the caller knows which of the mask's values hides."""
+    shape = tuple(named_inputs(failure.prepared.inputs, failure.prepared.input_names)[name].shape)
+    return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} hides and 1 for others"
+
+
+def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """By each input that hides some, the rows of each output that it does not hide, and whose error fails: bool."""
+    outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
+    failed = [one.name for one in failure.outputs if not one.passed]
+    for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items():
+        for hidden in _hidden(x, outputs):
+            kept = {output: rows for output, y in outputs.items() if (rows := _rows(~hidden, y)) is not None}
+            if any(output in kept for output in failed):
+                yield name, kept
+
+
+def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
+    """The tokens that a mask, a bias of scores, or lengths may hide, ``[batch, seq]`` or ``[tokens]``."""
+    by_token = x.flatten(1, -2).transpose(1, 2).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
+    found: list[Tensor] = []
+    if x.dtype is torch.bool or (not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())):
+        found = [by_token.bool().all(-1), (by_token == 0).all(-1)]
+    elif x.is_floating_point() and bool(((x == 0) | (x == 1)).all()):
+        found = [(by_token == 0).all(-1)]
+    elif x.is_floating_point() and bool(((x == 0) | (x < _HIDES)).all()):
+        found = [(by_token < _HIDES).all(-1)]
+    elif x.dim() == 1 and not x.is_floating_point():
+        longest = {y.shape[1] for y in outputs.values() if y.dim() > 1 and len(y) == len(x)}
+        found = [torch.arange(seq, device=x.device) >= x[:, None] for seq in longest if int(x.max()) <= seq]
+    # A sequence has some tokens that are not: what says which, by True or by False, is told by that.
+    yield from (hidden for hidden in found if hidden.any() and not hidden.all(-1).any())
+
+
+def _rows(kept: Tensor, output: Tensor) -> Tensor | None:
+    """``kept`` as the output has its rows, sequence first as well; None where it has others."""
+    if kept.dim() == 2 and len(kept) == 1 and output.dim() > 2:
+        kept = kept.expand(output.shape[0] if output.shape[1] == kept.shape[1] else output.shape[1], -1)
+    for rows in (kept, kept.mT) if kept.dim() == 2 else (kept,):
+        if output.dim() > rows.dim() and output.shape[: rows.dim()] == rows.shape:
+            return rows.reshape(*rows.shape, *[1] * (output.dim() - rows.dim()))
+    return None
+
+
+def _is_nearly_right(failure: Failure, output: str, rows: Tensor) -> bool:
+    result = next(one for one in failure.outputs if one.name == output)
+    error, right = _error(failure, output), failure.golden["output", output]
+    return _norm(right * rows) > 0.0 and _norm(error * rows) <= _NEARLY_RIGHT * result.tolerance_relative_l2 * _norm(
+        right
+    )
+
+
+def _share_outside(failure: Failure, output: str, rows: Tensor) -> float:
+    error = _error(failure, output)
+    return 1.0 - (_norm(error * rows) / max(_norm(error), TINY)) ** 2
+
+
+def _error(failure: Failure, output: str) -> Tensor:
+    return failure.candidate["output", output].double() - failure.golden["output", output]
+
+
+def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
+    """Whether every tensor passes where output gradients and outputs are zero in the other rows."""
+    cotangents = {name: x * kept[name] if name in kept else x for name, x in failure.prepared.cotangents.items()}
+
+    def zeroed(tensors: Tensors | None) -> Tensors | None:
+        if tensors is None:
+            return None
+        return {key: x * kept[key[1]] if key[0] == "output" and key[1] in kept else x for key, x in tensors.items()}
+
+    golden = zeroed(tensors_under(failure.prepared, (), cotangents=cotangents))
+    models = [
+        zeroed(tensors_under(failure.prepared, (), failure.precision, cotangents, freedom))
+        for freedom in failure.freedoms
+    ]
+    candidate = None if failure.rerun is None else zeroed(failure.rerun(lambda module: None, cotangents))
+    computed = [model for model in models if model is not None]
+    if golden is None or candidate is None or not computed or _read_what_is_hidden(golden, kept):
+        return False
+    return all(result.passed for result in failure.judge(golden, computed, candidate))
+
+
+def _read_what_is_hidden(golden: Tensors, kept: dict[str, Tensor]) -> bool:
+    """Whether what is kept depends on tokens that are hidden, which are none then."""
+    shapes = {rows.squeeze(-1).shape: rows for rows in kept.values()}
+    gradients = [x for (kind, _), x in golden.items() if kind == "input gradient" and x.shape[:-1] in shapes]
+    return any(bool((x * ~shapes[x.shape[:-1]]).any()) for x in gradients)
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+# A candidate whose results depend on random numbers, found by running it again with others.
+
+
+_OF_THE_ERROR = 0.3  # that two passes are apart, from where on random numbers are its cause
+_OF_A_GRADIENTS = 1.0  # ditto where outputs are right; two passes are sqrt(2) times it apart if random numbers are all
+_OF_THE_EXPECTED = 1.5  # ditto: two passes that round stochastically are sqrt(2) times as far apart, at most
+
+
+def random_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if a tensor that failed becomes another when the random numbers are others.
+
+    Outputs tell, where these failed: gradients that a recipe rounds stochastically are others every time.
+    """
+    if failure.rerun is None:
+        return
+    with other_numbers(next(iter(failure.golden.values())).device):
+        again = failure.rerun(lambda module: None)
+    failed = [result for result in failure.results if not result.passed and result.finite]
+    outputs = [result for result in failed if result.kind == "output"]
+    telling, share = (outputs, _OF_THE_ERROR) if outputs else (failed, _OF_A_GRADIENTS)
+    for result in sorted(telling, key=lambda result: result.margin, reverse=True):
+        key = (result.kind, result.name)
+        candidate, golden = failure.candidate[key].double(), failure.golden[key]
+        moved, error = _norm(difference(again[key], candidate)), _norm(difference(candidate, golden))
+        rounding = result.expected.relative_l2 * max(_norm(golden), _norm(candidate))
+        if moved > max(share * error, _OF_THE_EXPECTED * rounding):
+            apart = relative_l2(moved, _norm(golden))
+            yield finding(
+                "not-reproducible",
+                f"the candidate draws random numbers: with others {result.label} moves by {apart:.2g} of its norm, "
+                f"where the error is {result.errors.relative_l2:.2g}. Switch off what draws them, in a module or in "
+                "forward (functional dropout, stochastic depth, added noise), or draw them once and give them to both "
+                "modules as an input",
+            )
+            return
+
+
+# What a TE module that the port builds calls an argument that a finding names as most of TE's modules do.
+#
+# Signatures of TE 2.20.2: ``pytorch/transformer.py``, ``pytorch/attention/multi_head_attention.py``.
+
+
+_OTHER_NAMES = {
+    "attn_mask_type": "self_attn_mask_type",
+    "qkv_format": "attn_input_format",
+    "eps": "layernorm_epsilon",
+}
+_IN_ITS_PLACE = {
+    "softmax_scale": "multiply the query's weight and bias by the reference's scale over its own",
+}
+_EPS = frozenset({CODES["norm-eps"]})  # of other findings, it may be another's eps
+
+
+class _Seen(Exception):
+    """Ends a run as soon as its module is built."""
+
+
+def with_argument_names(found: Sequence[Finding], failure: Failure) -> tuple[Finding, ...]:
+    """The findings, each with the names that the candidate's TE modules have for what it names otherwise."""
+    named = [[name for name in (*_OTHER_NAMES, *_IN_ITS_PLACE) if _names(one, name)] for one in found]
+    if failure.rerun is None or not any(named):
+        return tuple(found)
+    modules: dict[str, type] = {}
+
+    def see(candidate: nn.Module) -> None:
+        modules.update({type(module).__name__: type(module) for module in _outermost_of_te(candidate)})
+        raise _Seen
+
+    with contextlib.suppress(_Seen):
+        failure.rerun(see)
+    added = [[told for name in names for told in _told(name, modules)] for names in named]
+    return tuple(
+        dataclasses.replace(one, message="; ".join((one.message, *more)))
+        for one, more in zip(found, added, strict=True)
+    )
+
+
+def _names(finding: Finding, argument: str) -> bool:
+    if argument == "eps" and finding.code not in _EPS:
+        return False
+    return re.search(rf"\b{argument}\b", finding.message) is not None
+
+
+def _told(argument: str, modules: dict[str, type]) -> Iterator[str]:
+    """A clause for the modules that have another name for the argument, and one for those that have none."""
+    taken = {name: inspect.signature(module.__init__).parameters for name, module in modules.items()}  # type: ignore[misc]
+    other = _OTHER_NAMES.get(argument)
+    renamed = [name for name, parameters in taken.items() if argument not in parameters and other in parameters]
+    if renamed:
+        yield f"it is {other} of {' and '.join(renamed)}"
+    attend = [name for name, parameters in taken.items() if "num_attention_heads" in parameters]
+    lacking = [name for name in attend if argument not in taken[name]]
+    if argument in _IN_ITS_PLACE and lacking:
+        yield f"{' and '.join(lacking)} has no {argument}: {_IN_ITS_PLACE[argument]}"
+
+
+def _outermost_of_te(module: nn.Module) -> Iterator[nn.Module]:
+    """TE's modules that no other of them made."""
+    if type(module).__module__.startswith("transformer_engine."):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_of_te(child)
+
+
+# Outputs that a port returns in another order.
+
+
+def exchange_findings(failure: Failure) -> Iterator[Finding]:
+    """A finding if every output that failed is another one of the reference's, within what is allowed of that one."""
+    failed = [result for result in failure.outputs if not result.passed]
+    if len(failed) < 2:
+        return
+    stands_for = {one.label: [other.label for other in failed if _is(failure, one, other)] for one in failed}
+    if all(len(labels) == 1 for labels in stands_for.values()):
+        told = ", ".join(f"{label} is the reference's {labels[0]}" for label, labels in stands_for.items())
+        if len({labels[0] for labels in stands_for.values()}) == len(failed):
+            yield finding("outputs-exchanged", f"{told}; return them in the reference's order")
+
+
+def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
+    """Whether the candidate's output is another one of the reference's."""
+    candidate = failure.candidate[one.kind, one.name]
+    right = failure.golden[other.kind, other.name]
+    if one is other or candidate.shape != right.shape:
+        return False
+    bound = Tolerance(other.tolerance_relative_l2, other.tolerance_max_abs)
+    return margin(measure(candidate, right, failure.precision.dtype), bound) <= 1.0
+
+
+# Findings about values that cannot be judged: NaN, infinities, gradients that never came.
+
+
+def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator[Finding]:
+    """What is known of values that are not finite: whose fault they are."""
+    for tensor in failed:
+        errors, expected = tensor.errors, tensor.expected
+        where = f"{tensor.label} of shape {_shape(tensor)}, first at {list(errors.first_non_finite or ())}"
+        if errors.golden_non_finite:
+            yield Finding(
+                "PAR002",
+                "golden-not-finite",
+                f"the reference itself is not finite in FP64: {errors.golden_non_finite} elements of {where}; "
+                "nothing can be judged there, so check the weights and inputs",
+            )
+        elif errors.nans + errors.infs and expected.nans + expected.infs:
+            yield Finding(
+                "PAR003",
+                "precision-overflows",
+                f"{errors.nans} NaN and {errors.infs} Inf in {where}; a faithful {precision.name} computation of the "
+                f"reference has {expected.nans} NaN and {expected.infs} Inf there too, so the range of "
+                f"{precision.name} is too small for these values, whoever computes them",
+            )
+        elif errors.nans + errors.infs:
+            yield Finding(
+                "PAR001",
+                "not-finite",
+                f"{errors.nans} NaN and {errors.infs} Inf in {where}, where a faithful {precision.name} computation "
+                "of the reference is finite",
+            )
+        elif not tensor.finite:
+            yield Finding(
+                "PAR003",
+                "precision-overflows",
+                f"a faithful {precision.name} computation of the reference has {expected.nans} NaN and {expected.infs} "
+                f"Inf in {tensor.label}, where the TE module is finite, so the range of {precision.name} is too small "
+                "for these values: nothing tells what rounding costs there",
+            )
+
+
+def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:
+    """TE parameters, by name, that the backward pass did not reach."""
+    for name in unreached:
+        yield Finding(
+            "PAR004",
+            "no-gradient",
+            f"the backward pass reached no gradient for TE's {name}; is it used in the forward pass, and does it "
+            "require a gradient?",
+        )
+
+
+def unread_inputs(failed: Sequence[TensorResult], candidate: Tensors) -> Iterator[Finding]:
+    """Inputs to which nothing flows back, though it does in the reference."""
+    for tensor in failed:
+        if tensor.kind == "input gradient" and not candidate[tensor.kind, tensor.name].any():
+            yield Finding(
+                "PAR004",
+                "no-gradient",
+                f"no gradient flows back to the input {tensor.name}: the candidate computes without it, or detaches "
+                "it; is it passed on to TE's module, as encoder_output say, and not another in its place?",
+            )
+
+
+def _shape(tensor: TensorResult) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"

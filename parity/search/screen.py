@@ -1,0 +1,430 @@
+"""Rank mistakes, alone and in pairs, by what they leave of the error on one row of the batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.trial import BACKWARD, differentiable_outputs, outputs_under
+from parity.search.failure import Budget, Failure, while_it_lasts
+from parity.trace.trace import Call, Edit, Trace, Value, edit
+
+# Which two mistakes together are likeliest, from what each does alone.
+#
+# To first order two mistakes do what each does, one beside the other. So of all pairs those are tried whose effects,
+# together, are most like the candidate's error: as they are, or each by some multiple of its own, since one mistake may
+# amplify another, and a constant need not be the known one. All pairs of some thousand effects are a few products of
+# matrices, on a sample of the tensors' elements.
+
+
+_ELEMENTS = 4096  # of a sample
+_MOST_EFFECTS = 2000  # the largest
+_SMALLEST, _LARGEST = 1e-3, 1e3  # of the error's norm: an effect below does nothing, one beyond is not in it
+_SAME = 1e-4  # of the error's square: pairs that leave as much do the same
+_LISTED = 4096  # pairs, before those that do the same are left out
+_ONE_DIRECTION = 1e-6  # of the product of two effects' squares: they have one direction
+
+
+@dataclass(frozen=True)
+class LikelyPairs:
+    """Pairs of mistakes, the likeliest first.
+
+    Attributes:
+        as_they_are: whose effects together are most like the error.
+        by_multiples: of whose effects some multiples are.
+    """
+
+    as_they_are: list[tuple[Hypothesis, Hypothesis]]
+    by_multiples: list[tuple[Hypothesis, Hypothesis]]
+
+
+@dataclass(eq=False)
+class Effects:
+    """What single mistakes do to a candidate's outputs or gradients.
+
+    Attributes:
+        error: the candidate's, ``[elements]``.
+        known: each mistake's effect, as a sample of as many elements.
+    """
+
+    error: Tensor
+    known: dict[Hypothesis, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(errors: Sequence[Tensor]) -> Effects:
+        """None known yet; ``errors`` are those of each tensor, of all its elements."""
+        return Effects(_sample(errors))
+
+    def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
+        """What one does to each tensor, of all its elements."""
+        self.known[one] = _sample(effects)
+
+    def likely_pairs(
+        self, known: Sequence[Hypothesis], most: int, go_together: Callable[[Hypothesis, Hypothesis], bool]
+    ) -> LikelyPairs:
+        """Pairs none of which does what another one does, as far as these effects tell; the likeliest first.
+
+        Args:
+            known: the likeliest mistakes first: of pairs that do the same, the first is told.
+            most: how many of each sort.
+            go_together: tells of two whether both can hold at once.
+        """
+        some = self._large(known)
+        if len(some) < 2:
+            return LikelyPairs([], [])
+        size = torch.linalg.vector_norm(self.error)  # of which all is counted in parts, so that no square overflows
+        effects = torch.stack([self.known[one] for one in some]) / size
+        products, along = effects @ effects.T, effects @ (self.error / size)
+        squares = products.diagonal()
+        as_they_are = 2.0 * (along[:, None] + along) - squares[:, None] - squares - 2.0 * products
+        both = squares[:, None] * squares - products**2
+        by_multiples = along[:, None] ** 2 * squares + along**2 * squares[:, None]
+        by_multiples = by_multiples - 2.0 * along[:, None] * along * products
+        by_multiples = torch.where(both > _ONE_DIRECTION * squares[:, None] * squares, by_multiples / both, 0.0)
+        return LikelyPairs(
+            self._distinct(some, as_they_are, most, go_together), self._distinct(some, by_multiples, most, go_together)
+        )
+
+    def _large(self, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+        """The mistakes that do most, in the order in which they are known, and single calls last."""
+        sizes = {one: torch.linalg.vector_norm(effect).item() for one, effect in self.known.items()}
+        size_of_error = torch.linalg.vector_norm(self.error).item()
+        some = [one for one, size in sizes.items() if _SMALLEST * size_of_error < size < _LARGEST * size_of_error]
+        largest = sorted(some, key=sizes.__getitem__, reverse=True)[:_MOST_EFFECTS]
+        order = {one: position for position, one in enumerate(known)}
+        return sorted(largest, key=lambda one: (one.scope == "call", order.get(one, len(order))))
+
+    def _distinct(
+        self,
+        some: list[Hypothesis],
+        explained: Tensor,
+        most: int,
+        go_together: Callable[[Hypothesis, Hypothesis], bool],
+    ) -> list[tuple[Hypothesis, Hypothesis]]:
+        """The pairs whose effects explain most of the error's square; ``some`` has the likeliest mistakes first."""
+        upper = explained.triu(1)
+        listed = upper.flatten().topk(min(_LISTED, upper.numel()))
+        alike: dict[int, list[tuple[int, int]]] = {}
+        for value, index in zip(listed.values.tolist(), listed.indices.tolist(), strict=True):
+            if 0.0 < value < math.inf:
+                alike.setdefault(round(value / _SAME), []).append(divmod(index, len(some)))
+        found = []
+        for pairs in alike.values():
+            # Neither of the two is far down the list: the second of a pair is the later one.
+            in_order = ((some[i], some[j]) for i, j in sorted(pairs, key=lambda pair: pair[::-1]))
+            found += list(islice((pair for pair in in_order if go_together(*pair)), 1))
+            if len(found) == most:
+                break
+        return found
+
+
+def _sample(tensors: Sequence[Tensor]) -> Tensor:
+    """The same elements whenever tensors of these sizes are given, each about as large as before, in FP32.
+
+    They are drawn at random, since regular ones may be of one column.
+    """
+    return torch.cat([_some(x, _ELEMENTS // len(tensors) + 1).float() for x in tensors])
+
+
+def _some(x: Tensor, count: int) -> Tensor:
+    if x.numel() <= count:
+        return x.flatten()
+    elements = torch.randint(x.numel(), (count,), generator=torch.Generator().manual_seed(0))
+    return x.flatten()[elements.to(x.device)] * math.sqrt(x.numel() / count)
+
+
+# Ranks hypotheses by what they leave of the error, on one row of the batch where rows are computed independently.
+#
+# Forward only, and in FP32 where that is exact enough.
+
+
+FAITHFUL = 1.2
+"""Times the expected error, which ends the search."""
+
+EXACT = 0.5
+"""Of the error, which a hypothesis must bring down to that."""
+
+TINY = 1e-300
+"""Stands for a norm of zero below a fraction."""
+
+CHANGES = 1e-6
+"""Of the error, by which a hypothesis that changes anything changes it."""
+
+_FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
+_FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
+
+
+Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it
+
+
+class Screen:
+    """Ranks hypotheses by the share of the error that they leave in the row where the candidate's is largest."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._prepared = failure.prepared
+        self._golden = failure.prepared.golden.outputs
+        self._candidate = {name: x.double() for (kind, name), x in failure.candidate.items() if kind == "output"}
+        self._tolerances = {result.name: result.tolerance_relative_l2 for result in failure.outputs}
+        self._rows = self._worst_row()
+        self._misfits: set[tuple[Hypothesis, ...]] = set()
+        self._before = {rows: self._error(self._golden, rows) for rows in (True, False)}
+        self._faithful = max(
+            max(FAITHFUL * result.expected.relative_l2 / result.tolerance_relative_l2, _FAITHFUL_AT_LEAST)
+            for result in failure.outputs
+            if result.numel
+        )
+        plain = outputs_under(self._prepared, (), torch.float32)
+        exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
+        self._dtype = torch.float32 if exact else torch.float64
+        self.effects = Effects.of(self._effect(self._candidate, cut=True))
+
+    def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
+        """Combinations with the share of the error that each leaves; those that change nothing are left out.
+
+        Of an iterator, none is taken that the budget does not last for.
+        """
+        for combination in while_it_lasts(combinations, budget):
+            alone = self._is_alone(combination)
+            outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
+            if alone and outputs is None:
+                # A model may make other calls for a single row, whose mask it need not expand.
+                self._misfits.add(combination)
+                alone = False
+                outputs = outputs_under(self._prepared, combination, self._dtype)
+            if outputs is not None and self._same_shapes(outputs, alone):
+                share = self._error(outputs, alone, cut=False) / self._before[alone]
+                if math.isfinite(share) and abs(share - 1.0) > CHANGES:
+                    if len(combination) == 1:
+                        self.effects.note(combination[0], self._effect(outputs, cut=not alone))
+                    yield share, combination
+
+    def is_exact(self, entry: Ranked) -> bool:
+        """Whether what is left is no more than a faithful port at the precision has."""
+        share, combination = entry
+        return share < EXACT and share * self._before[self._is_alone(combination)] <= self._faithful
+
+    def _is_alone(self, combination: tuple[Hypothesis, ...]) -> bool:
+        """Whether it is tried on one row."""
+        whole = combination in self._misfits or any(one.around for one in combination)
+        return self._rows is not None and not whole
+
+    def _worst_row(self) -> slice | None:
+        """The row of the batch with the largest error, if rows are computed independently; else None."""
+        counts = {x.shape[0] for x in self._candidate.values() if x.dim() > 1}
+        if any(not x.dim() or (x.dim() == 1 and len(x) not in counts) for x in self._candidate.values()):
+            return None
+        if len(counts) != 1 or counts == {1}:
+            return None
+        errors = [
+            ((x - self._golden[name]) ** 2).reshape(len(x), -1).sum(1) / self._golden[name].square().sum()
+            for name, x in self._candidate.items()
+        ]
+        row = int(torch.stack(errors).sum(0).argmax())
+        rows = slice(row, row + 1)
+        alone = outputs_under(self._prepared, (), torch.float64, rows)
+        independent = alone is not None and all(
+            alone[name].shape == x[rows].shape and torch.allclose(alone[name], x[rows], rtol=1e-5, atol=1e-7)
+            for name, x in self._golden.items()
+        )
+        return rows if independent else None
+
+    def _of_rows(self, tensors: dict[str, Tensor], alone: bool) -> dict[str, Tensor]:
+        return {name: x[self._rows] for name, x in tensors.items()} if alone and self._rows else tensors
+
+    def _same_shapes(self, outputs: dict[str, Tensor], alone: bool) -> bool:
+        expected = self._of_rows(self._golden, alone)
+        return all(name in outputs and outputs[name].shape == x.shape for name, x in expected.items())
+
+    def _effect(self, outputs: dict[str, Tensor], cut: bool) -> list[Tensor]:
+        """By how much outputs are off in the screened row, each in units of its tolerance.
+
+        Args:
+            outputs: of that row, or of all.
+            cut: whether of all.
+        """
+        outputs, golden = self._of_rows(outputs, cut), self._of_rows(self._golden, True)
+        return [(outputs[name] - x) / self._size(name, golden) for name, x in golden.items()]
+
+    def _size(self, name: str, golden: dict[str, Tensor]) -> float:
+        """Of an output's tolerance."""
+        return max(_norm(golden[name]), TINY) * self._tolerances[name]
+
+    def _error(
+        self, outputs: dict[str, Tensor], alone: bool, truth: dict[str, Tensor] | None = None, cut: bool = True
+    ) -> float:
+        """The largest relative error of an output, in units of its tolerance.
+
+        Args:
+            outputs: whose error it is.
+            alone: whether in the screened row alone.
+            truth: what they should be; None for the candidate's.
+            cut: whether ``outputs`` are of all rows, also where one row counts alone.
+        """
+        truth = self._of_rows(self._candidate if truth is None else truth, alone)
+        golden = self._of_rows(self._golden, alone)
+        outputs = self._of_rows(outputs, alone) if cut else outputs
+        return max(_norm(outputs[name].double() - x) / self._size(name, golden) for name, x in truth.items())
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+# What mistakes do to a module's outputs, to first order: from one forward pass, and a few backward ones.
+#
+# A mistake changes what some calls return. How that moves the outputs along directions drawn at random is the product
+# of the change with a gradient, so that thousands of mistakes are compared with the candidate's error at the cost of
+# few passes. Mistakes are large, and modules are not linear: this tells which to try first, and rules out none.
+
+
+_DIRECTIONS = 32  # of the outputs: cosines of what has nothing to do with the error are about 1/sqrt of it
+_FEWEST = 8
+_MOST_BYTES = 2**29  # of all gradients
+_PROMISING = 0.3
+_BYTES = torch.float32.itemsize
+
+
+class FirstOrder:
+    """The candidate's error, and what changes of the reference's calls do, along directions of the outputs.
+
+    Attributes:
+        error: along each direction.
+    """
+
+    def __init__(self, failure: Failure, trace: Trace, budget: Budget) -> None:
+        """Runs the reference once.
+
+        Args:
+            failure: whose outputs failed, and are finite.
+            trace: of the reference in FP64.
+            budget: after which no more directions are taken than are needed.
+        """
+        self._trace = trace
+        self._calls = {call.site: call for call in trace.calls}
+        self._gradients: dict[int, Tensor] = {}
+        self.error = torch.zeros(0)
+        values = [x for call in trace.calls for x in call.outputs if trace.tensor(x).is_floating_point()]
+        count = min(_DIRECTIONS, _MOST_BYTES // max(_BYTES * sum(trace.tensor(x).numel() for x in values), 1))
+        if count >= _FEWEST:
+            self._differentiate(failure, count, budget)
+
+    def _differentiate(self, failure: Failure, count: int, budget: Budget) -> None:
+        kept: dict[int, Tensor] = {}
+        edits = tuple(edit(call, (), functools.partial(_keep, kept, call)) for call in self._trace.calls)
+        hypothesis = Hypothesis("operation", "none", "", failure.prepared.reference, edits)
+        outputs = differentiable_outputs(failure.prepared, (hypothesis,))
+        if outputs is None or not kept:
+            return
+        golden = failure.prepared.golden.outputs
+        weights = {
+            one.name: 1.0 / max(torch.linalg.vector_norm(golden[one.name]).item() * one.tolerance_relative_l2, TINY)
+            for one in failure.outputs
+        }
+        reached = [name for name in weights if name in outputs and outputs[name].requires_grad]
+        off = {name: failure.candidate["output", name].double() - golden[name] for name in weights}
+        rng = torch.Generator().manual_seed(0)
+        error: list[float] = []
+        found: list[list[Tensor | None]] = []
+        for number in range(count if reached else 0):
+            if number >= _FEWEST and budget.spent():
+                break
+            failure.prepared.clock.advance(BACKWARD)
+            drawn = {name: weights[name] * _drawn(golden[name], rng) for name in weights}
+            error.append(sum((drawn[name] * off[name]).sum().item() for name in weights))
+            given = [outputs[name] for name in reached], list(kept.values()), [drawn[name] for name in reached]
+            try:
+                found.append([_single(x) for x in torch.autograd.grad(*given, retain_graph=True, allow_unused=True)])
+            except RuntimeError:  # it writes to what a gradient needs
+                return
+        self.error = torch.tensor(error)
+        for number, of_value in zip(kept, zip(*found, strict=True), strict=False):
+            known = [x for x in of_value if x is not None]
+            if len(known) == len(error):
+                self._gradients[number] = torch.stack(known)
+
+    def gradient(self, value: Value) -> Tensor | None:
+        """Along each direction with respect to what a call returned, ``[directions, *shape]``; None for none."""
+        return self._gradients.get(value.number)
+
+    def effect(self, hypothesis: Hypothesis) -> Tensor | None:
+        """What a mistake does along each direction; None where nothing says so."""
+        if hypothesis.read is not None or hypothesis.around is not None or not hypothesis.edits:
+            return None
+        total = torch.zeros_like(self.error)
+        for one in hypothesis.edits:
+            effect = self._of_edit(one)
+            if effect is None:
+                return None
+            total = total + effect
+        return total
+
+    def alignment(self, effects: Tensor) -> Tensor:
+        """Cosines of effects ``[..., directions]`` with the error."""
+        sizes = torch.linalg.vector_norm(effects, dim=-1) * torch.linalg.vector_norm(self.error)
+        return ((effects @ self.error) / sizes.clamp(min=1e-30)).nan_to_num(nan=-1.0)
+
+    def promising_first(self, known: Iterable[Hypothesis]) -> list[Hypothesis]:
+        """Those that may explain the error before the others, each in their order."""
+        ordered: tuple[list[Hypothesis], list[Hypothesis]] = ([], [])
+        for one in known:
+            effect = self.effect(one) if len(self.error) else None
+            ordered[effect is None or self.alignment(effect).item() < _PROMISING].append(one)
+        return [*ordered[0], *ordered[1]]
+
+    def _of_edit(self, one: Edit) -> Tensor | None:
+        call = self._calls.get(one.site)
+        if call is None or one.detached is not None:
+            return None
+        was = tree_map_only(Value, self._trace.tensor, call.result)
+        try:
+            with torch.no_grad():
+                result = one.compute(was, *map(self._trace.tensor, one.needs))
+        except Exception:  # as anybody's code, given what it does not take
+            return None
+        return self._moved(call.result, was, result)
+
+    def _moved(self, named: Any, was: Any, result: Any) -> Tensor | None:
+        """The effect of a call's other result."""
+        total = torch.zeros_like(self.error)
+        for value, before, after in zip(*map(tree_leaves, (named, was, result)), strict=False):
+            gradient = self.gradient(value) if isinstance(value, Value) else None
+            if gradient is not None:
+                if not isinstance(after, Tensor) or after.shape != before.shape:
+                    return None
+                total = total + (gradient.flatten(1) @ (after - before).float().flatten()).cpu()
+        return total
+
+
+def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
+    """What a call returned, kept by its values' numbers, with a gradient also where none would be asked for."""
+    values = iter([leaf for leaf in tree_leaves(call.result) if isinstance(leaf, Value)])
+
+    def one(tensor: Tensor) -> Tensor:
+        value = next(values)
+        if not tensor.is_floating_point():
+            return tensor
+        if not tensor.requires_grad:
+            tensor = tensor.clone().requires_grad_()
+            kept[value.number] = tensor
+            return tensor.clone()  # which may be written to
+        kept[value.number] = tensor
+        return tensor
+
+    return tree_map_only(Tensor, one, was)
+
+
+def _drawn(like: Tensor, rng: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like)
+
+
+def _single(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()

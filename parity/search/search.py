@@ -1,0 +1,365 @@
+"""Finds which hypotheses explain a failure, at a bounded cost.
+
+Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough. What brings the
+outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
+precision. If none explains the failure, two are looked for: the likeliest pairs by what each mistake does alone
+(``parity.search.screen``), then any other on top of the best partial explanations.
+
+A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least. A budget ends each
+part of it, by what was computed (``parity.passes.nominal_clock``). A limit of real time may end all of it before: what
+is verified by then is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import takewhile
+
+import torch
+
+from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
+from parity.mistakes.trial import tensors_under
+from parity.passes.nominal_clock import OutOfTime
+from parity.search.failure import Budget, Failure, few_outputs
+from parity.search.gradient_screen import (
+    HELPS,
+    HELPS_LITTLE,
+    GradientScreen,
+    outputs_tell_little,
+    sharper,
+    tuned,
+    tuned_pairs,
+)
+from parity.search.localise import scaled_outputs
+from parity.search.screen import TINY, Ranked, Screen
+from parity.search.verify import Explanation, is_loud, row_by_row, verified
+
+CHECKS_FOR_SEARCH = 10.0
+"""Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
+
+CHECKS_FOR_THE_REST = 4.0
+"""Ditto for gradients, and for roundings."""
+
+CHECKS_FOR_BORDERS = 1.0
+"""Ditto for the borders of a port's sequences, and for positions that begin anew."""
+
+CHECKS_FOR_OPERANDS = 2.0
+"""Ditto for calls that read something else than the reference's, of which half is for listing them."""
+
+CHECKS_FOR_FILTERS = 2.0
+"""Ditto for matched filters after all of these found nothing."""
+
+_STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
+_SPENT_BY_STAGES = (0.5, 0.7, 0.85)  # of the budget, at the end of each; what is left out then comes after all of them
+_SPENT_BY_ONE = 0.92  # ditto, after which two are tried
+_AT_ONE_PLACE = 0.6  # of a stage's share, at the end of mistakes at single places
+_FOR_SEVERAL = 0.05  # of the whole budget, in one stage, whatever single places took: few are tried, where one helps
+_FOR_CONSTANTS = 0.15  # ditto, at most
+_VERIFIED = 5  # hypotheses that are computed in full, the best first
+_VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
+_LIKELY_PAIRS = 16  # of mistakes, by what each does alone
+_TUNED = 2  # of them, whose constants are looked for
+_SPENT_BY_PAIRS = 0.96  # of the budget, at the end of that
+_PARTIAL = 6  # partial explanations on which a second hypothesis is tried
+_DIGITS = 3  # of the share of the error that they leave: those that leave as much do the same
+_MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
+_BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or factor takes some of almost any error
+_OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
+_FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # of a module or a parameter; 0.5 is none
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What a search goes by.
+
+    Attributes:
+        failure: to explain.
+        screen: of hypotheses, before any is computed in full.
+        verified: computes a combination in full, each but once.
+    """
+
+    failure: Failure
+    screen: Screen | GradientScreen
+    verified: Callable[[tuple[Hypothesis, ...]], Explanation | None]
+
+
+@dataclass
+class Screened:
+    """What a search that found nothing leaves.
+
+    Attributes:
+        best: the mistake that leaves least of the error, if that is little.
+        helping: titles and names of the mistakes that took anything of it, or that no budget was left for.
+    """
+
+    best: Ranked | None = None
+    helping: set[tuple[str, str]] = field(default_factory=set)
+
+
+def explanations(
+    failure: Failure,
+    hypotheses: Iterable[Hypothesis],
+    budget: Budget,
+    screened: Screened | None = None,
+    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]] = lambda calls: calls,
+) -> list[Explanation]:
+    """What explains the candidate's outputs, the best first; empty if nothing does.
+
+    Known constants are tried before others, mistakes at several places before those at one, mistakes with a meaning
+    before single calls that are computed otherwise, one mistake before two.
+
+    Args:
+        failure: the outputs of the candidate are finite.
+        hypotheses: to try, the likeliest first.
+        budget: of the search.
+        screened: gets what is left where none explains the error.
+        ordered: from single calls that are computed otherwise to them in the order in which to try them.
+    """
+    known = list(hypotheses)
+    screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
+    search = _Search(failure, screen, cache(partial(verified, failure)))
+    ranked: list[Ranked] = []
+    with_constants: list[Ranked] = []
+    found = _by_stages(search, known, budget, ordered, ranked, with_constants)
+    found = found or _in_pairs(search, known, budget, ranked)
+    if screened is not None and not found:
+        fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
+        helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
+        best = min(helping, key=lambda entry: entry[0], default=None)
+        screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
+        in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= HELPS_LITTLE}
+        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.spent() else in_vain)
+    return found
+
+
+def _by_stages(
+    search: _Search,
+    known: Sequence[Hypothesis],
+    budget: Budget,
+    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
+    ranked: list[Ranked],
+    with_constants: list[Ranked],
+) -> list[Explanation]:
+    """One mistake, of each scope in turn; ``ranked`` gets all that change anything, ``with_constants`` the tuned."""
+    of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
+    stages = [
+        _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), of_stages[0], ordered)
+        for scopes in _STAGES
+    ]
+    tried: set[Hypothesis] = set()
+    # A model of many layers has so many weights to mistake that a budget may not last for more.
+    for last in (False, True):
+        for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
+            at_one, spend = _shares(budget, number, last)
+            before = len(some)
+            found = _screened(search, ((one,) for one in _untried(stage, tried)), some, at_one)
+            if last and len(some) == before:  # all was tried
+                continue
+            found = found or _screened(search, _at_several(known, some, tried), some, budget.more(_FOR_SEVERAL))
+            fitted = [] if found else tuned(search.screen, some, min(spend, budget.more(_FOR_CONSTANTS), key=_end))
+            found = found or _verified(search, fitted, spend)
+            if found:
+                return found
+            with_constants += fitted
+    ranked += sorted((entry for some in of_stages for entry in some), key=lambda entry: entry[0])
+    return []
+
+
+def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
+    """Of a stage's budget: for mistakes at single places, and in all."""
+    ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
+    begin, end = ends[-2:] if last else ends[stage : stage + 2]
+    return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
+
+
+def _end(budget: Budget) -> float:
+    return budget.seconds
+
+
+def _in_pairs(
+    search: _Search,
+    known: Sequence[Hypothesis],
+    budget: Budget,
+    ranked: Sequence[Ranked],
+) -> list[Explanation]:
+    """Two mistakes: the likeliest by what each does alone; then one of those that help most, and any other."""
+    found = _of_likely_pairs(search, known, budget)
+    partial_ones = {round(share, _DIGITS): first for share, (first,) in reversed(ranked) if share < HELPS}
+    for first in list(reversed(partial_ones.values()))[:_PARTIAL]:
+        if not found and not budget.spent():
+            pairs = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
+            found = _screened(search, pairs, [], budget)
+    return found
+
+
+def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
+    """The explanations among the likeliest pairs, with the constants that they have or others."""
+    scaled = scaled_outputs(search.failure.prepared.reference, 2.0)
+    next(search.screen.shares([(scaled,)], budget), None)  # its effect is known then; alone it needs no search
+    likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
+    pairs: list[Ranked] = []
+    found = _screened(search, map(_as_one_if_alike, likely.as_they_are), pairs, budget)
+    found = found or _screened(search, map(_as_one_if_alike, likely.by_multiples), pairs, budget)
+    if found:
+        return found
+    to_be_tuned = [*likely.by_multiples[:_TUNED], *(pair for _, pair in pairs[:_TUNED])]
+    return _verified(search, tuned_pairs(search.screen, to_be_tuned, budget.share(_SPENT_BY_PAIRS)), budget)
+
+
+def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> tuple[str, float, float] | None:
+    """Of the output whose error falls least if the mistakes are assumed: its label, and its error before and after.
+
+    None where less than most of an error is explained.
+    """
+    golden = tensors_under(failure.prepared, combination)
+    if golden is None:
+        return None
+    found = []
+    for result in (result for result in failure.outputs if not result.passed):
+        key = (result.kind, result.name)
+        right, candidate, was = golden[key].double(), failure.candidate[key].double(), failure.golden[key]
+        if right.shape != was.shape or row_by_row(right, candidate) > _OF_MOST_ROWS * row_by_row(was, candidate):
+            return None  # a few large rows are not the whole error
+        after = torch.linalg.vector_norm(candidate - right) / torch.linalg.vector_norm(right).clamp(min=TINY)
+        found.append((result.label, result.errors.relative_l2, after.item()))
+    worst = max(found, key=lambda one: one[2] / max(one[1], TINY), default=None)
+    return worst if worst is not None and worst[2] < _MOST_OF_IT * worst[1] else None
+
+
+def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Those that are made near the parameter whose gradient is farthest off, before others; else in their order.
+
+    A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
+    mistakes with a parameter, which their name has, are among those that are near; what no name says a place of is
+    made everywhere, there as well.
+    """
+    gradients = [one for one in failure.results if one.kind == "weight gradient" and not one.passed]
+    worst = max(gradients, key=lambda one: one.margin, default=None)
+    if worst is None:
+        return list(known)
+    by_name = outputs_tell_little(failure)
+
+    def near(one: Hypothesis) -> int:
+        paths = _PATH.findall(one.name) if by_name else [one.place]
+        return max((_shared(path, worst.name) for path in paths), default=len(worst.name))
+
+    return sorted(known, key=near, reverse=True)
+
+
+def _in_order(
+    some: Sequence[Hypothesis],
+    everywhere: Sequence[Ranked],
+    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
+) -> Iterator[Hypothesis]:
+    """First the mistakes of which ``everywhere`` says, when one is to be tried, that they help if made there.
+
+    The others as they are, but for single calls, whose order is asked for.
+    """
+    shares = {(one.title, one.name): share for share, (one, *_) in everywhere if share < HELPS}
+    helping = [one for one in some if (one.title, one.family[0]) in shares]
+    yield from sorted(helping, key=lambda one: shares[one.title, one.family[0]])
+    others = [one for one in some if (one.title, one.family[0]) not in shares]
+    calls = [one for one in others if one.scope == "call"]
+    yield from (one for one in others if one.scope != "call")
+    yield from ordered(calls) if calls else ()
+
+
+def _shared(path: str, name: str) -> int:
+    """How many modules two dotted paths lead through together."""
+    pairs = zip(path.split("."), name.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _screened(
+    search: _Search,
+    combinations: Iterable[tuple[Hypothesis, ...]],
+    ranked: list[Ranked],
+    budget: Budget,
+) -> list[Explanation]:
+    """The explanations among combinations; the search ends at one that leaves no more than the precision costs.
+
+    ``ranked`` gets every combination that changes anything, the best first.
+    """
+    for entry in search.screen.shares(combinations, budget):
+        ranked.append(entry)
+        if search.screen.is_exact(entry):
+            for nearest in (*sharper(search.screen, entry, budget), entry):
+                explanation = search.verified(nearest[1])
+                if explanation is not None and explanation.complete:
+                    return [explanation]
+    ranked.sort(key=lambda entry: entry[0])
+    return _verified(search, ranked, budget)
+
+
+def _at_several(
+    known: Sequence[Hypothesis], ranked: Sequence[Ranked], tried: set[Hypothesis]
+) -> Iterator[tuple[Hypothesis, ...]]:
+    """Of the families of which a mistake at one place helps most: it at each other place, then at the best two, three…
+
+    Args:
+        known: hypotheses, of all families.
+        ranked: what is screened, with what of this is when it is asked for more.
+        tried: hypotheses that are screened; gets those that are yielded.
+    """
+    likeliest = {
+        (one.title, one.family): None for share, (one, *more) in ranked if _helps_somewhere(share, one) and not more
+    }
+    for family in list(likeliest)[:_FAMILIES]:
+        elsewhere = [one for one in known if one.place and (one.title, one.family) == family]
+        yield from ((one,) for one in _untried(elsewhere, tried))
+        shares = [(share, one) for share, (one, *_) in ranked if _helps_somewhere(share, one) and one in elsewhere]
+        same = [one for _, one in sorted(shares, key=lambda entry: entry[0])]
+        yield from ((at_places(same[:count]),) for count in range(2, len(same) + 1))
+
+
+def _helps_somewhere(share: float, one: Hypothesis) -> bool:
+    return share < HELPS_LITTLE and bool(one.place)
+
+
+def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hypothesis]:
+    """Those that are not among the tried ones, which they are then."""
+    for one in some:
+        if one not in tried:
+            tried.add(one)
+            yield one
+
+
+def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
+    """Whether both can hold at once: they change different things."""
+    return first is not second and together(first.edits, second.edits) is not None
+
+
+def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
+    """The explanations among the best of the screened, those that fit best first."""
+    found: list[Explanation] = []
+    failure, by_gradients = search.failure, outputs_tell_little(search.failure)
+    enough = HELPS if is_loud(failure) or by_gradients else HELPS_LITTLE
+    helping = [combination for share, combination in ranked if share < enough]
+    most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
+    with suppress(OutOfTime):
+        for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
+            if budget.spent() and (found or tried >= _VERIFIED):
+                break
+            explanation = search.verified(combination)
+            if explanation is not None:
+                found.append(explanation)
+    return sorted(found, key=lambda one: (not one.complete, one.misfit))
+
+
+def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, ...]:
+    """One mistake where both are the same one at two places."""
+    first, second = pair
+    alike = first.place and second.place and (first.title, first.family) == (second.title, second.family)
+    return (at_places(pair),) if alike else pair
+
+
+def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
+    by_name: dict[tuple[str, ...], tuple[Hypothesis, ...]] = {}
+    for combination in combinations:
+        by_name.setdefault(tuple(one.name for one in combination), combination)
+    return list(by_name.values())

@@ -1,0 +1,226 @@
+"""Computes hypotheses in full: whether they explain outputs, gradients and probing inputs, but for rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.trial import outputs_under, tensors_under
+from parity.numerics.kernel_choices import leaning
+from parity.passes.all_passes import Tensors
+from parity.result import Kind, TensorResult
+from parity.search.failure import Failure, few_outputs
+from parity.search.screen import FAITHFUL, TINY
+
+_HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
+_EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
+_NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
+_MOST = 0.5  # of the square of an output's error beyond what the precision costs, which must be explained
+_NEARLY_PASSES = 5.0  # times the tolerance, which what other kernels do differently may be
+_LOUD = 2.0  # times the tolerance, beyond which an error is far too large
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Hypotheses under which the reference computes what the candidate does, gradients included.
+
+    Attributes:
+        hypotheses: one, or two that hold at once.
+        complete: whether every tensor passes under the hypotheses; else some gradients are wrong in a way of their own.
+        misfit: the tensors' errors under the hypotheses, in units of what the precision costs, their root mean square.
+        worst: the label of the failed tensor with the largest margin, an output if one failed.
+        before: its relative L2 error.
+        after: ditto under the hypotheses.
+    """
+
+    hypotheses: tuple[Hypothesis, ...]
+    complete: bool
+    misfit: float
+    worst: str
+    before: float
+    after: float
+
+
+def is_loud(failure: Failure) -> bool:
+    """Whether the norm of an output's error alone is too large."""
+    return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
+
+
+def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
+    """The explanation that a combination is.
+
+    Returns:
+        None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
+    """
+    golden = tensors_under(failure.prepared, combination)
+    models = [
+        tensors_under(failure.prepared, combination, failure.precision, freedom=freedom) for freedom in failure.freedoms
+    ]
+    if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
+        return None
+    if not all(bool(x.isfinite().all()) for x in golden.values()):  # no port that is judged computes that
+        return None
+    computed = [model for model in models if model is not None]
+    if not computed:  # what cannot be in FP32
+        return None
+    judged = _judged(failure, combination, golden, computed)
+    before = {(result.kind, result.name): result for result in failure.results}
+    if not _is_explained(failure, before, judged, golden):
+        return None
+    if not _helps_on_probe(failure.on_probe, combination) or not _helps_as_drawn(failure.on_drawn, combination):
+        return None
+    shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
+    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
+    return Explanation(
+        combination,
+        all(result.passed for result in judged),
+        math.hypot(*misfits) / math.sqrt(len(misfits)),  # which may be too large to be squared
+        shown.label,
+        before[shown.kind, shown.name].errors.relative_l2,
+        shown.errors.relative_l2,
+    )
+
+
+def _judged(
+    failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
+) -> Sequence[TensorResult]:
+    """Judge the candidate under hypotheses; what other kernels may do counts where hardly more than that is left."""
+    judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
+    if (
+        not names
+        or all(result.passed for result in judged)
+        or any(result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged)
+    ):
+        return judged
+    first = failure.freedoms[0]
+    leaned = (
+        tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
+        for name in names
+    )
+    return failure.judge(golden, models, None, [tensors for tensors in leaned if tensors is not None])
+
+
+def _is_explained(
+    failure: Failure,
+    before: Mapping[tuple[Kind, str], TensorResult],
+    judged: Sequence[TensorResult],
+    golden: Mapping[tuple[Kind, str], Tensor],
+) -> bool:
+    """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them.
+
+    Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
+    whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
+    rounding: what only moves the one element that failed, as a cap does that is far above nearly all values, says
+    nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
+    what beyond its norm is unlikely of it, a second look may put down to chance. A gradient that passes may be 0 under
+    the hypotheses, as of a key's bias: its error is small in itself then, and not relative to it.
+    """
+    share = {
+        key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
+        for result in judged
+        for key in [(result.kind, result.name)]
+    }
+    tells = not few_outputs(failure)
+    evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
+
+    some_far_off = any(_is_far_off(one) for one in before.values() if tells or one.kind != "output")
+    gradients = [one for one in before.values() if one.kind.endswith("gradient")]
+    if not tells and gradients and all(one.passed for one in gradients):  # many a mistake makes a number alone another
+        return False
+    by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
+
+    def explained(result: TensorResult) -> bool:
+        key = (result.kind, result.name)
+        left, was = share[key], before[key]
+        if result.passed and left > _HELPS_MUCH:
+            left = min(left, _share_left(failure, key, golden[key]))
+        if result.kind == "output" and by_gradients:
+            return result.passed
+        if result.kind == "output" and not was.passed and not _takes_most(was, result):
+            return False
+        if _is_far_off(was) and left > _HELPS_MUCH:
+            return False
+        if result.passed or (
+            _is_small(result) and (left < _NEARLY_NOTHING or (result.kind != "output" and some_far_off))
+        ):
+            return True
+        return result.kind != "output" and tells and (evident or left < _HELPS_MUCH)
+
+    return all(map(explained, judged))
+
+
+def _is_far_off(result: TensorResult) -> bool:
+    """Whether an error is far too large; a single number's may pass where its model happens to have hardly any."""
+    return not result.passed and result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
+
+
+def _is_small(result: TensorResult) -> bool:
+    """Whether the norm of the error is within what the precision costs."""
+    return result.errors.relative_l2 <= result.tolerance_relative_l2
+
+
+def _takes_most(was: TensorResult, result: TensorResult) -> bool:
+    """Whether most of an error goes that is more than a faithful port's; true where it is not more in norm."""
+    before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
+    return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
+
+
+def _helps_as_drawn(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
+    """Whether what explains probing inputs takes half of what is far too large on the others, gradients included."""
+    far_off = [] if failure is None else list(filter(_is_far_off, failure.results))
+    if failure is None or not far_off:
+        return True
+    golden = tensors_under(failure.prepared, combination)
+    if golden is None:
+        return False
+    return all(_share_left(failure, (one.kind, one.name), golden[one.kind, one.name]) <= _HELPS_MUCH for one in far_off)
+
+
+def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float:
+    """Of the norm of a tensor's error, what is left where ``right`` is the truth; infinite for one of another shape."""
+    candidate, was = failure.candidate[key].double(), failure.golden[key]
+    if right.shape != was.shape:
+        return math.inf
+    return _norm(candidate - right.double()) / max(_norm(candidate - was), TINY)
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
+    """Whether the hypotheses explain what fails on the probing inputs too: much of it, or all but rounding."""
+    if failure is None:
+        return True
+    outputs = outputs_under(failure.prepared, combination, torch.float64)
+    if outputs is None:
+        return False
+    for result in failure.outputs:
+        key = (result.kind, result.name)
+        if not result.passed:
+            candidate, right = failure.candidate[key].double(), outputs[result.name]
+            left = row_by_row(right, candidate)
+            if left > _HELPS_MUCH * row_by_row(failure.golden[key], candidate):
+                model = tensors_under(failure.prepared, combination, failure.precision)
+                if model is None or left > FAITHFUL * row_by_row(right, model[key]):
+                    return False
+    return True
+
+
+def row_by_row(one: Tensor, other: Tensor) -> float:
+    """How far the rows of two tensors are apart on average, at most 1 each: a row that meets another expert is one."""
+    norms = (
+        torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
+    )
+    apart, of_one, of_other = norms
+    return (apart / torch.maximum(of_one, of_other).clamp(min=TINY)).clamp(max=1.0).mean().item()
+
+
+def _shows(result: TensorResult) -> tuple[bool, bool, float]:
+    """How well a tensor shows what is wrong: a failed output best."""
+    return not result.passed, result.kind == "output", result.margin

@@ -1,0 +1,41 @@
+"""Settings that need no torch: the names of the precisions, and how long the search for a cause may take."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from parity.user_error import UserError
+
+# The precisions' names, for whoever need not know what they mean, and so need not import torch.
+
+
+PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
+
+# How long the search for the cause of a failure may take in real time, where nothing else is asked for.
+
+
+SECONDS = 30.0
+VARIABLE = "PARITY_DIAGNOSIS_SECONDS"
+_LONGEST = 1e9
+
+
+def default_seconds() -> float:
+    """What the environment's variable says, for machines on which a search takes longer; 0 for no limit.
+
+    Raises:
+        UserError: if it is no number of seconds.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return SECONDS
+    seconds = seconds_of(text)
+    if seconds is None:
+        raise UserError(f"{VARIABLE} is {text!r}, but must be a number of seconds, or 0 for no limit")
+    return seconds
+
+
+def seconds_of(text: str) -> float | None:
+    """The number of seconds that a text is; None if it is none."""
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) <= _LONGEST else None

@@ -1,0 +1,132 @@
+"""Hands out ``transformer_engine.pytorch``: on real kernels where there is a GPU, else on the CPU kernels."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from parity.cpu import versions
+from parity.cpu.loading import loader
+from parity.machine import devices, process
+from parity.machine.process import lasting
+from parity.user_error import UserError
+
+Backend = Literal["gpu", "cpu"]
+_lock = threading.RLock()  # importing TE may ask for it again
+
+
+class BackendUnavailable(UserError, RuntimeError):
+    """The backend that was asked for cannot run on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where TE's kernels run.
+
+    Attributes:
+        backend: ``gpu`` for TE's compiled kernels, ``cpu`` for the emulation in ``parity.cpu``.
+        device: the device that inputs and parameters live on.
+        te: the module ``transformer_engine.pytorch``.
+    """
+
+    backend: Backend
+    device: torch.device
+    te: ModuleType
+
+
+def why_no_gpu() -> str | None:
+    """The reason why TE's real kernels cannot run here, or None if they can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    if not devices.is_installed():
+        return "TransformerEngine's compiled extension is not installed (pip install 'transformer-engine[pytorch]')"
+    return None
+
+
+def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
+    """TE on the backend asked for; ``auto`` takes the GPU where TE's real kernels can run.
+
+    A process runs one of the two: TE's Python is imported once, for real kernels or for the CPU's.
+
+    Raises:
+        BackendUnavailable: if the GPU is asked for and cannot be had, TE's kernels are there but do not load, or the
+            other backend is loaded already.
+    """
+    reason = why_no_gpu()
+    if backend == "gpu" and reason is not None:
+        raise BackendUnavailable(f"no real TransformerEngine kernels here: {reason}")
+    if backend == "cpu" or reason is not None:
+        process.use_huge_pages()
+        process.keep_freed()
+        with on_cpu():
+            return Kernels("cpu", torch.device("cpu"), _import())
+    if loader.is_loaded():
+        raise BackendUnavailable("this process has already loaded TransformerEngine on the CPU kernels")
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return Kernels("gpu", device, _import())
+    except Exception as error:  # each of TE's libraries, and its own checks of them, raises another
+        raise BackendUnavailable(
+            f"TransformerEngine's compiled kernels are installed, but do not load: {type(error).__name__}: {error}; "
+            "install a build for this PyTorch and its CUDA, or choose the backend cpu"
+        ) from error
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within the context, ``import transformer_engine.pytorch`` imports TE on the CPU kernels, GPU or not.
+
+    What was imported stays so: TE's modules compute on the CPU afterwards as well.
+
+    Raises:
+        BackendUnavailable: if this process has imported TransformerEngine on its real kernels already.
+        UnsupportedTEVersion: if TransformerEngine is not installed, or too old.
+    """
+    if loader.is_loaded():
+        yield
+        return
+    if "transformer_engine" in sys.modules:
+        raise BackendUnavailable(
+            "this process has already imported transformer_engine itself; ask parity for it before that"
+        )
+    versions.installed_version()
+    finder = loader.CpuFinder(lambda: True)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if not loader.is_loaded():  # else TE's modules still import some of their own when they are first used
+            sys.meta_path.remove(finder)
+
+
+def serve_imports() -> None:
+    """From now on ``import transformer_engine.pytorch`` works without a GPU too, on the CPU kernels.
+
+    Where TE's real kernels can run, nothing changes.
+    """
+    if not any(isinstance(finder, loader.CpuFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, loader.CpuFinder(lambda: why_no_gpu() is not None))
+
+
+def _import() -> ModuleType:
+    name = "transformer_engine.pytorch"
+    with _lock, nullcontext() if name in sys.modules else lasting():
+        try:
+            return importlib.import_module(name)
+        except BaseException:
+            loader.unload()
+            raise
+
+
+def version() -> str:
+    """The version of the installed TransformerEngine, without importing it."""
+    return metadata.version("transformer-engine")

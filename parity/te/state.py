@@ -1,0 +1,437 @@
+"""Give each candidate TE's process-wide state as a new process has it, and notice what a candidate does with it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from parity.te.precision import Precision
+from parity.trace.whose import is_of_te, line_running
+from parity.user_error import UserError
+
+# TE's global state of quantization, a fresh one for each candidate.
+#
+# TE keeps the amax buffers of every module that ever ran with delayed scaling, and goes over them all after each pass,
+# so that the hundredth candidate of a process pays for those before it. What a pass leaves that raised inside of a
+# recipe's context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantization.py`` of TE 2.14 to 2.20.
+
+
+_Ran = TypeVar("_Ran")
+
+# Powers of two by which a scale may be less than a pass asks for: a floating-point format's numbers reach as far down
+# then, but for one of its own.
+_TOO_SMALL = 1.0
+# By which it may be more, or else what saturates is off by more than rounding: E4M3's largest number is 448, and 464 is
+# as near to it as to the next one. E5M2's reaches farther.
+_TOO_LARGE = math.log2(464 / 448)
+
+
+@contextmanager
+def fresh_quantization() -> Iterator[None]:
+    """Within the context TE knows of no module that ran before; afterwards its state is what it was."""
+    manager = state_manager()
+    if manager is None:
+        yield
+        return
+    before = {
+        name: value
+        for name, value in vars(manager).items()
+        if not name.startswith("__") and not isinstance(value, (classmethod, staticmethod))
+    }
+    manager.reset()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(manager, name, value)
+
+
+def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
+    """The result of the first pass after the warm-up whose scales are those that its own numbers ask for.
+
+    With delayed scaling a tensor's scale comes from passes before, and is 1 at first. A gradient that is smaller than
+    the format's least number then becomes 0, and so do all that are computed from it, of which no scale can be had:
+    each pass settles the scales of one more layer, from the loss backwards.
+
+    Args:
+        run: one pass forward, or forward and backward.
+        warmup_passes: at the least; where there are none, no scale comes from a pass before.
+    """
+    ran = run()
+    # A pass settles one tensor at the least, unless what it computes is another thing each time: by other numbers, or
+    # with modules that each pass makes anew, whose scales TE keeps as well.
+    most = warmup_passes + len(_scales()) if warmup_passes else 0
+    for passes in range(1, most + 1):
+        before = _scales()
+        ran = run()
+        if passes >= warmup_passes and _fit(before, _scales()):
+            break
+    return ran
+
+
+def _scales() -> list[Tensor]:
+    """Of each group of tensors that TE keeps a history of, copied."""
+    manager = state_manager()
+    if manager is None:
+        return []
+    buffers = getattr(manager, "quantization_state", manager).global_scale_buffer  # older ones hold it themselves
+    return [scale.clone() for scales in buffers.values() for scale in scales]
+
+
+def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
+    """Whether a pass used scales like those that its own numbers ask for."""
+    if len(used) != len(asked_for):
+        return False
+    moves = [(x / y).log2() for x, y in zip(used, asked_for, strict=True)]
+    return all(bool(((move >= -_TOO_SMALL) & (move <= _TOO_LARGE)).all()) for move in moves)
+
+
+def state_manager() -> Any:
+    """TE's class that holds the state; None where TE is not imported."""
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    return None if quantization is None else quantization.FP8GlobalStateManager
+
+
+# TE's process-wide caches and switches, as a new process has them, for each candidate.
+#
+# Where ``DotProductAttention`` is given no ALiBi slopes, it takes those of the call before if the sizes agree: what one
+# port forgets would come from another port's pass. ``LayerNormMLP`` chooses its kernels by how ``te.checkpoint`` ran
+# last. The other caches hold what follows from sizes alone; but they hand out the tensor that they hold, and whoever
+# writes to it changes it for all who come later. Which attention kernel TE picked is ``attention_backend``'s. Source:
+# the modules named here, in TE 2.14 to 2.20.
+
+
+_TE = "transformer_engine.pytorch"
+_ATTENTION = f"{_TE}.attention.dot_product_attention"
+
+_CACHES = {
+    f"{_ATTENTION}.utils": ("_cu_seqlens_cache",),
+    f"{_ATTENTION}.softmax": ("_default_causal_mask",),
+    f"{_ATTENTION}.dot_product_attention": ("_thd_policy_backend_cache", "_thd_policy_validation_cache"),
+    f"{_ATTENTION}.context_parallel": (
+        "_cu_seqlens_info_with_cp_cache",
+        "_seq_chunk_ids_cache_for_reordering_before_attn",
+        "_seq_chunk_ids_cache_for_reordering_after_attn",
+        "_softmax_offset_chunk_ids_cache",
+    ),
+    f"{_TE}.module.base": ("_dummy_wgrads",),
+}
+"""By module, dicts and lists that are empty in a new process. Other modules refer to the same objects."""
+
+_ALIBI = f"{_ATTENTION}.dot_product_attention", "_alibi_cache"
+"""A dict that always has the same keys."""
+
+_SWITCHES: dict[str, dict[str, Any]] = {
+    f"{_TE}.distributed": {
+        "_USE_REENTRANT_ACTIVATION_RECOMPUTE": True,
+        "_IN_ACTIVATION_RECOMPUTE_REGION": False,
+        "_ACTIVATION_RECOMPUTE_PHASE": False,
+    }
+}
+"""By module, variables with their values in a new process."""
+
+
+@contextmanager
+def fresh_caches() -> Iterator[None]:
+    """Within the context TE's caches hold nothing of earlier passes; afterwards they hold what they did before.
+
+    A cache that this version of TE lacks, or whose module is not imported yet, is none.
+    """
+    with ExitStack() as stack:
+        for module, names in _CACHES.items():
+            for name in names:
+                stack.enter_context(_holding(_held(module, name), None))
+        alibi = _held(*_ALIBI)
+        # Without slopes TE computes slopes and biases anew, whatever else is said here.
+        stack.enter_context(_holding(alibi, dict.fromkeys(alibi or ())))
+        for module, values in _SWITCHES.items():
+            stack.enter_context(_switched(module, values))
+        yield
+
+
+def _held(module: str, name: str) -> Any:
+    """The cache, or None where there is none."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+@contextmanager
+def _holding(cache: Any, content: Any) -> Iterator[None]:
+    """Within the context the dict or list holds this alone; it stays the same object."""
+    if cache is None:
+        yield
+        return
+    before = cache.copy()
+    _refill(cache, content)
+    try:
+        yield
+    finally:
+        _refill(cache, before)
+
+
+def _refill(cache: Any, content: Any) -> None:
+    cache.clear()
+    if content:
+        (cache.update if isinstance(cache, dict) else cache.extend)(content)
+
+
+@contextmanager
+def _switched(module: str, values: dict[str, Any]) -> Iterator[None]:
+    loaded = sys.modules.get(module)
+    before = {name: getattr(loaded, name) for name in values if hasattr(loaded, name)}
+    for name in before:
+        setattr(loaded, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(loaded, name, value)
+
+
+# Recipes that a candidate turns on by itself, where it enters ``te.autocast`` inside of the precision's own.
+#
+# Source: ``FP8GlobalStateManager.autocast_enter`` in ``pytorch/quantization.py`` of TE 2.20. Versions that keep their
+# state otherwise are left alone.
+
+
+_STATE = ("autocast_depth", "fp8_enabled", "fp8_recipe")
+
+
+@contextmanager
+def own_recipes(has_recipe: bool, left_out: bool = False) -> Iterator[list[str]]:
+    """Appends each recipe that differs from the one around it, and the user's line that enters it.
+
+    Args:
+        has_recipe: whether the precision has a recipe, in whose context the candidate runs.
+        left_out: whether the recipe around it goes on in its place.
+    """
+    seen: list[str] = []
+    manager = state_manager()
+    state: Any = getattr(manager, "quantization_state", None)
+    if manager is None or not all(hasattr(state, name) for name in _STATE):
+        yield seen
+        return
+    entered = vars(manager)["autocast_enter"]
+    signature = inspect.signature(entered.__func__)
+
+    def enter(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        is_the_precisions = has_recipe and state.autocast_depth == 0
+        if not is_the_precisions and given.get("enabled") and not _is_current(state, given.get("fp8_recipe")):
+            seen.append(_told(given.get("fp8_recipe")))
+            if left_out:
+                given |= {"enabled": state.fp8_enabled, "fp8_recipe": state.fp8_recipe}
+        entered.__func__(*bound.args, **bound.kwargs)
+
+    manager.autocast_enter = classmethod(enter)
+    try:
+        yield seen
+    finally:
+        manager.autocast_enter = entered
+
+
+def _is_current(state: Any, recipe: Any) -> bool:
+    return bool(state.fp8_enabled) and type(recipe) is type(state.fp8_recipe)
+
+
+def _told(recipe: Any) -> str:
+    name = "TE's default recipe" if recipe is None else type(recipe).__name__
+    line = line_running()
+    return f"{name} at {line}" if line else name
+
+
+# Modules that a backward pass computes again under another recipe than the forward pass did.
+#
+# ``torch.utils.checkpoint`` keeps PyTorch's own autocast for its recomputation, not TE's: the backward pass of a
+# training step runs after ``te.autocast`` has been left, so that the layer is computed again without quantization
+# there, and its gradients are those of another function. ``te.checkpoint`` enters the recipe again
+# (``_CheckpointFunction.backward`` in ``pytorch/distributed.py`` of TE 2.20). No tolerance shows it: what is not
+# quantized is the nearer to FP64.
+
+
+_NO_BACKWARD = -1
+
+
+@dataclass
+class Recomputes:
+    """Under which recipes each of TE's modules ran: in the forward pass, and where a backward pass ran it again."""
+
+    _names: dict[nn.Module, str] = field(default_factory=dict)
+    _forward: dict[nn.Module, set[str]] = field(default_factory=dict)
+    _again: dict[nn.Module, set[str]] = field(default_factory=dict)
+
+    def watch(self, module: nn.Module) -> None:
+        """Name modules as this candidate does, which has not run yet."""
+        self._names |= {part: name for name, part in module.named_modules()}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note every call of one of TE's modules inside of the context."""
+        hook = register_module_forward_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note(self, module: nn.Module, _: Any) -> None:
+        if any(is_of_te(kind) for kind in type(module).__mro__):
+            in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+            (self._again if in_backward else self._forward).setdefault(module, set()).add(_recipe())
+
+    @property
+    def otherwise(self) -> list[str]:
+        """What is wrong with the first module that did not run again as it did before, and what to do; else empty."""
+        for module, again in self._again.items():
+            before = self._forward.get(module, again)
+            if not again <= before:
+                name = self._names.get(module) or type(module).__name__
+                return [
+                    f"{name} runs under {_listed(before)} in the forward pass, and under {_listed(again - before)} "
+                    "where the backward pass computes it again, so that gradients belong to numbers that the forward "
+                    "pass did not compute; use te.checkpoint in the place of torch.utils.checkpoint, or enter the same "
+                    "te.autocast in the second context that its context_fn returns"
+                ]
+        return []
+
+
+def _recipe() -> str:
+    manager = state_manager()
+    if manager is None or not manager.is_fp8_enabled():
+        return "no recipe"
+    return type(manager.get_fp8_recipe()).__name__
+
+
+def _listed(recipes: set[str]) -> str:
+    return " and ".join(sorted(recipes))
+
+
+# Weight gradients that TE adds to ``main_grad``, a buffer that a trainer keeps, in the place of ``grad``.
+#
+# ``fuse_wgrad_accumulation`` of TE's modules and ``accumulate_into_main_grad`` of ``te.ops.Linear`` have a GEMM add to
+# ``weight.main_grad``. Where the weight has an attribute ``grad_added_to_main_grad`` TE sets it, and leaves a dummy in
+# ``grad``, which is zero where the weight's ``zero_out_wgrad`` is true. Source: ``pytorch/module/linear.py`` and
+# ``pytorch/ops/_common.py`` of TE 2.20; Megatron-LM's ``DistributedDataParallel`` is such a trainer.
+
+
+_MAIN_GRAD_SWITCHES = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
+"""What TE's modules and its operations name the choice."""
+
+
+def clear(module: nn.Module) -> None:
+    """Set every ``main_grad`` to zero; where TE adds to one and there is none, make it, in FP32."""
+    for parameter in _added_to_main_grad(module):
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is None or main_grad.device != parameter.device:
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        parameter.grad_added_to_main_grad = False
+        parameter.zero_out_wgrad = True
+    for parameter in module.parameters():
+        main_grad = getattr(parameter, "main_grad", None)
+        if isinstance(main_grad, Tensor):
+            main_grad.zero_()
+
+
+def gradient(parameter: Any) -> Tensor | None:
+    """A parameter's gradient, wherever it is; None where none arrived.
+
+    A parameter that PyTorch uses as well, as a tied embedding does, has one part in ``main_grad`` and one in ``grad``.
+    A port's own hook may have handed ``main_grad`` over to ``grad``.
+    """
+    grad, main_grad = parameter.grad, getattr(parameter, "main_grad", None)
+    if not (getattr(parameter, "grad_added_to_main_grad", False) and isinstance(main_grad, Tensor)):
+        return grad
+    if grad is None or torch.equal(grad, main_grad.to(grad.dtype)):
+        return main_grad
+    return main_grad + grad
+
+
+def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:
+    """The parameters whose gradients TE adds to ``main_grad``, and a few that never get one there, such as biases."""
+    for submodule in module.modules():
+        if any(getattr(submodule, switch, False) is True for switch in _MAIN_GRAD_SWITCHES):
+            yield from (parameter for parameter in submodule.parameters(recurse=False) if parameter.requires_grad)
+
+
+# Parameters that TE holds quantized, as ``te.quantized_model_init`` (formerly ``fp8_model_init``) makes them.
+
+
+def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """The candidate itself, on the device or in the dtype that is given.
+
+    Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired. Complex
+    buffers, such as rotary tables, keep their dtype, as under ``module.bfloat16()``: ``module.to(dtype)`` would drop
+    their imaginary part.
+    """
+    trained = [parameter.requires_grad for parameter in candidate.parameters()]
+    complex_buffers = [
+        (module, name, buffer)
+        for module in candidate.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_complex()
+    ]
+    for module, name, _ in complex_buffers:
+        module._buffers[name] = None
+    candidate.to(device=device, dtype=dtype)
+    for module, name, buffer in complex_buffers:
+        module._buffers[name] = buffer.to(device)
+    for parameter, requires_grad in zip(candidate.parameters(), trained, strict=True):
+        parameter.requires_grad_(requires_grad)
+    return candidate
+
+
+def dequantized(candidate: nn.Module) -> nn.Module:
+    """The candidate itself, each quantized parameter replaced by one in FP32 of the same values."""
+    for module in candidate.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_quantized(parameter):
+                plain = nn.Parameter(dequantized_tensor(parameter.detach()).float(), parameter.requires_grad)
+                module.register_parameter(name, plain)
+    return candidate
+
+
+def dequantized_tensor(parameter: Tensor) -> Tensor:
+    """The values that a parameter stands for; itself where it is not quantized."""
+    return parameter.dequantize() if is_quantized(parameter) else parameter
+
+
+def check(candidate: nn.Module, precision: Precision) -> None:
+    """Make sure that the precision fits the parameters that are quantized.
+
+    Args:
+        candidate: in the precision's dtype, as far as its parameters can be.
+        precision: at which it is compared.
+
+    Raises:
+        UserError: if the precision has no recipe, or TE keeps such a parameter in another dtype.
+    """
+    quantized = {name: parameter for name, parameter in candidate.named_parameters() if is_quantized(parameter)}
+    dtype = str(precision.dtype)
+    if quantized and precision.recipe is None:
+        raise UserError(
+            f"the candidate holds {_some(list(quantized))} quantized (te.quantized_model_init), so it cannot compute "
+            f"in {precision.name}; name the recipe's precision in the pair's precisions, or build the module without"
+        )
+    others = [name for name, parameter in quantized.items() if parameter.dtype is not precision.dtype]
+    if others:
+        raise UserError(
+            f"TE keeps the quantized {_some(others)} in {quantized[others[0]].dtype} whatever module.to({dtype}) says, "
+            f"and {precision.name} computes in {dtype}; build the module with params_dtype={dtype}"
+        )
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Return whether a parameter is a quantized tensor of TE's."""
+    return type(parameter).__module__.startswith("transformer_engine.")
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

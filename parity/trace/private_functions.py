@@ -1,0 +1,161 @@
+"""Exchange functions that are private to PyTorch for a time, since no mode sees what they do.
+
+A name that PyTorch renames is an error: a pass in which nothing was exchanged would look like any other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from parity.user_error import UserError
+
+# Functions that are private to PyTorch, and that a comparison exchanges for a time: no mode sees what they do.
+#
+# A name that PyTorch renames is an error: a pass in which nothing was exchanged would look like any other.
+
+
+@dataclass(frozen=True)
+class PrivateFunction:
+    """A function that PyTorch looks up in a module each time it calls it.
+
+    Attributes:
+        module: where it is looked up.
+        name: which name it has there.
+        serves: the public function that calls it.
+        since: the first version of PyTorch that has it, major and minor; older ones have nothing to exchange.
+    """
+
+    module: str
+    name: str
+    serves: str
+    since: tuple[int, int]
+
+    def find(self) -> Callable[..., Any] | None:
+        """Return what the name stands for now; None for a PyTorch from before the function.
+
+        Raises:
+            UserError: if the installed PyTorch should have the function, and has none of this name.
+        """
+        found = getattr(importlib.import_module(self.module), self.name, None)
+        if found is None and _version() >= self.since:
+            raise UserError(
+                f"PyTorch {torch.__version__} has no {self.module}.{self.name}, through which parity follows "
+                f"{self.serves}; install another version of PyTorch, or a newer one of parity"
+            )
+        return found
+
+
+CHECKPOINT = PrivateFunction(
+    "torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", "torch.utils.checkpoint.checkpoint", (2, 1)
+)
+CLIP = PrivateFunction("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "torch.nn.utils.clip_grad_norm_", (2, 6))
+EXCHANGED = CHECKPOINT, CLIP
+"""All that a comparison exchanges."""
+
+StandIn = Callable[..., Any]
+"""Called with the function in whose place it stands, and then with that function's arguments."""
+
+
+class _StandIns(threading.local):
+    """Those of this thread, by function, outermost context first."""
+
+    def __init__(self) -> None:
+        self.of: dict[PrivateFunction, list[StandIn]] = {}
+
+
+_HERE = _StandIns()
+_LOCK = threading.Lock()
+_ORIGINALS: dict[PrivateFunction, tuple[Callable[..., Any], int]] = {}  # with how many contexts are open, in any thread
+
+
+@contextmanager
+def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
+    """Within the context, PyTorch calls ``stand_in`` in place of the function, in this thread alone.
+
+    Contexts may be nested: an inner one's stand-in is given the outer one's as the function. The module has its own
+    function again when the last context of all threads is left.
+
+    Raises:
+        UserError: as ``PrivateFunction.find``.
+    """
+    if not _open(private):
+        yield
+        return
+    here = _HERE.of.setdefault(private, [])
+    here.append(stand_in)
+    try:
+        yield
+    finally:
+        here.pop()
+        _close(private)
+
+
+def _open(private: PrivateFunction) -> bool:
+    """Return whether there is a function to exchange."""
+    with _LOCK:
+        if private in _ORIGINALS:
+            original, contexts = _ORIGINALS[private]
+            _ORIGINALS[private] = original, contexts + 1
+            return True
+        found = private.find()
+        if found is None:
+            return False
+        _ORIGINALS[private] = found, 1
+        setattr(importlib.import_module(private.module), private.name, partial(_call, private, found))
+        return True
+
+
+def _close(private: PrivateFunction) -> None:
+    with _LOCK:
+        original, contexts = _ORIGINALS.pop(private)
+        if contexts > 1:
+            _ORIGINALS[private] = original, contexts - 1
+        else:
+            setattr(importlib.import_module(private.module), private.name, original)
+
+
+def _call(private: PrivateFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    function = original
+    for stand_in in _HERE.of.get(private, ()):
+        function = partial(stand_in, function)
+    return function(*args, **kwargs)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+# Gradients that a module clips by their norm in its forward pass: seen, and clipped otherwise.
+
+
+@contextmanager
+def clips_recorded() -> Iterator[list[float]]:
+    """Appends the largest norm of each clipping inside of the context."""
+    norms: list[float] = []
+
+    def see(max_norm: float) -> float:
+        norms.append(max_norm)
+        return max_norm
+
+    with clipping_at(see):
+        yield norms
+
+
+@contextmanager
+def clipping_at(norm: Callable[[float], float]) -> Iterator[None]:
+    """Within the context gradients are clipped at another largest norm, from the one that is asked for."""
+
+    def clip(original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        return original(parameters, norm(float(max_norm)), *args, **kwargs)
+
+    with exchanged(CLIP, clip):
+        yield

@@ -1,0 +1,243 @@
+"""Record what a reference computes as the sequence of its calls of PyTorch's functions, and what calls return instead.
+
+A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
+how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as
+one more. ``parity.trace.calls`` records a trace, and computes what edits change. Steps of optimizers are calls too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+# Which optimizers a module makes steps with in its forward pass, and their settings.
+
+
+@dataclass
+class Stepped:
+    """An optimizer that makes steps.
+
+    Attributes:
+        kind: its class.
+        groups: the settings of each group of parameters at its first step.
+        rates: the first group's learning rate at each step.
+    """
+
+    kind: type[Optimizer]
+    groups: list[dict[str, Any]]
+    rates: list[float]
+
+
+@contextmanager
+def optimizers_recorded() -> Iterator[list[Stepped]]:
+    """Appends each optimizer that makes a step inside of the context."""
+    seen: list[Stepped] = []
+    known: list[Optimizer] = []
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        place = next((i for i, one in enumerate(known) if one is optimizer), len(known))
+        if place == len(known):
+            known.append(optimizer)
+            seen.append(Stepped(type(optimizer), [settings_of(group) for group in optimizer.param_groups], []))
+        seen[place].rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+        known.clear()
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer knows of a group of parameters, but for these."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+# What a reference computes, as the sequence of its calls of PyTorch's functions, and what calls return instead.
+#
+# A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
+# how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as
+# one more. ``parity.trace.calls`` records a trace, and computes what edits say.
+
+
+Site = tuple[str, int, str, int]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a trace, and how to find it again in another run.
+
+    Attributes:
+        number: in order of appearance, from 0.
+        site: of the call that returned it, or of the first that was given it.
+        position: among the tensors that this call returned, or was given.
+        returned: which of the two.
+    """
+
+    number: int
+    site: Site
+    position: int
+    returned: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one of PyTorch's functions; tensors in its arguments and results are ``Value``.
+
+    Attributes:
+        site: which call it is.
+        name: the function's name without underscores around it: ``mul`` for ``x * y``, ``x.mul_(y)``, ``torch.mul``.
+        function: what was called.
+        args: by position.
+        kwargs: by name.
+        result: what it returned; the changed tensor where it returned nothing.
+    """
+
+    site: Site
+    name: str
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    @functools.cached_property
+    def inputs(self) -> list[Value]:
+        """Every tensor among the arguments."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+    @functools.cached_property
+    def outputs(self) -> list[Value]:
+        """Every tensor that it returned."""
+        return [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]
+
+    @property
+    def module(self) -> str:
+        """The submodule that makes the call."""
+        return self.site[0] or "the module"
+
+
+@dataclass
+class Trace:
+    """Every call of a module's forward pass, in order.
+
+    Attributes:
+        calls: those that return or change tensors.
+        tensors: each value's tensor, detached.
+        parameters: names of the values that are parameters, by number.
+        buffers: ditto of buffers.
+        optimizers: those of ``torch.optim`` that made steps.
+        clips: the largest norm of each clipping of gradients.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    buffers: dict[int, str] = field(default_factory=dict)
+    optimizers: list[Stepped] = field(default_factory=list)
+    clips: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._producers: dict[int, Call] = {}
+        self._users: dict[int, list[Call]] = {}
+        self.found: dict[Any, Any] = {}  # see ``once_a_trace``
+
+    def add(self, call: Call) -> None:
+        """Append a call."""
+        self.calls.append(call)
+        for value in call.inputs:
+            self._users.setdefault(value.number, []).append(call)
+        given = {value.number for value in call.inputs}
+        for value in call.outputs:
+            if value.number not in given:  # a cast to the dtype that a tensor has already returns the tensor itself
+                self.note_producer(value, call)
+
+    def note_producer(self, value: Value, call: Call) -> None:
+        """The value is what it is by this call, which returned it or wrote into its memory."""
+        self._producers[value.number] = call
+
+    def producer(self, value: Any) -> Call | None:
+        """The call that made a value what it is; None for the module's inputs, its parameters, and what is no value."""
+        return self._producers.get(value.number) if isinstance(value, Value) else None
+
+    def users(self, value: Value) -> list[Call]:
+        """The calls that were given a value, in order."""
+        return self._users.get(value.number, [])
+
+    def tensor(self, value: Value) -> Tensor:
+        """A value's tensor, detached."""
+        return self.tensors[value.number]
+
+    def parameter(self, value: Any) -> str | None:
+        """The name of the parameter that a value is."""
+        return self.parameters.get(value.number) if isinstance(value, Value) else None
+
+
+Found = TypeVar("Found")
+
+
+def once_a_trace(find: Callable[[Trace], list[Found]]) -> Callable[[Trace], list[Found]]:
+    """``find``, which looks through a complete trace once, however many ask for what it finds there."""
+
+    @functools.wraps(find)
+    def kept(trace: Trace) -> list[Found]:
+        if find not in trace.found:
+            trace.found[find] = find(trace)
+        found: list[Found] = trace.found[find]
+        return found
+
+    return kept
+
+
+Substitute = Callable[..., Any]
+
+
+class Changeable(Protocol):
+    """An operation that is recognised in a trace, and can be computed with other attributes."""
+
+    def edits(self, **changes: Any) -> Sequence[Edit]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Changed:
+    """What an edit changes of an operation, by the names of its attributes."""
+
+    operation: Changeable
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a call returns instead.
+
+    Attributes:
+        site: the call.
+        needs: values that appear at or before the call.
+        compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
+        detached: which of the tensors that it is given gets no gradient; None for none.
+        of: the operation that is computed otherwise; None where the edit is of no known one.
+    """
+
+    site: Site
+    needs: tuple[Value, ...]
+    compute: Substitute
+    detached: int | None = None
+    of: Changed | None = field(default=None, compare=False, repr=False)
+
+
+def edit(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | None = None) -> Edit:
+    """``call`` returns ``compute(result, *needs)`` in place of its result."""
+    return Edit(call.site, tuple(needs), compute, of=of)
+
+
+def detached(call: Call, value: Value) -> Edit:
+    """``call`` hands no gradient to ``value``, which it is given."""
+    return Edit(call.site, (), lambda result: result, call.inputs.index(value))

@@ -1,0 +1,135 @@
+"""Steps through a trace, from a value back to what it was computed from, and on to what is computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.trace.trace import Call, Trace, Value
+
+CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})
+"""What changes at most a tensor's dtype or memory."""
+
+RESHAPES = CASTS | {
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "flatten",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "T",
+    "mT",
+}
+"""What moves elements at most."""
+
+LINEAR = frozenset({"linear", "addmm", "matmul", "mm", "einsum"})
+"""What multiplies by a weight, or by another activation."""
+
+_REVERSED = {"rsub": "sub", "rdiv": "div", "rtruediv": "div", "rpow": "pow", "radd": "add", "rmul": "mul"}
+_SPELLINGS = {
+    "true_divide": "div",
+    "divide": "div",
+    "truediv": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "rmatmul": "matmul",
+    "iadd": "add",
+    "imul": "mul",
+    "isub": "sub",
+    "itruediv": "div",
+}
+
+
+def binary(call: Call | None) -> tuple[str, Any, Any] | None:
+    """A function of two operands as its usual name and the two in order; None for anything else."""
+    if call is None or len(call.args) < 2:
+        return None
+    name, (left, right) = call.name, call.args[:2]
+    if name in _REVERSED:
+        return _REVERSED[name], right, left
+    name = _SPELLINGS.get(name, name)
+    return (name, left, right) if name in ("add", "sub", "mul", "div", "pow", "matmul") else None
+
+
+def with_number(call: Call | None) -> tuple[str, Value, float] | None:
+    """A function of a tensor and a number, the tensor first; None for anything else, such as a number over a tensor."""
+    match binary(call):
+        case (name, Value() as value, int() | float() as number):
+            return name, value, float(number)
+        case ("add" | "mul" as name, int() | float() as number, Value() as value):
+            return name, value, float(number)
+    return None
+
+
+def other(call: Call, value: Value) -> Any:
+    """The operand of a function of two that is not ``value``."""
+    _, left, right = binary(call) or ("", value, value)
+    return right if left == value else left
+
+
+def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
+    """The value from which this one was made by calls of these names alone."""
+    call = trace.producer(value)
+    while call is not None and call.name in names and call.inputs:
+        value = call.inputs[0]
+        call = trace.producer(value)
+    return value
+
+
+def back_along(trace: Trace, value: Value, names: Collection[str]) -> Value:
+    """As ``back``; of two operands the one that is as large as the result: a gate or a gain stands on either side."""
+    call = trace.producer(value)
+    while call is not None and call.inputs and ((binary(call) or (call.name,))[0] in names or call.name in names):
+        size = trace.tensor(value).numel()
+        given = next((given for given in call.inputs if trace.tensor(given).numel() == size), call.inputs[0])
+        if given == value:  # it was written to in place
+            break
+        value, call = given, trace.producer(given)
+    return value
+
+
+def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterator[Value]:
+    """``value``, and what is made from it by calls of these names alone."""
+    yield value
+    for call in trace.users(value):
+        if call.name in names and call.outputs and call.outputs[0] != value:
+            yield from chain(trace, call.outputs[0], names)
+
+
+def users(trace: Trace, value: Value, names: Collection[str] = CASTS) -> list[tuple[Call, Value]]:
+    """The calls that use a value, after calls of these names or not, each with what it is given."""
+    return [(call, made) for made in chain(trace, value, names) for call in trace.users(made) if call.name not in names]
+
+
+def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
+    """What a value is computed from, the nearest first, at most so many."""
+    found: dict[int, Value] = {}
+    queue = [value]
+    while queue and len(found) < most:
+        call = trace.producer(queue.pop(0))
+        for given in call.inputs if call is not None else ():
+            if given.number not in found:
+                found[given.number] = given
+                queue.append(given)
+    return list(found.values())
+
+
+def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:
+    """Whether two tensors are the same but for roundings of FP32, which a reference may use inside."""
+    if computed.shape != traced.shape or not computed.is_floating_point() or not traced.is_floating_point():
+        return False
+    computed, traced = computed.double(), traced.double()
+    return bool(torch.linalg.vector_norm(computed - traced) <= relative * torch.linalg.vector_norm(traced))
+
+
+def in_module(calls: Sequence[Call]) -> str:
+    """Where calls are made, for a message: `` in mlp.norm``; empty in the module itself."""
+    modules = sorted({call.module for call in calls})
+    return f" in {', '.join(modules)}" if modules != [""] else ""

@@ -1,0 +1,199 @@
+"""Tell whose code runs: Python's, PyTorch's, TransformerEngine's, parity's or a user's.
+
+The module whose code it is and where that module was loaded from decide, never a name in a path: a user's file is a
+user's in a folder named ``transformer_engine_port`` as well, and so are a script, a notebook's cell and what ``exec``
+runs, which have no module that was found anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from types import CodeType, FrameType
+from typing import Any
+
+# Whose code runs: Python's, PyTorch's, TransformerEngine's, parity's or a user's.
+#
+# It is told by the module whose code it is, and where that module was loaded from, never by a name in a path: a user's
+# file is a user's in a folder named ``transformer_engine_port`` as well, and so are a script, a notebook's cell and
+# what ``exec`` runs, which have no module that was found anywhere.
+
+
+class Owner(Enum):
+    """Who has written code; what is none of the others' is a user's."""
+
+    PYTHON = ""
+    TORCH = "torch"
+    TE = "transformer_engine"
+    PARITY = "parity"
+    USER = "user"
+
+
+PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.calibration.drawn_models")
+"""Parity's own modules and packages that hold pairs as a user writes them: their code counts as a user's."""
+
+_LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)}
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(_PYTHON + folder for folder in ("site-packages", "dist-packages"))
+
+
+def whose(frame: FrameType) -> Owner:
+    """Return who has written the code that runs in this frame."""
+    spec = frame.f_globals.get("__spec__")
+    return Owner.USER if spec is None else _owner(spec)
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code runs in this frame; empty where it is no module that was found."""
+    return str(getattr(frame.f_globals.get("__spec__"), "name", ""))
+
+
+def is_of_te(kind: type) -> bool:
+    """Return whether TransformerEngine has written this class; one that is derived from it may be a user's."""
+    spec = getattr(sys.modules.get(kind.__module__), "__spec__", None)
+    return spec is not None and _owner(spec) is Owner.TE
+
+
+def _owner(spec: Any) -> Owner:
+    name, origin = spec.name, spec.origin or ""
+    owner = _LIBRARIES.get(name.partition(".")[0])
+    if owner is not None and _lies_in(origin, sys.modules.get(owner.value)):
+        return Owner.USER if owner is Owner.PARITY and _is_port(name) else owner
+    is_pythons = origin in ("frozen", "built-in") or (origin.startswith(_PYTHON) and not origin.startswith(_INSTALLED))
+    return Owner.PYTHON if is_pythons else Owner.USER
+
+
+def _lies_in(origin: str, package: Any) -> bool:
+    """Return whether a file lies in the folders that the package is imported from, whatever else has a like name."""
+    return any(origin.startswith(folder + os.sep) for folder in getattr(package, "__path__", ()))
+
+
+def _is_port(name: str) -> bool:
+    return any(name == port or name.startswith(port + ".") for port in PORTS)
+
+
+# Where in a user's code something runs, or has raised: the innermost line of theirs, and the way there.
+
+
+_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+
+
+def users_frame(error: BaseException) -> FrameSummary | None:
+    """The innermost line of the user's own code that was running.
+
+    Where none was, as where a package's module is compared, the innermost line of that package; where PyTorch alone
+    was running, as in a backward pass, None.
+    """
+    return _innermost(_frames(error))
+
+
+def users_line(error: BaseException) -> str:
+    """That line as ``models.py:12 in forward``; empty where there is none."""
+    return _line(users_frame(error))
+
+
+def submodule(error: BaseException) -> str:
+    """The innermost part of the outermost module that was running, by its name there; empty for that module itself."""
+    selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    running: list[Any] = [one for one in selves if hasattr(one, "named_modules")]  # without an import of torch
+    names = {id(part): name for name, part in running[0].named_modules()} if running else {}
+    return next((names[id(one)] for one in reversed(running) if names.get(id(one))), "")
+
+
+def line_running() -> str:
+    """As ``users_line``, of what runs now."""
+    return _line(_innermost(_told(reversed(list(traceback.walk_stack(sys._getframe()))))))
+
+
+def _innermost(frames: list[tuple[FrameSummary, Owner]]) -> FrameSummary | None:
+    of_packages = [frame for frame, owner in frames if owner is Owner.USER]
+    own = [frame for frame in of_packages if not _INSTALLED_FOLDERS & set(Path(frame.filename).parts)]
+    return next(reversed(own or of_packages), None)
+
+
+def _line(frame: FrameSummary | None) -> str:
+    return "" if frame is None else f"{_shown(frame)}:{frame.lineno} in {frame.name}"
+
+
+def first_paragraph(error: BaseException) -> str:
+    """What it says up to an empty line; below, PyTorch lists every kernel that it has."""
+    return str(error).strip().partition("\n\n")[0]
+
+
+def way_there(error: BaseException) -> str:
+    """The traceback as Python prints it, from the user's first line on; files are named without the folders above."""
+    frames = _frames(error)
+    first = next((i for i, (_, owner) in enumerate(frames) if owner is Owner.USER), 0)
+    lines = [
+        f'  File "{_shown(frame)}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+        for frame, _ in frames[first:]
+    ]
+    told = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return "\n".join(["Traceback (most recent call last):", *lines, told])
+
+
+def _frames(error: BaseException) -> list[tuple[FrameSummary, Owner]]:
+    return _told(traceback.walk_tb(error.__traceback__))
+
+
+def _told(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, Owner]]:
+    """Return each frame as a traceback tells it, and whose code it is; a user looks into none but a user's."""
+    frames = list(walked)
+    owners = [whose(frame) for frame, _ in frames]
+    return list(zip(StackSummary.extract(iter(frames)), owners, strict=True))
+
+
+def _shown(frame: FrameSummary) -> str:
+    """The file, below the current folder or below where Python imports from; no name of a folder above."""
+    file = Path(frame.filename)
+    roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
+    below = [file.relative_to(root).as_posix() for root in roots if file.is_relative_to(root)]
+    return min(below, key=len) if below else file.name
+
+
+# Whether a module without TransformerEngine's modules calls TE's functions, or is plain PyTorch throughout.
+
+
+WITHOUT_TE = (
+    "the candidate has no module of TransformerEngine's and calls none of its functions, so that PyTorch was compared "
+    "with PyTorch"
+)
+
+
+@contextmanager
+def te_calls(caller: CodeType) -> Iterator[list[str]]:
+    """Yields a list that gets the name of the first function of TE's that runs below this code, in this thread.
+
+    Args:
+        caller: of a function of parity's; what TE does elsewhere, as where its autocast is entered, does not count.
+    """
+    found: list[str] = []
+    before = sys.getprofile()
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and not found and is_te(frame) and is_below(frame, caller):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def is_te(frame: FrameType) -> bool:
+    """Return whether TE's code runs in a frame."""
+    return whose(frame) is Owner.TE
+
+
+def is_below(frame: FrameType | None, caller: CodeType) -> bool:
+    """Return whether a frame runs below this code."""
+    while frame is not None and frame.f_code is not caller:
+        frame = frame.f_back
+    return frame is not None
