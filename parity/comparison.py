@@ -5,26 +5,26 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from parity import te
 from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
 from parity.case.case import Case, Pair, as_case
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
+from parity.judge.asked import Asked, run_again
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
 from parity.judge.judge import NONE_DRAWN, Drawn, judge
 from parity.judge.limits import Table, packaged
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
-from parity.numerics.errors import Truth
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -51,10 +51,7 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, Determinism, Finding, Result, Status, TensorResult
-from parity.search.explanation import explain
-from parity.search.failure import Failure, Rerun
-from parity.search.held_weights import held_findings
+from parity.result import PROBED, Determinism, Finding, Result, TensorResult
 from parity.te import Backend, Kernels
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.te.device_errors import classify
@@ -159,7 +156,7 @@ def judge_at(
             verdict without it tells what that costs.
     """
     began = time.perf_counter()
-    asked = _Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
+    asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
     with usual_modes():
         judged = _judged_in_parts(asked)
         return dataclasses.replace(
@@ -181,35 +178,6 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """What ``judge_at`` is asked for, by the same names."""
-
-    case: Case
-    checked: CheckedSize
-    precision: Precision
-    seed: int
-    kernels: Kernels
-    calibration: Table
-    attention: AttentionBackend | None
-    determinism: bool
-    other_kernels: bool
-
-    def result(self, status: Status, **fields: Any) -> Result:
-        return Result(
-            case=self.case.name,
-            precision=self.precision.name,
-            size=dict(self.checked.size),
-            size_label=self.checked.label,
-            seed=self.seed,
-            backend=self.kernels.backend,
-            path=str(self.case.path),
-            forced_attention=self.attention or "",
-            status=status,
-            **fields,
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class _Ran:
     """What a comparison computes before it judges.
 
@@ -220,7 +188,6 @@ class _Ran:
         candidate: its tensors, in the reference's layout.
         unreached: TE's parameters that no gradient reached.
         draws: whether it drew random numbers.
-        rerun: the candidate once more.
         attention: the attention backends that TE ran.
         determinism: whether the candidate, built again, gives the same bytes; None if it was not asked for.
         seconds: of processor time that a comparison takes that finds nothing cached.
@@ -228,7 +195,6 @@ class _Ran:
         detached_outputs: of its outputs that require no gradient.
         numbers: that it returned as Python's.
         recalled: what its calls have to do with each other.
-        alone: ditto as if each of its modules were called but once.
         recomputed: a finding where the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
         left_out: what to say of TE modules that hold weights and did not run; empty where all did.
@@ -240,7 +206,6 @@ class _Ran:
     candidate: Tensors
     unreached: tuple[str, ...]
     draws: bool
-    rerun: Rerun
     attention: str
     determinism: Determinism | None
     seconds: float
@@ -248,7 +213,6 @@ class _Ran:
     detached_outputs: tuple[str, ...]
     numbers: dict[str, float]
     recalled: Recalled
-    alone: Callable[[], Tensors]
     recomputed: tuple[Finding, ...]
     calls_te: bool
     left_out: str
@@ -278,7 +242,7 @@ class Judged:
     result: Result
     unexplained: _Unexplained | None = None
     parts: tuple[Judged, ...] = ()
-    whole: _Asked | None = None
+    whole: Asked | None = None
 
     @property
     def is_unexplained(self) -> bool:
@@ -290,7 +254,7 @@ class _PassRaised(Exception):
     """A part of the pair raised; the text says which, what, and where, the cause is its error."""
 
 
-def _judged_in_parts(asked: _Asked) -> Judged:
+def _judged_in_parts(asked: Asked) -> Judged:
     """Judge each part of the outputs by itself; the whole as well where a part cannot be compared."""
     cases = _parts(asked)
     if len(cases) == 1:
@@ -323,7 +287,7 @@ def _explained_in_parts(judged: Judged, seconds: float) -> Result:
     return merged(list(parts))
 
 
-def _parts(asked: _Asked) -> list[Case]:
+def _parts(asked: Asked) -> list[Case]:
     """Return the case once for each part of its outputs that is compared by itself."""
     case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
     known = parts_known(case, checked)
@@ -338,7 +302,7 @@ def _parts(asked: _Asked) -> list[Case]:
     return known or [case]
 
 
-def _compared(asked: _Asked) -> Judged:
+def _compared(asked: Asked) -> Judged:
     unavailable = why_unavailable(asked.precision, asked.kernels)
     if unavailable is not None:
         return Judged(asked.result("skipped", reason=unavailable))
@@ -361,7 +325,7 @@ def _compared(asked: _Asked) -> Judged:
     return dataclasses.replace(judged, result=result)
 
 
-def _run(asked: _Asked) -> _Ran:
+def _run(asked: Asked) -> _Ran:
     """Every pass.
 
     Raises:
@@ -375,13 +339,6 @@ def _run(asked: _Asked) -> _Ran:
     known = directions(prepared)  # before other passes, since golden's calls take memory until then
     # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
     began = time.process_time() - sum(prepared.spent.values())
-
-    def rerun(
-        change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, **how: Any
-    ) -> Tensors:
-        given = prepared if cotangents is None else dataclasses.replace(prepared, cotangents=dict(cotangents))
-        with attention_backends(asked.attention):
-            return run_candidate(case, checked, given, precision, seed, kernels, change, **how)[0]
 
     with _step("the candidate"):
         before = RandomState.now(kernels.device)
@@ -398,20 +355,21 @@ def _run(asked: _Asked) -> _Ran:
                 *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
             )
         draws = not RandomState.now(kernels.device).is_as(before)
-        left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, rerun)
-        again = partial(rerun, recalled=Recalled())
+        left_out = te_modules.left_out(
+            prepared.weights, prepared.golden.weight_gradients, partial(run_again, asked, prepared)
+        )
+        again = partial(run_again, asked, prepared, recalled=Recalled())
         repeated = repeat(again, candidate, before, kernels.device) if asked.determinism else None
     prepared = as_returned(prepared, candidate)
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     seconds = time.process_time() - began
     return _Ran(
-        *(prepared, known, models, candidate, unreached, draws, rerun, ", ".join(seen), repeated, seconds),
+        *(prepared, known, models, candidate, unreached, draws, ", ".join(seen), repeated, seconds),
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
         numbers=ran[0].numbers,
         recalled=recalled,
-        alone=partial(rerun, lambda module: None, alone=True),
         recomputed=tuple(finding("recomputed-otherwise", told) for told in recomputes.otherwise),
         calls_te=checked.has_te or bool(te_called),
         left_out=left_out,
@@ -443,16 +401,17 @@ def _advice(error: BaseException) -> str:
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
 
 
-def _seen_of_port(ran: _Ran, precision: Precision) -> Port:
+def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
     """What the candidate rounds outside of TE's modules, and chooses."""
+    precision = asked.precision
     with (
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen() as chosen,
         plain_calls(precision.dtype) as names,  # last: it asks whose code is around them
     ):
-        ran.rerun(lambda module: None)
-    choices = chosen.of_port(bool(ran.prepared.probed))
+        run_again(asked, prepared)
+    choices = chosen.of_port(bool(prepared.probed))
     return Port(tuple(sorted(names)), together(steps), choices, tuple(dict.fromkeys(recipes)))
 
 
@@ -471,7 +430,7 @@ class _Verdicts:
     remarks: tuple[str, ...]
 
 
-def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
+def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
     prepared, precision, known = ran.prepared, asked.precision, ran.known
     truths = golden_truths(prepared)
 
@@ -485,7 +444,7 @@ def _verdicts(asked: _Asked, ran: _Ran) -> _Verdicts:
     first_look, models, port = judge_by(ran.models), ran.models, Port()
     passed = all(tensor.passed for tensor in first_look)
     if not passed or rounding_chooses(prepared, precision.rounding):
-        port = _seen_of_port(ran, precision)
+        port = _seen_of_port(asked, prepared)
         if port.steps is not None and not passed:
             models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
             first_look = judge_by(models)
@@ -516,13 +475,13 @@ class _Unexplained:
         seconds: of processor time that the comparison took, which bounds what a search for the cause computes.
     """
 
-    asked: _Asked
+    asked: Asked
     ran: _Ran
     verdicts: _Verdicts
     seconds: float
 
 
-def _judged(asked: _Asked, ran: _Ran) -> Judged:
+def _judged(asked: Asked, ran: _Ran) -> Judged:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     verdicts = _verdicts(asked, ran)
     tensors = verdicts.tensors
@@ -536,6 +495,8 @@ def _judged(asked: _Asked, ran: _Ran) -> Judged:
     noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
     notes += noted
     if prepared.unlike:  # whatever else is wrong, or happens to agree
+        from parity.search.held_weights import held_findings
+
         return Judged(asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes))
     # A part that is detached has no gradients at all, which is told of the whole.
     detached = asked.case.part_of is not None and ran.detached_outputs == asked.case.outputs
@@ -554,13 +515,13 @@ def _judged(asked: _Asked, ran: _Ran) -> Judged:
     return Judged(asked.result("failed", tensors=tensors, findings=ran.recomputed, notes=notes), unexplained)
 
 
-def _passes_alone(asked: _Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
+def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
     """Whether a candidate that failed in a later call than its first passes where each call is its module's first."""
     later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
     if asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
         return False
     try:
-        alone = ran.alone()
+        alone = run_again(asked, ran.prepared, alone=True)
     except Exception:  # which tells nothing of its calls; the search for a cause runs it as well
         return False
     golden = answerable(golden_truths(ran.prepared), ran.models, alone)
@@ -581,17 +542,12 @@ def _searched(tensors: Sequence[TensorResult], by_average: Sequence[TensorResult
 
 
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
-    """A failure with its findings, and the notes of the search for them, which may take so much real time."""
+    """Return a failure with its findings, and the notes of the search for them, which may take so much real time."""
+    from parity.search.explanation import explain  # imported at the first failure: most comparisons pass
+    from parity.search.failure import Failure
+
     asked, ran, verdicts = unexplained.asked, unexplained.ran, unexplained.verdicts
     prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
-
-    def judge_by(
-        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
-    ) -> tuple[TensorResult, ...]:
-        truths = {key: Truth(tensor) for key, tensor in golden.items()}
-        given = truths, models, candidate or ran.candidate, precision, asked.calibration, (), NONE_DRAWN, leaning
-        judged = judge(*given, by_average=True)
-        return gradients_of(asked.case, judged)
 
     truths = answerable(golden_truths(prepared), ran.models, ran.candidate)
     by_average = judge(*(truths, ran.models, ran.candidate, precision, asked.calibration, ran.known), by_average=True)
@@ -601,8 +557,8 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         prepared,
         precision,
         unexplained.seconds,
-        judge=judge_by,
-        rerun=ran.rerun,
+        asked,
+        run_on=prepared,
         draws=ran.draws,
         freedoms=verdicts.port.freedoms,
         own_recipes=verdicts.port.recipes,

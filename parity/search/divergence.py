@@ -312,7 +312,7 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
         failure: the outputs of the candidate are finite.
         trace: of the reference in FP64.
     """
-    if failure.rerun is None or all(result.passed for result in failure.outputs):
+    if all(result.passed for result in failure.outputs):
         return
     returned: list[_Returned] = []
     failure.rerun(lambda module: _record(module, returned))

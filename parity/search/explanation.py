@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.case.case import Rng
@@ -23,11 +23,10 @@ from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
 from parity.passes.build import cast
-from parity.passes.nominal_clock import Clock
-from parity.passes.one_pass import Pass, outputs_of, run
+from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared
 from parity.result import PROBED, Finding, TensorResult
-from parity.search.failure import Budget, Failure, Rerun, in_time
+from parity.search.failure import Budget, Failure, in_time, on_probes
 from parity.search.findings import findings
 from parity.search.reruns import with_argument_names
 from parity.search.search import CHECKS_FOR_FILTERS, Screened
@@ -225,10 +224,9 @@ def explain(
     Returns:
         The findings, and the notes: that the limit ended the search, if it did.
     """
-    clock, rerun = failure.prepared.clock, failure.rerun
-    limited = dataclasses.replace(failure, rerun=None if rerun is None else _in_time(rerun, clock))
+    clock = failure.prepared.clock
     with clock.limited_to(seconds):
-        found = in_time(lambda: _explained(limited, unreached, known))
+        found = in_time(lambda: _explained(failure, unreached, known))
         notes = (ended_early(seconds),) if clock.ended else ()
     return with_argument_names(found, failure), notes
 
@@ -241,23 +239,13 @@ def ended_early(seconds: float) -> str:
     )
 
 
-def _in_time(rerun: Rerun, clock: Clock) -> Rerun:
-    """The same, which begins only if there is time."""
-
-    def limited(change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None) -> Tensors:
-        clock.check()
-        return rerun(change, cotangents)
-
-    return limited
-
-
 def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direction]) -> tuple[Finding, ...]:
     shaky = ill_conditioned([tensor for tensor in failure.results if not tensor.passed], failure.prepared)
     if shaky is not None:
         return (shaky,)
     drawn = [tensor for tensor in failure.results if not tensor.probed]
     probed = [tensor for tensor in failure.results if tensor.probed]
-    on_probe = None if all(tensor.passed for tensor in probed) else _on_probe(failure)
+    on_probe = None if all(tensor.passed for tensor in probed) else on_probes(failure)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
         return findings(on_probe)
     screened, of_drawn = Screened(), dataclasses.replace(failure, results=drawn, on_probe=on_probe)
@@ -280,39 +268,3 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
 def _is_known(found: Sequence[Finding]) -> bool:
     """Whether they are causes, which leave nothing unexplained."""
     return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)
-
-
-def _on_probe(failure: Failure) -> Failure:
-    """The same failure as the probing inputs show it: their outputs in the place of the others."""
-    prepared, rerun = failure.prepared, failure.rerun
-    golden = Pass(prepared.probed, {}, {}, ())
-    probed = dataclasses.replace(prepared, inputs=prepared.probe, call=prepared.probe_call, golden=golden)
-
-    def judge(
-        golden: Tensors, models: Sequence[Tensors], candidate: Tensors | None = None, leaning: Sequence[Tensors] = ()
-    ) -> list[TensorResult]:
-        given = None if candidate is None else _as_probed(candidate)
-        ran, leaned = ([_as_probed(one) for one in of] for of in (models, leaning))
-        return _as_outputs(failure.judge(_as_probed(golden), ran, given, leaned))
-
-    return dataclasses.replace(
-        failure,
-        results=_as_outputs([tensor for tensor in failure.results if tensor.probed]),
-        candidate=_of_probe(failure.candidate),
-        prepared=probed,
-        judge=judge,
-        rerun=None if rerun is None else lambda change, cotangents=None: _of_probe(rerun(change, cotangents)),
-    )
-
-
-def _of_probe(tensors: Tensors) -> Tensors:
-    """The outputs on the probing inputs as outputs."""
-    return {("output", name): tensor for (kind, name), tensor in tensors.items() if kind == PROBED}
-
-
-def _as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
-    return [dataclasses.replace(tensor, kind="output") for tensor in probed]
-
-
-def _as_probed(tensors: Tensors) -> Tensors:
-    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor, nn
 
-from parity.numerics.errors import Tolerance, margin, measure
+from parity.judge.apart import gradients_of
+from parity.judge.asked import Asked, run_again, unchanged
+from parity.judge.judge import NONE_DRAWN, judge
+from parity.numerics.errors import Tolerance, Truth, margin, measure
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, tensors_of
 from parity.passes.nominal_clock import Clock, OutOfTime
+from parity.passes.one_pass import Pass
 from parity.passes.prepare import Prepared
-from parity.result import Kind, TensorResult
+from parity.result import PROBED, Kind, TensorResult
 from parity.te.precision import Precision
 
 # How much a part of a search may compute.
@@ -95,30 +99,6 @@ _FEW = 32  # elements
 _SHORTEST_CHECK = 1.0
 
 
-class Judge(Protocol):
-    """Judges tensors, the failed candidate's where no other ones are given, against a golden and rounding models.
-
-    ``leaning`` are the first model's tensors with what kernels may do that leans.
-    """
-
-    def __call__(
-        self,
-        golden: Tensors,
-        models: Sequence[Tensors],
-        candidate: Tensors | None = None,
-        leaning: Sequence[Tensors] = (),
-        /,
-    ) -> Sequence[TensorResult]: ...
-
-
-class Rerun(Protocol):
-    """Runs the candidate again, after a change to its newly built module, with other output gradients if any."""
-
-    def __call__(
-        self, change: Callable[[nn.Module], None], cotangents: Mapping[str, Tensor] | None = None, /
-    ) -> Tensors: ...
-
-
 @dataclass(frozen=True)
 class Failure:
     """A comparison that failed.
@@ -129,8 +109,8 @@ class Failure:
         prepared: what was compared.
         precision: at which.
         seconds: of processor time that the comparison took.
-        judge: judges the candidate, or another, against another golden, whose rounding models are given with it.
-        rerun: runs the candidate again; None where that cannot be done.
+        asked: what the comparison was asked for.
+        run_on: what the candidate is run on; ``prepared`` but where the failure is on the probing inputs.
         draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
         on_probe: the same failure as the probing inputs show it; None where they show none.
         on_drawn: of a failure on probing inputs, the one on inputs as they were drawn, which its cause must explain
@@ -145,8 +125,8 @@ class Failure:
     prepared: Prepared
     precision: Precision
     seconds: float
-    judge: Judge
-    rerun: Rerun | None = None
+    asked: Asked
+    run_on: Prepared
     draws: bool = False
     on_probe: Failure | None = None
     on_drawn: Failure | None = None
@@ -159,6 +139,47 @@ class Failure:
         return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
 
     @property
+    def is_on_probes(self) -> bool:
+        """Return whether ``prepared`` and ``candidate`` are those of the probing inputs, named as outputs."""
+        return self.run_on is not self.prepared
+
+    def judge(
+        self,
+        golden: Tensors,
+        models: Sequence[Tensors],
+        candidate: Tensors | None = None,
+        leaning: Sequence[Tensors] = (),
+    ) -> list[TensorResult]:
+        """Judge the candidate, or another one, against another golden.
+
+        Args:
+            golden: the other golden.
+            models: its rounding models.
+            candidate: the other candidate.
+            leaning: the first model's tensors with what kernels may do that leans.
+        """
+        computed = self.candidate if candidate is None else candidate
+        if self.is_on_probes:
+            golden, computed = as_probed(golden), as_probed(computed)
+            models, leaning = [as_probed(one) for one in models], [as_probed(one) for one in leaning]
+        truths = {key: Truth(tensor) for key, tensor in golden.items()}
+        given = truths, models, computed, self.precision, self.asked.calibration, (), NONE_DRAWN, leaning
+        judged = gradients_of(self.asked.case, judge(*given, by_average=True))
+        return as_outputs(judged) if self.is_on_probes else list(judged)
+
+    def rerun(
+        self, change: Callable[[nn.Module], None] = unchanged, cotangents: Mapping[str, Tensor] | None = None
+    ) -> Tensors:
+        """Run the candidate again, after a change to its newly built module, with other output gradients if any.
+
+        Raises:
+            OutOfTime: if the limit of real time is reached.
+        """
+        self.prepared.clock.check()
+        tensors = run_again(self.asked, self.run_on, change, cotangents)
+        return of_probe(tensors) if self.is_on_probes else tensors
+
+    @property
     def golden(self) -> Tensors:
         """The reference's tensors in FP64."""
         return tensors_of(self.prepared.golden)
@@ -167,6 +188,33 @@ class Failure:
     def outputs(self) -> list[TensorResult]:
         """The outputs' results."""
         return [result for result in self.results if result.kind == "output"]
+
+
+def on_probes(failure: Failure) -> Failure:
+    """Return the same failure as the probing inputs show it: their outputs in the place of the others."""
+    prepared = failure.prepared
+    golden = Pass(prepared.probed, {}, {}, ())
+    return replace(
+        failure,
+        results=as_outputs([tensor for tensor in failure.results if tensor.probed]),
+        candidate=of_probe(failure.candidate),
+        prepared=replace(prepared, inputs=prepared.probe, call=prepared.probe_call, golden=golden),
+    )
+
+
+def of_probe(tensors: Tensors) -> Tensors:
+    """Return the outputs on the probing inputs as outputs."""
+    return {("output", name): tensor for (kind, name), tensor in tensors.items() if kind == PROBED}
+
+
+def as_outputs(probed: Sequence[TensorResult]) -> list[TensorResult]:
+    """Return the verdicts on outputs of the probing inputs as verdicts on outputs."""
+    return [replace(tensor, kind="output") for tensor in probed]
+
+
+def as_probed(tensors: Tensors) -> Tensors:
+    """Return outputs as those of the probing inputs."""
+    return {(PROBED, name): tensor for (kind, name), tensor in tensors.items() if kind == "output"}
 
 
 def few_outputs(failure: Failure) -> bool:

@@ -45,8 +45,6 @@ def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) 
     Returns:
         Its tensors and the names; None if there was nothing to change, or it cannot run again.
     """
-    if failure.rerun is None:
-        return None
     changed: list[str] = []
 
     def to_candidate(module: nn.Module) -> None:
@@ -73,10 +71,10 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
 
 def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
     """A finding if what failed agrees as soon as the candidate turns no recipe on by itself."""
-    if failure.rerun is None or not failure.own_recipes:
+    if not failure.own_recipes:
         return
     with own_recipes(failure.precision.recipe is not None, left_out=True):
-        again = failure.rerun(lambda module: None)
+        again = failure.rerun()
     if agree(failure, again, _telling(failure)):
         yield finding(
             "own-recipe",
@@ -88,8 +86,6 @@ def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
 
 def microbatch_findings(failure: Failure) -> Iterator[Finding]:
     """A finding if all agrees as soon as no call says ``is_first_microbatch``, by which TE reuses weights and sums."""
-    if failure.rerun is None:
-        return
     said: list[str] = []
     again = failure.rerun(lambda module: _say_nothing_of_microbatches(module, said))
     if not said or not agree(failure, again, ("output", "input gradient", "weight gradient")):
@@ -204,8 +200,6 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
 
     The candidate runs again, with output gradients that are zero there, only where what is not hidden is right already.
     """
-    if failure.rerun is None:
-        return
     for name, kept in _kept_rows(failure):
         if all(_is_nearly_right(failure, output, rows) for output, rows in kept.items()) and _agrees(failure, kept):
             yield finding(
@@ -306,9 +300,9 @@ def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
         zeroed(tensors_under(failure.prepared, (), failure.precision, cotangents, freedom))
         for freedom in failure.freedoms
     ]
-    candidate = None if failure.rerun is None else zeroed(failure.rerun(lambda module: None, cotangents))
+    candidate = zeroed(failure.rerun(cotangents=cotangents))
     computed = [model for model in models if model is not None]
-    if golden is None or candidate is None or not computed or _read_what_is_hidden(golden, kept):
+    if golden is None or not computed or _read_what_is_hidden(golden, kept):
         return False
     return all(result.passed for result in failure.judge(golden, computed, candidate))
 
@@ -337,10 +331,8 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
 
     Outputs tell, where these failed: gradients that a recipe rounds stochastically are others every time.
     """
-    if failure.rerun is None:
-        return
     with other_numbers(next(iter(failure.golden.values())).device):
-        again = failure.rerun(lambda module: None)
+        again = failure.rerun()
     failed = [result for result in failure.results if not result.passed and result.finite]
     outputs = [result for result in failed if result.kind == "output"]
     telling, share = (outputs, _OF_THE_ERROR) if outputs else (failed, _OF_A_GRADIENTS)
@@ -384,7 +376,7 @@ class _Seen(Exception):
 def with_argument_names(found: Sequence[Finding], failure: Failure) -> tuple[Finding, ...]:
     """The findings, each with the names that the candidate's TE modules have for what it names otherwise."""
     named = [[name for name in (*_OTHER_NAMES, *_IN_ITS_PLACE) if _names(one, name)] for one in found]
-    if failure.rerun is None or not any(named):
+    if not any(named):
         return tuple(found)
     modules: dict[str, type] = {}
 
