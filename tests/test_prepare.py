@@ -18,7 +18,7 @@ from parity.comparison import compare_at
 from parity.judge import directions
 from parity.judge.limits import packaged
 from parity.machine import devices
-from parity.passes import prepare
+from parity.passes import all_passes, prepare
 from parity.te.precision import PRECISIONS
 
 KERNELS = te.kernels("cpu")
@@ -69,7 +69,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(prepare, "_prepared")
     count(directions, "_directions")
-    count(all, "run_model")
+    count(all_passes, "run_model")
     return counts
 
 

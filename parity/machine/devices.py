@@ -15,8 +15,6 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from parity.machine import host
 from parity.user_error import UserError
 
@@ -246,7 +244,9 @@ def ask(arguments: Sequence[str]) -> str | None:
 
 
 def free() -> int | None:
-    """Bytes that are free on the GPU, or where none is in use, on the machine; None where the system does not tell."""
+    """Return the bytes that are free on the GPU in use, else on the machine; None if the system does not tell."""
+    import torch  # the plugin asks for GPUs before torch is imported
+
     if torch.cuda.is_initialized():
         return torch.cuda.mem_get_info()[0]
     return host.free_memory()

@@ -151,7 +151,7 @@ def test_a_search_that_raises_leaves_the_verdict(monkeypatch: pytest.MonkeyPatch
     def explain(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(comparison, "explain", explain)
+    monkeypatch.setattr("parity.search.explanation.explain", explain)
     result = compared("a factor")
     assert (result.status, result.tensors, result.findings) == ("failed", whole.tensors, ())
     assert result.notes == (f"the search for the cause raised {type(error).__name__}: {error}",)
