@@ -69,7 +69,7 @@ class Pair:
         inputs: called as ``inputs(rng, **sizes)`` with those sizes that it names; returns a tensor, a tuple (passed by
             position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get
             gradients.
-        weights: which reference parameters hold which TE parameters, see ``parity.weights``.
+        weights: which reference parameters hold which TE parameters, see ``parity.case.weight_map``.
         call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
         call_candidate: ditto for the candidate, e.g. to pass TE its mask arguments.
         fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it

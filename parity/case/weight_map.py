@@ -21,8 +21,7 @@ from parity.user_error import UserError
 #
 # A term says in which layout a weight is stored. Packing and unpacking only move elements, but for ``shift``, which
 # adds a number, ``constant``, which stands for a parameter that the reference lacks, and ``copies``, for one that TE
-# has several times. ``parity.weights`` has the functions that build terms, ``parity.case.weight_map`` those that read
-# them.
+# has several times. Further down are the functions that build terms, and those that read them.
 #
 # A term with parts has three methods: ``shape`` gives the packed shape for the shapes of its parts, or raises
 # ``MisfitError``; ``pack`` makes one tensor of the parts; ``unpack`` is its inverse, given the shapes of the parts.
