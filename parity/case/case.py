@@ -71,7 +71,7 @@ class Pair:
             gradients.
         weights: which reference parameters hold which TE parameters, see ``parity.case.weight_map``.
         call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
-        call_candidate: ditto for the candidate, e.g. to pass TE its mask arguments.
+        call_candidate: the same for the candidate, e.g. to pass TE its mask arguments.
         fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it
             runs with the weights that it holds, and the comparison fails where these are not what the map says. None
             is False for a pair that is handed to ``parity.compare``, and True for one that ``@parity.pair``'s function

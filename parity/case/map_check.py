@@ -420,10 +420,10 @@ def check_entries(
     reference_others: OtherNames = _NO_OTHERS,
     candidate_others: OtherNames = _NO_OTHERS,
 ) -> None:
-    """As ``check_map``, but the map may leave parameters out.
+    """Check a map as ``check_map`` does, but let it leave parameters out.
 
     Raises:
-        WeightMapError: ditto.
+        WeightMapError: as ``check_map`` does.
     """
     reference = Parameters("reference", reference_shapes, reference_others)
     problems = list(_map_problems(weights, reference, Parameters("TE", candidate_shapes, candidate_others)))

@@ -499,7 +499,7 @@ def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_di
     Args:
         query: weight ``[heads * head_dim, in]`` or bias ``[heads * head_dim]``.
         key: weight or bias with ``groups * head_dim`` rows.
-        value: ditto.
+        value: weight or bias with ``groups * head_dim`` rows.
         groups: key-value heads, TE's ``num_gqa_groups``.
         head_dim: channels of one head.
     """
@@ -585,7 +585,7 @@ def under(weights: WeightMap, reference: str, candidate: str | None = None) -> d
     Args:
         weights: of the module by itself.
         reference: what stands before its parameters' names in the reference, e.g. ``"model.layers.0."``.
-        candidate: ditto in the TE model; the same where it is None.
+        candidate: what stands before them in the TE model; None for the same.
     """
     if not isinstance(weights, Mapping):
         raise WeightMapError(f"under() takes a map {{left: right}}, not {type(weights).__name__}")

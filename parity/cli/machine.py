@@ -36,7 +36,7 @@ class Diagnosis:
     Attributes:
         versions: what, and which version or what is wrong with it.
         real: by precision's name, ``yes`` or the reason why TE's compiled kernels cannot run it here.
-        emulated: ditto by the name of each GPU that the CPU kernels emulate, which is what TE says of a real one.
+        emulated: the same by the name of each GPU that the CPU kernels emulate, which is what TE says of a real one.
         libraries: the versions of CUDA and its libraries that TE finds on emulated GPUs.
     """
 

@@ -93,7 +93,7 @@ def _ordered(scores: Tensor) -> Tensor:
 # ``softmax``       softmax of all logits before the        the scores themselves, or the softmax of the chosen logits
 #                   choice, or none
 # ``sigmoid``       ``sigmoid(logit)``                      scores over their sum, if more than one is chosen
-# ``sqrtsoftplus``  ``sqrt(log(1 + exp(logit)))``           ditto
+# ``sqrtsoftplus``  ``sqrt(log(1 + exp(logit)))``           as for ``sigmoid``
 # ================  ======================================  ==========================================================
 
 

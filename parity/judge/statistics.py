@@ -299,7 +299,7 @@ def is_lost(tensor: TensorResult) -> bool:
 # ``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
 # ``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
 #              deviations that independent errors would give it
-# ``mistake``  ditto along the change that a known mistake would make, see ``parity.judge.directions``
+# ``mistake``  the same along the change that a known mistake would make, see ``parity.judge.directions``
 # ===========  =======================================================================================================
 #
 # All but the last two are ratios, near 1 for a faithful port; those of norms leave out what the norm of few elements
@@ -513,7 +513,7 @@ def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Te
 
 
 def _beyond_largest(squares: Tensor) -> Tensor:
-    """Ditto, from the squared norms of drawn runs, which are the first dimension."""
+    """Return it from the squared norms of drawn runs, which are the first dimension."""
     half = _freedom(squares).numpy(force=True) / 2.0
     reached, largest = (special.gammaincinv(half, p) for p in (_CHANCE, 0.5 ** (1 / len(squares))))
     return torch.as_tensor(np.sqrt(reached / largest), dtype=squares.dtype, device=squares.device)
@@ -526,12 +526,12 @@ def _freedom(squares: Tensor) -> Tensor:
 
 
 def _ratio(error: float, expected: float) -> float:
-    """Of two that are not negative."""
+    """Return the ratio of two numbers that are not negative."""
     if error == 0:
         return 0.0
     return error / expected if expected > 0 else math.inf
 
 
 def _ratios(errors: Tensor, expected: Tensor) -> Tensor:
-    """Ditto, of each element."""
+    """Return the ratio of each element, as ``_ratio`` does."""
     return torch.where(errors > 0, errors / expected, 0.0)

@@ -35,8 +35,7 @@ class Attention:
 
     Attributes:
         call: the last of those that compute it; returns the context.
-        query: as the call that makes the scores is given it.
-        key: ditto.
+        query, key: as the call that makes the scores is given them.
         value: as ``call`` is given it.
         masks: what holds the bias: the scores before and after masking, once or oftener, or a mask, or nothing.
         added: what is added to the product of query and key at once, by ``baddbmm``, besides.

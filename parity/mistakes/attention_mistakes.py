@@ -418,7 +418,7 @@ class _Joined:
     Attributes:
         attention: to all of them.
         keys: how many there are of each stream, in order.
-        queries: ditto; a single number where they are not joined.
+        queries: how many there are of each stream; a single number where they are not joined.
     """
 
     attention: Attention

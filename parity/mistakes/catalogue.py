@@ -58,7 +58,7 @@ from parity.trace.walk import LINEAR, RESHAPES, ancestors, users
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is
-_NEAR_A_GATE = 16  # ditto of a gate, among which its weight is
+_NEAR_A_GATE = 16  # of a gate's ancestors, among which its weight is
 
 
 def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) -> Iterator[Hypothesis]:

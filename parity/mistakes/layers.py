@@ -38,7 +38,7 @@ class _Stack:
         what: TE's parts, before their number; of experts the grouped layer that has them, empty for all.
         numbers: TE's, in order.
         lefts: for each number, one side of the reference for every parameter of the part.
-        rights: ditto, TE's names.
+        rights: for each number, TE's names for every parameter of the part.
         order: for each of the reference's parts, in the reference's order, which number's sides it is (from 0).
     """
 

@@ -25,7 +25,7 @@ class Router:
         scores: among which it chooses, ``[..., experts]``; those of groups that are not chosen may be masked.
         unbiased: the scores before masks, and before a bias is added.
         bias: ``[experts]``, a parameter or a buffer; None where none is added.
-        biasing: the call that adds it; ditto.
+        biasing: the call that adds it; None where none is added.
         taken: the ``gather`` of weights by the choice's indices; None where they are the values that it returns.
         source: what ``taken`` gathers from; None where it is None.
         weighting: the call that returns the chosen experts' weights, ``[..., k]``: ``choice`` itself, ``taken``, or

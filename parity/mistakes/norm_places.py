@@ -107,7 +107,7 @@ def _of_prenormed(call: Call, given: Value, norm: Norm, names: list[str], module
 
 
 _EPS = 1e-5  # TE's default
-_EPS_OF_L2 = 1e-6  # ditto, of L2Normalization
+_EPS_OF_L2 = 1e-6  # TE's default for L2Normalization
 _NEAR = 24  # of a key's ancestors, among which its norm is
 
 Compute = Callable[[Tensor], Tensor]

@@ -39,11 +39,11 @@ class Norm:
         centred: whether the mean is subtracted: LayerNorm, else RMSNorm.
         eps: added to the mean of squares; None for RMSNorm's default, the dtype's machine epsilon.
         gain: ``[width]``, or None.
-        bias: ditto.
+        bias: ``[width]``, or None.
         summed: whether the sum of squares takes the place of their mean: every row has the length 1.
         statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
-        root: dtype to which the reciprocal root is rounded; ditto.
-        before_gain: dtype to which the normalised value is rounded before it is scaled; ditto.
+        root: dtype to which the reciprocal root is rounded; None for the computation's own.
+        before_gain: dtype to which the normalised value is rounded before it is scaled; None for the computation's own.
     """
 
     call: Call

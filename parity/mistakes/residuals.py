@@ -388,8 +388,7 @@ class Branch:
 
     Attributes:
         sum: adds the two.
-        stream: as the sum is given it.
-        result: ditto.
+        stream, result: as the sum is given them.
         calls: that make the result of the stream, in order.
         given: what they are given besides.
     """

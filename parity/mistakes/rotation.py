@@ -329,7 +329,7 @@ class Grid:
         width: its columns.
         of_rows: which pairs turn by the row, ``[rotary / 2]``.
         first: angles of the first patch, ``[rotary / 2]``, FP64.
-        steps: by how much each pair is turned from one row, or column, to the next, ditto.
+        steps: by how much each pair is turned from one row, or column, to the next, ``[rotary / 2]``, FP64.
     """
 
     before: int

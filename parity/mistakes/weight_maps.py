@@ -59,7 +59,7 @@ class Heads:
         groups: number of key and value heads.
         head_dim: channels of one.
         rows: names of the parameters whose rows are a query's, key's or value's channels.
-        columns: ditto of those whose columns are the context's.
+        columns: names of the parameters whose columns are the context's channels.
     """
 
     query: int
@@ -107,7 +107,7 @@ def readings(
     Args:
         left, right: the entry.
         shapes: of the reference's parameters, by name.
-        candidate_shapes: ditto of TE's.
+        candidate_shapes: shapes of TE's parameters, by name.
         heads: of the reference's attention; None where it has none.
         unused: TE's parameters without a gradient, which the reference gives one.
     """
@@ -131,7 +131,7 @@ def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -
 
 
 def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Ditto for the right side: several of TE's parameters hold one of the reference's, or Q, K and V are fused."""
+    """Yield other terms for TE's side: several of its parameters hold one of the reference's, or Q, K, V are fused."""
     unnamed = None if heads is None else replace(heads, rows=frozenset(), columns=frozenset())
     if isinstance(right, str):
         is_fused = heads is not None and set(names(left)) <= heads.rows
@@ -462,7 +462,7 @@ def weight_hypotheses(
     Args:
         weights: the pair's map.
         shapes: of the reference's parameters, by name.
-        candidate_shapes: ditto of TE's.
+        candidate_shapes: shapes of TE's parameters, by name.
         heads: of the reference's attention; None where it has none.
         module: the reference.
         unused: TE's parameters without a gradient, which the reference gives one.

@@ -230,8 +230,8 @@ class Rounding:
     Attributes:
         storage: dtype of stored activations, gradients and GEMM results.
         inputs: format of a linear layer's inputs in its GEMMs; None for ``storage``.
-        weights: ditto of its weights.
-        gradients: ditto of the gradients with respect to its outputs.
+        weights: format of its weights; None for ``storage``.
+        gradients: format of the gradients with respect to its outputs; None for ``storage``.
         rotate_wgrad: whether the two operands of a weight gradient's GEMM are rotated by Hadamard matrices first, which
             cancel in the product.
         parts: which roundings are made. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's

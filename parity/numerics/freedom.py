@@ -322,7 +322,7 @@ class Steps:
 
     Attributes:
         weights: the dtype in which weights go on from step to step; None for FP32 (master weights).
-        moments: ditto of the optimizer's state, by its name, where that is less than FP32.
+        moments: the dtypes of the optimizer's state, by its name, where that is less than FP32.
         each_call: whether each of a step's calls rounds, as PyTorch's do, or the step once at its end.
     """
 

@@ -78,7 +78,7 @@ ADDED_BIAS = "bias"
 """Stands among the names of functions that a port calls for a bias that it adds to a layer's result."""
 
 ADDED_TO_SUM = "bias of a sum"
-"""Ditto for one that it adds after the residual connection, to ``x + layer(x)``."""
+"""What a bias is called that a port adds after the residual connection, to ``x + layer(x)``."""
 
 
 def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:

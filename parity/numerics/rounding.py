@@ -75,7 +75,7 @@ class Attention:
         # What scores become, and the softmax that it comes from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
         self._scores: dict[int, Tensor] = {}  # until the softmax
-        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # ditto: what scores become, these, and their bias
+        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # likewise: what they become, they, their bias
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
 

@@ -138,7 +138,7 @@ class Options:
             choose, but for a case that demands some.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
-        diagnosis: seconds that the search for the cause of a failure may take, ditto; None for no search.
+        diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
     """
 
     precisions: tuple[str, ...] | None

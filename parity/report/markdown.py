@@ -52,7 +52,7 @@ class Digest:
     Attributes:
         environment: where and with what it was made.
         counts: how many items there are of each status, also of those that are not kept.
-        notes: how many items have each note, ditto.
+        notes: how many items have each note, also of those that are not kept.
         uncollected: pairs and files of which nothing was compared, by id.
     """
 

@@ -41,7 +41,7 @@ class Record:
     Attributes:
         environment: where and with what it was made.
         results: in the order in which they arrived.
-        uncollected: what could not be compared at all, ditto.
+        uncollected: what could not be compared at all, in the order in which it arrived.
         damaged: numbers of the last lines that could not be read, as a crash or a full disk leaves them.
     """
 

@@ -30,7 +30,7 @@ from parity.trace.trace import Edit, Trace
 
 _MOST = 32  # sequences
 _CLEARLY = 3.0  # tolerances that a wrong position is off by
-_SURELY = 0.5  # of a position's norm, ditto where three tolerances are more
+_SURELY = 0.5  # of a position's norm, where three tolerances are more
 
 
 Suppose = Callable[[Sequence[int]], Hypothesis]  # from where the port's sequences begin

@@ -24,8 +24,8 @@ from parity.search.screen import CHANGES, EXACT, FAITHFUL, TINY, Effects, Ranked
 
 
 _NEAR = 3.0  # tolerances by which an output may differ: a mistake may cost more rounding than the reference does
-_HELPS = 0.9  # of an output's error before, ditto where that is more
-_PARTIAL = 3.0  # ditto of a mistake that may explain a part alone: of one number the rest may take back what it adds
+_HELPS = 0.9  # of an output's error before, where that is more
+_PARTIAL = 3.0  # for a mistake that may explain a part alone: of one number the rest may take back what it adds
 _AT_LEAST = 0.4  # of a tolerance, which is near enough where the rounding model says too little
 
 
@@ -116,19 +116,19 @@ def _mean(values: Mapping[tuple[Kind, str], float]) -> float:
 
 
 HELPS = 0.9  # of the error before, which a partial explanation must go below
-HELPS_LITTLE = 0.999  # ditto where the norm of no output's error is too large: what is wrong is below its noise
+HELPS_LITTLE = 0.999  # the same where the norm of no output's error is too large: what is wrong is below its noise
 _MOST = 6  # mistakes whose constant is looked for
 _ROUNDS = 2  # in which both constants of a pair are looked for: each depends on the other
-_MOST_ALIKE = 2  # ditto of one kind: the right place of a factor may not be the one that helps most at first
+_MOST_ALIKE = 2  # of these of one kind: the right place of a factor may not be the one that helps most at first
 _RANGE = math.log(8.0)  # by which the constant may be off, either way
-_FAR = math.log(1000.0)  # ditto where a known constant points the right way, but explains little
+_FAR = math.log(1000.0)  # the same where a known constant points the right way, but explains little
 _STEPS = 30
-_NEARBY = math.log(1.25)  # ditto where a known constant explains: the port's own may lie beside it
+_NEARBY = math.log(1.25)  # the same where a known constant explains: the port's own may lie beside it
 _FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
 _HOPELESS = 0.1  # of the error before, which the right constant goes below where it is known so finely
 _WINDOWS = 3  # that are searched, one beyond the other
 _AS_GOOD = 1.05  # times the error that the best constant leaves
-_INDISTINCT = 1.5  # ditto, where what is left is no more than a faithful port has
+_INDISTINCT = 1.5  # the same where what is left is no more than a faithful port has
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
 _PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``

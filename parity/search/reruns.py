@@ -322,8 +322,8 @@ def _norm(x: Tensor) -> float:
 
 
 _OF_THE_ERROR = 0.3  # that two passes are apart, from where on random numbers are its cause
-_OF_A_GRADIENTS = 1.0  # ditto where outputs are right; two passes are sqrt(2) times it apart if random numbers are all
-_OF_THE_EXPECTED = 1.5  # ditto: two passes that round stochastically are sqrt(2) times as far apart, at most
+_OF_A_GRADIENTS = 1.0  # the same where outputs are right; two passes are sqrt(2) times it apart if all is random
+_OF_THE_EXPECTED = 1.5  # the same: two passes that round stochastically are sqrt(2) times as far apart, at most
 
 
 def random_findings(failure: Failure) -> Iterator[Finding]:

@@ -42,33 +42,33 @@ CHECKS_FOR_SEARCH = 10.0
 """Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
 
 CHECKS_FOR_THE_REST = 4.0
-"""Ditto for gradients, and for roundings."""
+"""What a search for wrong gradients, or for roundings, may compute, in checks."""
 
 CHECKS_FOR_BORDERS = 1.0
-"""Ditto for the borders of a port's sequences, and for positions that begin anew."""
+"""What a search may compute, in checks, for the borders of a port's sequences, and for positions that begin anew."""
 
 CHECKS_FOR_OPERANDS = 2.0
-"""Ditto for calls that read something else than the reference's, of which half is for listing them."""
+"""The same for calls that read something else than the reference's; half of it is for listing them."""
 
 CHECKS_FOR_FILTERS = 2.0
-"""Ditto for matched filters after all of these found nothing."""
+"""The same for matched filters, after all of these found nothing."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)  # of the budget, at the end of each; what is left out then comes after all of them
-_SPENT_BY_ONE = 0.92  # ditto, after which two are tried
+_SPENT_BY_ONE = 0.92  # of the budget, after which two are tried
 _AT_ONE_PLACE = 0.6  # of a stage's share, at the end of mistakes at single places
 _FOR_SEVERAL = 0.05  # of the whole budget, in one stage, whatever single places took: few are tried, where one helps
-_FOR_CONSTANTS = 0.15  # ditto, at most
+_FOR_CONSTANTS = 0.15  # of the whole budget, at most
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
-_VERIFIED_OF_FEW = 40  # ditto where outputs are few numbers, which do not tell the right one from others
+_VERIFIED_OF_FEW = 40  # where outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # of mistakes, by what each does alone
 _TUNED = 2  # of them, whose constants are looked for
 _SPENT_BY_PAIRS = 0.96  # of the budget, at the end of that
 _PARTIAL = 6  # partial explanations on which a second hypothesis is tried
 _DIGITS = 3  # of the share of the error that they leave: those that leave as much do the same
 _MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
-_BY_A_CONSTANT = 0.01  # ditto of one whose constant was fitted: the best eps or factor takes some of almost any error
-_OF_MOST_ROWS = 0.3  # of the error of a row on average, ditto
+_BY_A_CONSTANT = 0.01  # for one whose constant was fitted: the best eps or factor takes some of almost any error
+_OF_MOST_ROWS = 0.3  # the same, of the error of a row on average
 _FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # of a module or a parameter; 0.5 is none
 

@@ -35,7 +35,7 @@ class Explanation:
         misfit: the tensors' errors under the hypotheses, in units of what the precision costs, their root mean square.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
-        after: ditto under the hypotheses.
+        after: its relative L2 error under the hypotheses.
     """
 
     hypotheses: tuple[Hypothesis, ...]

@@ -101,7 +101,7 @@ class Geometry:
 
         Args:
             query_rows: None where they are fused.
-            key_rows: ditto.
+            key_rows: None where they are fused.
             all_rows: of query, key and value together.
         """
         for head_dim in self.head_dims or _USUAL_HEAD_DIMS:
@@ -359,7 +359,7 @@ def _fused_layouts(
 
     Args:
         left: for each kind, the reference's one side or three.
-        right: ditto of the candidate; None for a bias that one of its three units has not.
+        right: the candidate's, likewise; None for a bias that one of its three units lacks.
         geometries: groups and head dimensions that are possible.
     """
     fused_left = len(next(iter(left.values()))) == 1

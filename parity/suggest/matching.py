@@ -22,8 +22,7 @@ class Group:
     """Units of both modules that hold the same numbers, e.g. ``q_proj``, ``k_proj`` and ``v_proj`` and TE's ``qkv``.
 
     Attributes:
-        reference: in the order of their parts.
-        candidate: ditto.
+        reference, candidate: in the order of their parts.
         parts: what the candidate's units compute; empty where no name tells.
         named: whether names put them together; else their shapes did, and the order of the reference's is a guess.
     """
@@ -42,7 +41,7 @@ class Matching:
         groups: units that belong together.
         exchangeable: groups, one unit each, that only their order matched: any of them may hold any other's numbers.
         reference_left: units that have no counterpart.
-        candidate_left: ditto.
+        candidate_left: the candidate's units that have no counterpart.
         misfits: groups among those left that names put together, but that hold different numbers of elements.
     """
 
@@ -62,8 +61,7 @@ def match(
     how layers are numbered; if the two have different numbers of them, names decide nothing.
 
     Args:
-        reference: units that are to be matched.
-        candidate: ditto.
+        reference, candidate: units that are to be matched.
         told: what the names of both tell, see ``parts_by_unit``; may tell of further units.
     """
     left = {unit: told[0].get(unit, ()) for unit in reference}

@@ -65,7 +65,7 @@ def problems_of(
     Args:
         misfits: groups that no layout fits.
         reference_left: units with those parameters that no alternative has.
-        candidate_left: ditto.
+        candidate_left: the same for the candidate's units.
         parameters: of both modules.
     """
     told = {

@@ -60,7 +60,7 @@ def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[st
 
     Args:
         reference: names of the reference's outputs that require no gradient.
-        candidate: ditto of the candidate's.
+        candidate: names of the candidate's outputs that require no gradient.
     """
     detached = [name for name in candidate if name not in reference]
     if not detached:

@@ -133,7 +133,7 @@ class Trace:
         calls: those that return or change tensors.
         tensors: each value's tensor, detached.
         parameters: names of the values that are parameters, by number.
-        buffers: ditto of buffers.
+        buffers: names of the values that are buffers, by number.
         optimizers: those of ``torch.optim`` that made steps.
         clips: the largest norm of each clipping of gradients.
     """

@@ -39,7 +39,7 @@ from parity.cpu.triton import replacements
 # ``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
 # ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
 # ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
-# ``tensor.cuda()``                      ``tensor.cpu()``                       ditto
+# ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
 # ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
 # =====================================  =====================================  =======================================
 #
