@@ -49,7 +49,7 @@ def record(number: int) -> dict[str, float]:
 
 
 def _lines(number: int) -> tuple[str, Iterator[str]]:
-    """The environment's line and, one after another, those of results of as many items."""
+    """Return the environment's line and, one after another, those of results of as many items."""
     from parity.report import record as lines
     from parity.report.environment import Environment
     from parity.result import Check, Errors, Result, TensorResult

@@ -41,14 +41,14 @@ MEMORY_LIMIT = 1.5
 
 
 def plain_pass(dtype: torch.dtype) -> Callable[[], None]:
-    """A forward and backward pass of the plain layer."""
+    """Return a forward and backward pass of the plain layer."""
     layer = reference.LlamaLayer(HIDDEN, FFN, HEADS, GROUPS).to(dtype)
     x = torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype, requires_grad=True)
     return lambda: layer(x).backward(x.detach())
 
 
 def te_pass(precision: Precision) -> Callable[[], None]:
-    """A forward and backward pass of TE's layer under the precision's recipe."""
+    """Return a forward and backward pass of TE's layer under the precision's recipe."""
     kernels = te.kernels("cpu")
     layer = kernels.te.TransformerLayer(
         HIDDEN,

@@ -21,7 +21,7 @@ CASES = Path(__file__).parents[1] / "cases"
 
 
 def cases(names: Sequence[str], kernels: Kernels) -> Iterator[tuple[Case, CheckedSize]]:
-    """The built-in cases whose names contain one of these; all for none."""
+    """Yield the built-in cases whose names contain one of these; all for none."""
     for file in sorted(CASES.glob("[a-z]*.py")):
         for case in registry.load_file(file):
             if not names or any(name in case.name for name in names):
@@ -29,7 +29,7 @@ def cases(names: Sequence[str], kernels: Kernels) -> Iterator[tuple[Case, Checke
 
 
 def precisions(case: Case, kernels: Kernels) -> list[Precision]:
-    """Those of the case that run here."""
+    """Return those of the case that run here."""
     return [
         precision
         for precision in PRECISIONS.values()

@@ -19,7 +19,7 @@ _BACKENDS = ("auto", "gpu", "cpu")
 
 
 def checked_precisions(precisions: object) -> list[str]:
-    """Names of precisions, at least one."""
+    """Return names of precisions, at least one."""
     if isinstance(precisions, str) or not isinstance(precisions, Iterable):
         raise UserError(f'precisions is a list of names, such as ["bf16"], not {precisions!r}')
     names = list(precisions)

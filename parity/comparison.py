@@ -149,7 +149,7 @@ def judge_at(
     determinism: bool = False,
     other_kernels: bool = True,
 ) -> Judged:
-    """The first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
+    """Take the first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
 
     Args:
         other_kernels: whether what other faithful kernels may do is granted (``parity.numerics.kernel_choices``); a
@@ -165,7 +165,7 @@ def judge_at(
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
-    """The second step of ``compare_at``: the result, with the findings of a failure; ``diagnosis`` as there."""
+    """Take the second step of ``compare_at``: the result, with the findings of a failure; ``diagnosis`` as there."""
     result = judged.result
     if not judged.is_unexplained:
         return result
@@ -326,7 +326,7 @@ def _compared(asked: Asked) -> Judged:
 
 
 def _run(asked: Asked) -> _Ran:
-    """Every pass.
+    """Run every pass.
 
     Raises:
         NotOffered: if TE does not offer the attention backend that is asked for.
@@ -402,7 +402,7 @@ def _advice(error: BaseException) -> str:
 
 
 def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
-    """What the candidate rounds outside of TE's modules, and chooses."""
+    """Return what the candidate rounds outside of TE's modules, and chooses."""
     precision = asked.precision
     with (
         own_recipes(precision.recipe is not None) as recipes,

@@ -90,7 +90,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
-    """The SwiGLU of OpenAI's gpt-oss: both halves clamped, a sharper sigmoid, and up + 1."""
+    """Return the SwiGLU of OpenAI's gpt-oss: both halves clamped, a sharper sigmoid, and up + 1."""
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
@@ -178,7 +178,7 @@ class CoreAttention(nn.Module):
         return (probabilities @ value).transpose(1, 2).reshape(batch, seq_q, heads * head_dim)
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None) -> Tensor:
-        """The same, where the scores would not fit into memory."""
+        """Return the same, where the scores would not fit into memory."""
         band = Band(math.inf if self.window is None else self.window, 0 if self.causal else math.inf)
         mask = None if key_is_padding is None else ~key_is_padding[:, None, None, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))

@@ -259,12 +259,12 @@ def item_name(case: str, precision: str, size_label: str, forced_attention: str 
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """A dict of JSON types; what JSON has no number for becomes ``{"float": "inf"}``."""
+    """Return a dict of JSON types; what JSON has no number for becomes ``{"float": "inf"}``."""
     return _encode(dataclasses.asdict(result))
 
 
 def from_json(record: dict[str, Any]) -> Result:
-    """The inverse of ``to_json``; fields that this version does not know are left out.
+    """Return the inverse of ``to_json``; fields that this version does not know are left out.
 
     Raises:
         pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.

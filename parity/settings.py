@@ -22,7 +22,7 @@ _LONGEST = 1e9
 
 
 def default_seconds() -> float:
-    """What the environment's variable says, for machines on which a search takes longer; 0 for no limit.
+    """Return what the environment's variable says, for machines on which a search takes longer; 0 for no limit.
 
     Raises:
         UserError: if it is no number of seconds.
@@ -37,5 +37,5 @@ def default_seconds() -> float:
 
 
 def seconds_of(text: str) -> float | None:
-    """The number of seconds that a text is; None if it is none."""
+    """Return the number of seconds that a text is; None if it is none."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) <= _LONGEST else None

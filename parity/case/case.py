@@ -49,7 +49,7 @@ class Rng:
         return torch.randint(low, high, shape, generator=self._generator)
 
     def permutation(self, n: int) -> Tensor:
-        """The numbers from 0 to n - 1 in random order, int64."""
+        """Return the numbers from 0 to n - 1 in random order, int64."""
         return torch.randperm(n, generator=self._generator)
 
 
@@ -131,7 +131,7 @@ class Case:
         return self.factory(te, **size)
 
     def runs_at(self, precision: str) -> bool:
-        """Whether the case is compared at the precision of this name where a run asks for it."""
+        """Return whether the case is compared at the precision of this name where a run asks for it."""
         return self.precisions is None or precision in self.precisions
 
     def __str__(self) -> str:
@@ -139,7 +139,8 @@ class Case:
 
 
 def as_case(pair: Case | Pair) -> Case:
-    """The case itself, or one whose builds are copies of the user's own modules, with the weights that both hold.
+    """Return the case itself, or one whose builds are copies of the user's own modules, with the weights that both
+    hold.
 
     Raises:
         UserError: if it is neither; from the build, if a module cannot be copied.
@@ -182,5 +183,5 @@ def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
 
 
 def _plain(inputs: Any) -> Any:
-    """A mapping as a dict, since PyTorch finds no tensors in others, such as what a tokenizer returns."""
+    """Return a mapping as a dict, since PyTorch finds no tensors in others, such as what a tokenizer returns."""
     return dict(inputs) if isinstance(inputs, Mapping) else inputs

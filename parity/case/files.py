@@ -22,7 +22,8 @@ _LOOKS_LIKE_AN_IMPORT = re.compile(rf"(?m)^[^#\n]*\b(import|from)\s[^#\n]*\b{_NA
 
 
 def imports_parity(file: Path) -> bool:
-    """Whether the file imports parity or something of it, in whatever form, or a module beside it does that it imports.
+    """Return whether the file imports parity or something of it, in whatever form, or a module beside it does that it
+    imports.
 
     Such a module may declare pairs for the file. Beside it are the modules in its folder, and those below the folder
     of its outermost package.
@@ -44,7 +45,7 @@ def imports_parity(file: Path) -> bool:
 def that_import_parity(
     paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]
 ) -> Iterator[Path]:
-    """Those of these files that do, and of those below these folders.
+    """Yield those of these files that do, and of those below these folders.
 
     Args:
         paths: files and folders.
@@ -82,7 +83,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _beside(file: Path, module: str) -> Iterator[Path]:
-    """The files that a module's name can mean from this file."""
+    """Yield the files that a module's name can mean from this file."""
     name = module.lstrip(".")
     level = len(module) - len(name)
     for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _root(file)]:
@@ -91,7 +92,7 @@ def _beside(file: Path, module: str) -> Iterator[Path]:
 
 
 def _root(file: Path) -> Path:
-    """The folder that holds the outermost package that the file is in, from which its absolute imports start."""
+    """Return the folder that holds the outermost package that the file is in, from which its absolute imports start."""
     folder = file.parent
     while (folder / "__init__.py").is_file() and folder != folder.parent:
         folder = folder.parent
@@ -120,7 +121,7 @@ class Place:
 
 
 def place_of(caller: FrameType | None) -> Place:
-    """The place of a declaration that this frame makes.
+    """Return the place of a declaration that this frame makes.
 
     Outside of an import it is the frame's own, in a script, a notebook or a test.
     """
@@ -141,7 +142,7 @@ def _place(frame: FrameType, body: CodeType | None) -> Place:
 
 
 def _being_imported(frame: FrameType | None) -> FrameType | None:
-    """The body of the innermost module that is being imported; a main program is not."""
+    """Return the body of the innermost module that is being imported; a main program is not."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and _is_import(frame):
             return frame
@@ -150,7 +151,7 @@ def _being_imported(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_import(body: FrameType) -> bool:
-    """Whether it runs a module's own file; ``exec`` runs a text under the module's name."""
+    """Return whether it runs a module's own file; ``exec`` runs a text under the module's name."""
     origin = getattr(body.f_globals.get("__spec__"), "origin", None)
     if origin is None or body.f_globals.get("__name__") == "__main__":
         return False
@@ -170,7 +171,7 @@ def checkout() -> Path | None:
 
 
 def folder() -> Path:
-    """The folder of the cases that belong to the running package."""
+    """Return the folder of the cases that belong to the running package."""
     found = checkout()
     if found is not None:
         return found

@@ -61,7 +61,7 @@ class Parameters:
 
 
 def other_names(module: nn.Module) -> OtherNames:
-    """The names of a module that are no parameters' own, and those of its LayerNorms."""
+    """Return the names of a module that are no parameters' own, and those of its LayerNorms."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return OtherNames(
@@ -129,19 +129,19 @@ def _together(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def _columns(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
-    """The numbers in each place of the problems' names."""
+    """Return the numbers in each place of the problems' names."""
     each = [[int(number) for number in _NUMBER.findall(f"{p.text}\n{p.advice}")] for p in problems]
     return list(zip(*each, strict=True))
 
 
 def _are_all_combinations(problems: Sequence[Problem]) -> bool:
-    """Whether the numbers that vary independently, as of layers and experts, occur in all combinations."""
+    """Return whether the numbers that vary independently, as of layers and experts, occur in all combinations."""
     independent = {tuple(number - column[0] for number in column): len(set(column)) for column in _columns(problems)}
     return math.prod(independent.values()) == len(problems)
 
 
 def _merged(problems: Sequence[Problem]) -> Problem:
-    """One problem, with ranges for its numbers."""
+    """Return one problem, with ranges for its numbers."""
     ranges = iter([_ranges(sorted(set(column))) for column in _columns(problems)])
     text = _NUMBER.sub(lambda _: next(ranges), problems[0].text)
     return replace(problems[0], text=text, advice=_NUMBER.sub(lambda _: next(ranges), problems[0].advice))
@@ -164,7 +164,7 @@ UNTIED = "and the reference has two parameters: tie these, or build the TE modul
 def tied_in_entry(
     left: Side, right: Side, weights: WeightMap, reference: Parameters, candidate: Parameters
 ) -> Iterator[str]:
-    """What is wrong with the names in an entry that are further names of tied parameters."""
+    """Yield what is wrong with the names in an entry that are further names of tied parameters."""
     firsts = [_first(side, module) for side, module in ((left, reference), (right, candidate))]
     if None not in firsts and weights.get(str(firsts[0])) == firsts[1]:
         yield f'both modules tie this to "{firsts[0]}", which has an entry: leave this one out'
@@ -193,7 +193,7 @@ def tied_elsewhere(name: str, shape: Shape, there: Parameters, here: Parameters)
 
 
 def fill_both(weights: WeightMap, first: str, name: str) -> str:
-    """What to do where the reference ties a parameter to ``first``, and TE has its own, ``name``."""
+    """Return what to do where the reference ties a parameter to ``first``, and TE has its own, ``name``."""
     filled = weights.get(first)
     both = describe(Copies((filled, name))) if isinstance(filled, str) else f'copies(..., "{name}")'
     return f'tie TE\'s, or write "{first}": {both}'
@@ -296,7 +296,7 @@ _BIAS, _WEIGHT = "bias", "weight"
 
 
 def unused_of_reference(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
-    """What to say of the reference's parameters that the map leaves out."""
+    """Yield what to say of the reference's parameters that the map leaves out."""
     used = {name for left in weights if isinstance(left, SIDES) for name in names(left)}
     for name, shape in reference.shapes.items():
         if name in used:
@@ -311,7 +311,7 @@ def unused_of_reference(weights: WeightMap, reference: Parameters, candidate: Pa
 
 
 def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
-    """What to say of TE's parameters that the map does not fill."""
+    """Yield what to say of TE's parameters that the map does not fill."""
     used = {name for right in weights.values() if isinstance(right, SIDES) for name in names(right)}
     for name, shape in candidate.shapes.items():
         if name in used:
@@ -337,7 +337,7 @@ def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameter
 
 
 def norm_without_bias(bias: str, weights: WeightMap, reference: Parameters, candidate: Parameters) -> str | None:
-    """The weight of the reference's norm that has no bias, as an RMSNorm, where TE's norm has this one.
+    """Return the weight of the reference's norm that has no bias, as an RMSNorm, where TE's norm has this one.
 
     None where the parameter is no bias of a norm, or the reference's norm has one or is PyTorch's LayerNorm.
     """
@@ -352,7 +352,7 @@ def norm_without_bias(bias: str, weights: WeightMap, reference: Parameters, cand
 
 
 def _norm_of_bias(bias: str, weights: WeightMap, reference: Parameters, candidate: Parameters) -> str | None:
-    """The weight of TE's norm that has no bias, where the reference's norm has this one."""
+    """Return the weight of TE's norm that has no bias, where the reference's norm has this one."""
     weight = _weight_beside(bias, reference.shapes)
     if weight is None:
         return None
@@ -364,7 +364,7 @@ def _norm_of_bias(bias: str, weights: WeightMap, reference: Parameters, candidat
 
 
 def _weight_beside(bias: str, shapes: Mapping[str, Shape]) -> str | None:
-    """The norm's weight that has this bias: they have one shape, where a linear layer's weight is a matrix."""
+    """Return the norm's weight that has this bias: they have one shape, where a linear layer's weight is a matrix."""
     if not bias.endswith(_BIAS) or len(shapes[bias]) != 1:
         return None
     weight = bias.removesuffix(_BIAS) + _WEIGHT
@@ -372,7 +372,7 @@ def _weight_beside(bias: str, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _has_bias(weight: str, module: Parameters) -> bool:
-    """Whether a parameter of its shape beside it may be its bias, whatever its name."""
+    """Return whether a parameter of its shape beside it may be its bias, whatever its name."""
     scope, shape = weight.rpartition(".")[0], module.shapes[weight]
     beside = [name for name in module.shapes if name != weight and name.rpartition(".")[0] == scope]
     return any(module.shapes[name] == shape and name.rpartition(".")[2][:1] in "bo" for name in beside)
@@ -432,7 +432,7 @@ def check_entries(
 
 
 def _map_problems(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
-    """What is wrong with the entries that there are."""
+    """Yield what is wrong with the entries that there are."""
     if not isinstance(weights, Mapping):
         raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
     for left, right in weights.items():
@@ -451,7 +451,7 @@ def _map_problems(weights: WeightMap, reference: Parameters, candidate: Paramete
 
 
 def _users(weights: WeightMap, side: int) -> dict[str, list[tuple[Side, Side]]]:
-    """The entries that mention each parameter on their left (0) or right (1) side."""
+    """Return the entries that mention each parameter on their left (0) or right (1) side."""
     users: dict[str, list[tuple[Side, Side]]] = defaultdict(list)
     for entry in weights.items():
         if isinstance(entry[0], SIDES) and isinstance(entry[1], SIDES):
@@ -467,7 +467,7 @@ def _entry_problems(
     candidate_shapes: Mapping[str, Shape],
     known: bool,
 ) -> Iterator[str]:
-    """What is wrong with an entry but for its names; ``known`` says whether these are parameters' names."""
+    """Yield what is wrong with an entry but for its names; ``known`` says whether these are parameters' names."""
     entry = _describe_entry(left, right)
     strangers = [side for side in (left, right) if not isinstance(side, SIDES)]
     for side in strangers:
@@ -509,7 +509,7 @@ def _unknown_names(side: Side, module: Parameters) -> Iterator[str]:
 
 
 def _closest(name: str, known: Mapping[str, Shape]) -> str | None:
-    """The only name with a prefix more or a prefix less, or else the one with the most letters in common."""
+    """Return the only name with a prefix more or a prefix less, or else the one with the most letters in common."""
     within = sorted((other for other in known if name.endswith(f".{other}")), key=len)
     below = [other for other in known if other.endswith(f".{name}")]
     found = within[-1:] or (below if len(below) == 1 else difflib.get_close_matches(name, known, n=1))

@@ -31,14 +31,14 @@ _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def checked_name(name: object) -> str:
-    """A case's name, of letters, digits, ``_``, ``-`` and ``.``."""
+    """Return a case's name, of letters, digits, ``_``, ``-`` and ``.``."""
     if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
         raise UserError("a name consists of letters, digits, '_', '-' and '.'")
     return name
 
 
 def checked_factory(factory: Any) -> Callable[..., Pair]:
-    """A function whose first parameter is ``te``."""
+    """Return a function whose first parameter is ``te``."""
     if isinstance(factory, Case):
         raise UserError(
             f"@pair decorates a function, not the pair {factory.name!r}; declare two pairs by calling "
@@ -60,7 +60,7 @@ def checked_switch(argument: str, value: object) -> bool:
 
 
 def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ...]:
-    """The sizes, each of which ``factory(te, **size)`` accepts."""
+    """Return the sizes, each of which ``factory(te, **size)`` accepts."""
     if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Iterable):
         raise UserError(f"sizes is a list of dicts, one for each size, not {sizes!r}")
     chosen = tuple(sizes)
@@ -77,7 +77,7 @@ def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ..
 
 
 def checked_precisions(precisions: object) -> tuple[str, ...] | None:
-    """Names that ``parity.te.precision`` knows; None stays None."""
+    """Return names that ``parity.te.precision`` knows; None stays None."""
     if precisions is None:
         return None
     from parity.te.precision import PRECISIONS
@@ -94,7 +94,7 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
 
 
 def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
-    """Names of attention backends."""
+    """Return names of attention backends."""
     chosen = _strings("attention", backends)
     unknown = [name for name in chosen if name not in BACKENDS]
     if unknown:
@@ -103,7 +103,7 @@ def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
 
 
 def checked_marks(marks: object) -> tuple[str, ...]:
-    """Names of pytest marks."""
+    """Return names of pytest marks."""
     chosen = _strings("marks", marks)
     for mark in chosen:
         if not mark.isidentifier():
@@ -112,7 +112,7 @@ def checked_marks(marks: object) -> tuple[str, ...]:
 
 
 def are_same(entry: object, other: object) -> bool:
-    """Whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
+    """Return whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
     try:
         return bool(entry == other)
     except (RuntimeError, ValueError):  # they compare element by element
@@ -227,7 +227,7 @@ def pair(
 
 
 def cases() -> list[Case]:
-    """Every declared case, in the order of declaration."""
+    """Return every declared case, in the order of declaration."""
     return list(_CASES.values())
 
 
@@ -265,7 +265,7 @@ def load_file(path: str | Path) -> list[Case]:
 
 
 def load_case(path: str | Path, name: str) -> Case:
-    """The case of this name that a file declares.
+    """Return the case of this name that a file declares.
 
     Raises:
         UserError: as ``load_file``, and if the file declares no such case; lists those that it does.
@@ -278,7 +278,7 @@ def load_case(path: str | Path, name: str) -> Case:
 
 
 def load(target: str) -> list[Case]:
-    """The cases of a file, or the one that a pytest id such as ``my_pairs.py::my_mlp[bf16-2x64]`` names.
+    """Return the cases of a file, or the one that a pytest id such as ``my_pairs.py::my_mlp[bf16-2x64]`` names.
 
     Raises:
         UserError: as ``load_file`` and ``load_case``.
@@ -288,7 +288,7 @@ def load(target: str) -> list[Case]:
 
 
 def load_entry_points() -> list[Case]:
-    """The cases of installed packages, whose entry points in the group ``parity.pairs`` name modules.
+    """Return the cases of installed packages, whose entry points in the group ``parity.pairs`` name modules.
 
     Raises:
         UserError: if such a module cannot be imported or declares no case; names the package and the module.
@@ -354,7 +354,7 @@ def _qualified_name(factory: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _cases_of(module: ModuleType) -> list[Case]:
-    """The cases that are declared in a module's file, or in its submodules."""
+    """Return the cases that are declared in a module's file, or in its submodules."""
     file = getattr(module, "__file__", None)
     path = Path(file).resolve() if file else None
 
@@ -366,7 +366,7 @@ def _cases_of(module: ModuleType) -> list[Case]:
 
 
 def _imported_from(path: Path) -> ModuleType | None:
-    """The module that was imported from this file, unless what it declared has been undone."""
+    """Return the module that was imported from this file, unless what it declared has been undone."""
     for name in {_place(case).module for case in _CASES.values() if case.path == path}:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
@@ -392,7 +392,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def import_failure(path: Path, error: BaseException) -> str:
-    """What a file raised while it was imported, and in which of its lines."""
+    """Return what a file raised while it was imported, and in which of its lines."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {_told(error)}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

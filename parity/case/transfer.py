@@ -15,7 +15,7 @@ from parity.case.weight_map import Copies, Shape, Side, WeightMap, holds, linear
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, Shape]:
-    """The shapes of a module's parameters, by name."""
+    """Return the shapes of a module's parameters, by name."""
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
@@ -50,7 +50,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def to_reference(
     weights: WeightMap, candidate_tensors: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """The inverse of ``to_candidate``, but constants are dropped, and of copies the first counts."""
+    """Invert ``to_candidate``; constants are dropped, and of copies the first counts."""
     inverse = ((right, left) for left, right in weights.items())
     like = torch.empty(0)
     return {
@@ -120,7 +120,7 @@ def _norms(weights: WeightMap) -> dict[str, list[str]]:
 
 
 def _submodules_in(te_module: str, weights: WeightMap) -> set[str]:
-    """The reference's submodules whose parameters a module of TE holds alone."""
+    """Return the reference's submodules whose parameters a module of TE holds alone."""
     return {
         _holder(name)
         for left, right in weights.items()
@@ -130,7 +130,7 @@ def _submodules_in(te_module: str, weights: WeightMap) -> set[str]:
 
 
 def _holder(parameter: str) -> str:
-    """The module that has a parameter of this name."""
+    """Return the module that has a parameter of this name."""
     return parameter.rpartition(".")[0]
 
 

@@ -77,7 +77,7 @@ class _EveryDeviceIsMeta(TorchFunctionMode):
 
 
 def _names_device(argument: Any, moves: bool) -> bool:
-    """Whether a positional argument is a device; ``Tensor.to`` takes one as a string or index, too."""
+    """Return whether a positional argument is a device; ``Tensor.to`` takes one as a string or index, too."""
     if isinstance(argument, torch.device):
         return True
     return moves and isinstance(argument, (str, int)) and not isinstance(argument, bool)
@@ -126,7 +126,8 @@ def check_module(role: str, module: Any) -> None:
 
 
 def parameters_outside_te(pair: Pair) -> frozenset[str]:
-    """Names of the reference's parameters that the candidate holds in no module of TE's, nor in one derived from these.
+    """Return names of the reference's parameters that the candidate holds in no module of TE's, nor in one derived from
+    these.
 
     A parameter that is tied to one of TE's, as a head's to an embedding's, is within.
     """
@@ -142,12 +143,12 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
 
 
 def of_te(module: nn.Module) -> dict[str, nn.Module]:
-    """The module itself and those in it that are TE's, or derived from these, by their names in it."""
+    """Return the module itself and those in it that are TE's, or derived from these, by their names in it."""
     return {name: part for name, part in module.named_modules() if _is_te(part)}
 
 
 def has_te(module: nn.Module) -> bool:
-    """Whether there is one."""
+    """Return whether there is one."""
     return bool(of_te(module))
 
 
@@ -203,7 +204,7 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
 
 
 def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[AttentionBackend | None]:
-    """The attention backends to force, each in an item of its own; None lets TE choose.
+    """Return the attention backends to force, each in an item of its own; None lets TE choose.
 
     Args:
         case: may demand some, where the run leaves it open.
@@ -222,7 +223,7 @@ def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[Atten
 
 
 def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
-    """The size, with the shape of the first input tensor as label."""
+    """Return the size, with the shape of the first input tensor as label."""
     with located(case, size):
         pair, drawn = _build_without_memory(case, te, size)
         _check_plain(pair)
@@ -267,7 +268,7 @@ def located(case: Case, size: Size) -> Iterator[None]:
 
 
 def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
-    """The pair and its inputs, without memory if they can be built so."""
+    """Return the pair and its inputs, without memory if they can be built so."""
     try:
         with without_memory():
             pair = case.build(te, size)
@@ -282,7 +283,7 @@ def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair,
 
 
 def build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:
-    """The pair at a size, and its inputs.
+    """Return the pair at a size, and its inputs.
 
     Raises:
         UserError: if the factory or ``inputs`` raises, or the factory returns no pair of two modules.
@@ -350,7 +351,7 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
 
 
 def _labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
-    """Each shape, made unique by the entries in which the sizes that share it differ."""
+    """Return each shape, made unique by the entries in which the sizes that share it differ."""
     sharing = [[other for j, other in enumerate(sizes) if shapes[j] == shape] for shape in shapes]
     labels = [
         "-".join([shape, *(_entry_label(key, size) for key in _differing(group) if key in size)])
@@ -361,7 +362,7 @@ def _labels(shapes: Sequence[str], sizes: Sequence[Size]) -> list[str]:
 
 
 def _differing(sizes: Sequence[Size]) -> list[str]:
-    """The keys, in order of appearance, whose values are not the same in all sizes."""
+    """Return the keys, in order of appearance, whose values are not the same in all sizes."""
     keys = dict.fromkeys(key for size in sizes for key in size)
     return [key for key in keys if not all(key in size and are_same(size[key], sizes[0].get(key)) for size in sizes)]
 

@@ -231,7 +231,7 @@ class RopeHalves:
         return [self._exchange(value, (2, self.rotary_dim // 2))]
 
     def _exchange(self, value: Tensor, rows: tuple[int, int]) -> Tensor:
-        """Each head's first ``rotary_dim`` rows, seen as a matrix of rows, transposed."""
+        """Return each head's first ``rotary_dim`` rows, seen as a matrix of rows, transposed."""
         heads = value.unflatten(0, (-1, self.head_dim))
         rotated, kept = heads.split([self.rotary_dim, self.head_dim - self.rotary_dim], 1)
         rotated = rotated.unflatten(1, rows).transpose(1, 2).flatten(1, 2)
@@ -316,7 +316,7 @@ _MOST_SHOWN = 16  # numbers of an order
 
 
 def names(side: Side) -> Iterator[str]:
-    """The parameters that a side mentions, from left to right."""
+    """Yield the parameters that a side mentions, from left to right."""
     if isinstance(side, str):
         yield side
     elif not isinstance(side, Constant):
@@ -325,14 +325,14 @@ def names(side: Side) -> Iterator[str]:
 
 
 def holds(side: Side, kind: type[Constant] | type[Copies]) -> bool:
-    """Whether a term of this kind occurs in it."""
+    """Return whether a term of this kind occurs in it."""
     if isinstance(side, (str, Constant)):
         return isinstance(side, kind)
     return isinstance(side, kind) or any(holds(part, kind) for part in side.parts)
 
 
 def shape_of(side: Side, shapes: Mapping[str, Shape]) -> Shape:
-    """The shape of the packed tensor.
+    """Return the shape of the packed tensor.
 
     Raises:
         MisfitError: if the parts do not go together.
@@ -350,7 +350,7 @@ def shape_of(side: Side, shapes: Mapping[str, Shape]) -> Shape:
 
 
 def pack(side: Side, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """One tensor from the parameters of a side; constants get the dtype and device of ``like``."""
+    """Return one tensor from the parameters of a side; constants get the dtype and device of ``like``."""
     if isinstance(side, str):
         return tensors[side]
     if isinstance(side, Constant):
@@ -359,7 +359,7 @@ def pack(side: Side, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
 
 
 def unpack(side: Side, value: Tensor, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The inverse of ``pack``: the parameters of a side, whose shapes are given, from the packed tensor."""
+    """Return the inverse of ``pack``: the parameters of a side, whose shapes are given, from the packed tensor."""
     if isinstance(side, str):
         return {side: value}
     if isinstance(side, Constant):
@@ -385,7 +385,7 @@ def linear_part(side: Side) -> Side:
 
 
 def renamed(side: Side, rename: Callable[[str], Side]) -> Side:
-    """The same layout of parameters of other names, or of terms in their places."""
+    """Return the same layout of parameters of other names, or of terms in their places."""
     if isinstance(side, str):
         return rename(side)
     if isinstance(side, Constant):
@@ -394,7 +394,7 @@ def renamed(side: Side, rename: Callable[[str], Side]) -> Side:
 
 
 def describe(side: object, module: str = "") -> str:
-    """The expression that builds a side, as a user would write it.
+    """Return the expression that builds a side, as a user would write it.
 
     Args:
         side: what stands on a side of a weight map.
@@ -412,7 +412,7 @@ def describe(side: object, module: str = "") -> str:
 
 
 def _short(value: object) -> str:
-    """An option's value; of an order of hundreds of rows its ends."""
+    """Return an option's value; of an order of hundreds of rows its ends."""
     if not isinstance(value, tuple) or len(value) <= _MOST_SHOWN:
         return repr(value)
     first, last = (", ".join(map(repr, some)) for some in (value[:3], value[-3:]))
@@ -448,7 +448,7 @@ WeightMap = Mapping[Side, Side]
 
 
 def stack(*terms: Side, dim: int = 0) -> Term:
-    """The terms one after the other along an existing dimension: gate over up, or Q over K over V.
+    """Return the terms one after the other along an existing dimension: gate over up, or Q over K over V.
 
     Args:
         terms: of equal shape but for ``dim``.
@@ -463,12 +463,13 @@ def experts(*terms: Side) -> Term:
 
 
 def transpose(term: Side) -> Term:
-    """The term with its last two dimensions exchanged, e.g. a Conv1D weight ``[in, out]`` as ``[out, in]``."""
+    """Return the term with its last two dimensions exchanged, e.g. a Conv1D weight ``[in, out]`` as ``[out, in]``."""
     return Transpose(_sides("transpose", term))
 
 
 def shift(term: Side, by: float) -> Term:
-    """The term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's ``zero_centered_gamma`` stores it.
+    """Return the term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's ``zero_centered_gamma`` stores
+    it.
 
     In FP64 a shift by 1 of values that were rounded to a narrower dtype is exact, there and back, where their magnitude
     is 0 or between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16: below, the last
@@ -508,7 +509,8 @@ def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_di
 
 
 def separated_qkv(term: Side, *, groups: int, head_dim: int) -> Term:
-    """All of Q, then K, then V, from a term that ``interleaved_qkv`` describes; the number of heads is found from it.
+    """Return all of Q, then K, then V, from a term that ``interleaved_qkv`` describes; the number of heads is found
+    from it.
 
     E.g. GPT-2's fused weight in TE's: ``{transpose("c_attn.weight"): separated_qkv("qkv.weight", groups=12,
     head_dim=64)}``.
@@ -537,7 +539,7 @@ def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> 
 
 
 def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
-    """The term in another order of its elements or another shape, as ``einops.rearrange`` says it.
+    """Return the term in another order of its elements or another shape, as ``einops.rearrange`` says it.
 
     Gate and up in alternate rows, as gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two ffn)
     hidden", two=2)``. A convolution over patches, as a linear layer: ``rearrange("conv.weight", "out c h w -> out (c h
@@ -566,7 +568,8 @@ def copies(*terms: Side) -> Term:
 
 
 def constant(value: float, *shape: int) -> Term:
-    """A parameter that the reference lacks and TE has, e.g. ``{constant(0.0, hidden): "fc1_bias"}``; left sides only.
+    """Return a parameter that the reference lacks and TE has, e.g. ``{constant(0.0, hidden): "fc1_bias"}``; left sides
+    only.
 
     Its gradient has no counterpart in the reference and is dropped.
     """
@@ -577,7 +580,7 @@ def constant(value: float, *shape: int) -> Term:
 
 
 def under(weights: WeightMap, reference: str, candidate: str | None = None) -> dict[Side, Side]:
-    """The map of a module that lies within another: each name with a prefix.
+    """Return the map of a module that lies within another: each name with a prefix.
 
     A layer's map, written once, serves every layer: ``{left: right for i in range(32) for left, right in under(LAYER,
     f"layers.{i}.").items()}``.

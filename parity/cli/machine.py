@@ -46,7 +46,7 @@ class Diagnosis:
     libraries: str
 
     def __str__(self) -> str:
-        """A table of versions, a table with a column for each GPU, and the notes that its cells refer to."""
+        """Return a table of versions, a table with a column for each GPU, and the notes that its cells refer to."""
         notes: dict[str, int] = {}
 
         def cell(answer: str) -> str:
@@ -94,7 +94,7 @@ def availability(backend: Literal["gpu", "cpu"]) -> Availability:
 
 
 def emulated_availability() -> tuple[dict[str, Availability], str]:
-    """What runs on each emulated GPU, by its name, and the libraries that it has.
+    """Return what runs on each emulated GPU, by its name, and the libraries that it has.
 
     Where something runs, ``yes`` may be followed by what TE would say with older libraries: what a real GPU needs.
     """
@@ -117,7 +117,7 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
 
 
 def _with_needs(answer: str, *on_older: str) -> str:
-    """What runs, with what TE says where a library is older; what does not run, with its reason."""
+    """Return what runs, with what TE says where a library is older; what does not run, with its reason."""
     said = [older.partition(": ")[2] for older in on_older if older != "yes"]
     return answer if answer != "yes" or not said else f"yes: {' '.join(dict.fromkeys(said))}"
 

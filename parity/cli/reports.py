@@ -61,7 +61,7 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
 
 
 def _read(file: Path) -> Record:
-    """The record; what of it is damaged is told, and what is left."""
+    """Return the record; what of it is damaged is told, and what is left."""
     run = record.read(file)
     if run.damaged:
         first, last = run.damaged[0], run.damaged[-1]

@@ -62,7 +62,7 @@ def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def cases(paths: Sequence[str] | None) -> list[Case]:
-    """The cases of those files, or of those ids, in the order of declaration.
+    """Return the cases of those files, or of those ids, in the order of declaration.
 
     A folder's file without pairs may be there to help others.
 
@@ -124,7 +124,7 @@ def _default_files() -> Iterator[str]:
 
 
 def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
-    """The file of a module, or those of a package that import parity."""
+    """Return the file of a module, or those of a package that import parity."""
     try:
         spec = util.find_spec(entry_point.module)
     except ImportError:
@@ -219,7 +219,7 @@ def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
 
 
 def _unknown(files: Sequence[str]) -> Iterator[str]:
-    """What ids may have meant that workers did not find: these import the files, and this process does not."""
+    """Yield what ids may have meant that workers did not find: these import the files, and this process does not."""
     ids = [file for file in files if "::" in file]
     if not ids:
         return
@@ -286,7 +286,7 @@ def as_plugins(
 
 
 def workers(text: str) -> list[str]:
-    """The argument of pytest-xdist for so many processes, or ``auto``.
+    """Return the argument of pytest-xdist for so many processes, or ``auto``.
 
     Raises:
         UserError: if it is neither.

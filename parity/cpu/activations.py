@@ -162,7 +162,7 @@ def _halves(tensor: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def value(function: Pointwise | Gated, x: Tensor, interleave: int = 0) -> Tensor:
-    """The function of FP32 ``x``, a new tensor."""
+    """Return the function of FP32 ``x``, a new tensor."""
     if isinstance(function, Pointwise):
         return function.value(x)
     gate, up = _halves(x, interleave)
@@ -170,7 +170,7 @@ def value(function: Pointwise | Gated, x: Tensor, interleave: int = 0) -> Tensor
 
 
 def gradient(function: Pointwise | Gated, grad: Tensor, x: Tensor, interleave: int = 0) -> Tensor:
-    """The gradient of ``x`` for the gradient ``grad`` of the function, all FP32; a new tensor."""
+    """Return the gradient of ``x`` for the gradient ``grad`` of the function, all FP32; a new tensor."""
     if isinstance(function, Pointwise):
         return function.gradient(grad, x)
     gate, up = _halves(x, interleave)
@@ -198,13 +198,13 @@ def gradient(function: Pointwise | Gated, grad: Tensor, x: Tensor, interleave: i
 
 
 def _forward(function: Pointwise | Gated, input: Tensor, quantizer: Any) -> Any:
-    """A result in the input's dtype, or quantized."""
+    """Return a result in the input's dtype, or quantized."""
     values = value(function, input.float())
     return store(values, quantizer, input.dtype, amax_before_rounding=True, kernel="activation")
 
 
 def _backward(function: Pointwise | Gated, grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
-    """A gradient in the dtype of the forward's input, or quantized."""
+    """Return a gradient in the dtype of the forward's input, or quantized."""
     values = gradient(function, grad.float(), fwd_input.float())
     return store(values, quantizer, fwd_input.dtype, amax_before_rounding=True, kernel="activation gradient")
 
@@ -223,7 +223,7 @@ def _backward_with_bias(function: Pointwise, grad: Tensor, fwd_input: Tensor, qu
 
 
 def _kernels(name: str, function: Pointwise | Gated) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The kernels ``name`` and ``dname``."""
+    """Return the kernels ``name`` and ``dname``."""
 
     def forward(input: Tensor, quantizer: Any) -> Any:
         return _forward(function, input, quantizer)
@@ -379,7 +379,7 @@ def scaled_clamped_dswiglu(
 def _scaled_forward(
     function: Pointwise | Gated, input: Tensor, act_scales: Tensor, quantizer: Any, interleave: int = 0
 ) -> Any:
-    """A result in the input's dtype; if there is a quantizer, it casts the rounded result."""
+    """Return a result in the input's dtype; if there is a quantizer, it casts the rounded result."""
     values = value(function, input.float(), interleave).mul_(_row_factors(act_scales, input))
     return _store_unfused(values, quantizer, input.dtype)
 
@@ -393,7 +393,7 @@ def _scaled_backward(
     interleave: int,
     compute_scale_grad: bool,
 ) -> tuple[Any, Tensor | None]:
-    """The input's gradient, and that of ``act_scales`` in its own shape and dtype, or None."""
+    """Return the input's gradient, and that of ``act_scales`` in its own shape and dtype, or None."""
     x, grad = fwd_input.float(), grad.float()
     scale_gradient = None
     if compute_scale_grad:
@@ -404,7 +404,7 @@ def _scaled_backward(
 
 
 def _row_factors(act_scales: Tensor, input: Tensor) -> Tensor:
-    """The scales in FP32, to be broadcast over columns.
+    """Return the scales in FP32, to be broadcast over columns.
 
     Raises:
         ValueError: unless there is one scale for each row of ``input``.

@@ -53,7 +53,7 @@ chosen_gpu: ContextVar[DeviceProperties | None] = ContextVar("chosen_gpu", defau
 
 
 def emulated_gpu() -> DeviceProperties:
-    """The GPU of the context (``parity.cpu.emulated_gpu``), else the environment's.
+    """Return the GPU of the context (``parity.cpu.emulated_gpu``), else the environment's.
 
     Raises:
         BadVariable: as ``environment_gpu``.
@@ -63,7 +63,7 @@ def emulated_gpu() -> DeviceProperties:
 
 @functools.cache
 def environment_gpu() -> DeviceProperties:
-    """The GPU that the environment variable ``PARITY_EMULATED_GPU`` names; a Hopper if it is not set.
+    """Return the GPU that the environment variable ``PARITY_EMULATED_GPU`` names; a Hopper if it is not set.
 
     It is read once: what TE says is available follows from it, and TE remembers what it has said.
 

@@ -67,7 +67,7 @@ def _missing_kernel(name: str, version: Version) -> Callable[..., NoReturn]:
 
 
 def build(version: Version) -> ModuleType:
-    """The module ``transformer_engine_torch`` as this version of TE expects it.
+    """Return the module ``transformer_engine_torch`` as this version of TE expects it.
 
     Each kernel is a function of one of ``KERNEL_FAMILIES`` that stands in its ``__all__``, under the name and with the
     parameters that TE's ``csrc/extensions/pybind.cpp`` gives it.

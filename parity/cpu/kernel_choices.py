@@ -65,7 +65,7 @@ def kernel_choices(*names: str) -> Iterator[None]:
 
 
 def current() -> frozenset[str]:
-    """The names that hold in this thread: those of the context, else of ``PARITY_KERNEL_CHOICES``.
+    """Return the names that hold in this thread: those of the context, else of ``PARITY_KERNEL_CHOICES``.
 
     Raises:
         BadChoice: for a name in the environment that there is not, and for names that contradict each other.

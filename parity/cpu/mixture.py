@@ -65,7 +65,7 @@ def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
 
 
 def _warp_order(columns: int) -> Tensor:
-    """The columns in the order of preference among equals.
+    """Return the columns in the order of preference among equals.
 
     A lane keeps the first of the equals that it meets. When two lanes compare, each keeps its own: lanes that differ by
     16 compare first, neighbours last, and lane 0 tells the result, so the bits of a lane's number count in reverse.
@@ -279,7 +279,7 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def _of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int, radix: bool) -> Tensor:
-    """The scores; ``-inf`` for experts outside the best groups."""
+    """Return the scores; ``-inf`` for experts outside the best groups."""
     groups = scores.view(len(scores) * num_groups, -1)
     best = groups.gather(1, largest(groups, topk // group_topk, radix))
     group_scores = best.cumsum(1)[:, -1].view(len(scores), num_groups)
@@ -324,7 +324,7 @@ def _routed(
 
 
 def _map(chosen: Tensor, shape: torch.Size, routing_map_format: int) -> Tensor:
-    """The routing map; bits are packed the lowest expert into the lowest bit."""
+    """Return the routing map; bits are packed the lowest expert into the lowest bit."""
     routed = torch.zeros(len(chosen), shape[-1], dtype=torch.bool).scatter_(1, chosen, True)
     if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:
         return routed.view(shape)
@@ -333,7 +333,7 @@ def _map(chosen: Tensor, shape: torch.Size, routing_map_format: int) -> Tensor:
 
 
 def _unpacked(routing_map: Tensor, experts: int, use_dense_indices: bool, routing_map_format: int) -> Tensor:
-    """The routing map as bool ``[tokens, experts]``."""
+    """Return the routing map as bool ``[tokens, experts]``."""
     rows = routing_map.reshape(-1, routing_map.shape[-1])
     if use_dense_indices:
         return torch.zeros(len(rows), experts, dtype=torch.bool).scatter_(1, rows.long(), True)
@@ -379,7 +379,7 @@ def fused_moe_aux_loss_fwd(
     topk: int,
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
-    """The loss, a scalar in the dtype of ``probs``, and what the backward pass needs.
+    """Return the loss, a scalar in the dtype of ``probs``, and what the backward pass needs.
 
     Args:
         probs: ``[num_rows, num_cols]``, a column an expert; sequences may lie side by side, so ``num_cols`` is a
@@ -421,7 +421,7 @@ def fused_moe_aux_loss_fwd_graph_safe(
 def fused_moe_aux_loss_bwd(
     Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
 ) -> Tensor:
-    """The gradient of ``probs``, ``[num_rows, num_cols]``, in the dtype of the loss's gradient."""
+    """Return the gradient of ``probs``, ``[num_rows, num_cols]``, in the dtype of the loss's gradient."""
     of_expert = Const_buf[0] * tokens_per_expert.float() * grad_aux_loss.float()
     return of_expert.to(grad_aux_loss.dtype).expand(num_rows, num_cols).contiguous()
 
@@ -485,7 +485,7 @@ def moe_unpermute_fwd(
 
 
 def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int) -> Tensor:
-    """The gradient of the tokens from that of their rows; as ``moe_unpermute_fwd``."""
+    """Return the gradient of the tokens from that of their rows; as ``moe_unpermute_fwd``."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 
@@ -493,7 +493,7 @@ def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor,
 def moe_unpermute_bwd(
     input_bwd: Tensor, input_fwd: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and of the probabilities.
+    """Return the gradients of the rows and of the probabilities.
 
     Args:
         input_bwd: gradient of the tokens, ``[tokens, hidden]``.
@@ -517,7 +517,7 @@ def moe_unpermute_bwd(
 
 
 def _rows(input: Tensor, rows: Tensor) -> Tensor:
-    """The rows of ``input`` with these numbers; zeros for -1."""
+    """Return the rows of ``input`` with these numbers; zeros for -1."""
     return input[rows.clamp(min=0).long()].masked_fill_(rows[:, None] < 0, 0)
 
 
@@ -570,7 +570,7 @@ def fused_multi_row_unpadding(
 def _parts(
     input: Tensor, output: Tensor, input_rows: Sequence[int], output_rows: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each part of the input that has rows, and its place in the output."""
+    """Return each part of the input that has rows, and its place in the output."""
     if len(input_rows) != len(output_rows):
         raise ValueError(f"padding got {len(input_rows)} parts of the input but {len(output_rows)} of the output")
     if input.dim() != 2 or output.dim() != 2:

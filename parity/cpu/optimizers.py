@@ -53,7 +53,7 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: _Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The Euclidean norm of all tensors together, FP32 ``[1]``, and of each, FP32 ``[tensors]``, or empty.
+    """Return the Euclidean norm of all tensors together, FP32 ``[1]``, and of each, FP32 ``[tensors]``, or empty.
 
     Args:
         noop_flag: set to 1 if a sum of squares is infinite or NaN; else left as it is.
@@ -268,7 +268,7 @@ def multi_tensor_adam_fp8(
 
 
 def _update(grad: Tensor, param: Tensor, first: Tensor, second: Tensor, adam: Step) -> Tensor:
-    """The new FP32 parameter; the moments are updated in place."""
+    """Return the new FP32 parameter; the moments are updated in place."""
     value, slope = param.float(), grad.float()
     if adam.decay and not adam.decoupled:
         slope = slope + adam.decay * value

@@ -23,7 +23,7 @@ class UnsupportedTEVersion(UserError, RuntimeError):
 
 
 def installed_version() -> Version:
-    """The version of the installed ``transformer-engine`` package; one newer than ``NEWEST`` is warned of once.
+    """Return the version of the installed ``transformer-engine`` package; one newer than ``NEWEST`` is warned of once.
 
     Raises:
         UnsupportedTEVersion: if it is not installed or older than ``OLDEST``.
@@ -54,12 +54,12 @@ def _warn_of_newer(version: Version) -> None:
 
 
 def has_cross_entropy_gradient_in_forward(version: Version) -> bool:
-    """Whether TE's forward pass of cross entropy computes the gradient of the logits too."""
+    """Return whether TE's forward pass of cross entropy computes the gradient of the logits too."""
     return version < Version("2.19")
 
 
 def has_cross_entropy_gradient_in_fp32(version: Version) -> bool:
-    """Whether that gradient is FP32; before, it overwrote the logits."""
+    """Return whether that gradient is FP32; before, it overwrote the logits."""
     return version >= Version("2.18")
 
 

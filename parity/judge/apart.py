@@ -39,7 +39,7 @@ _LATEST: dict[tuple[Case, CheckedSize], list[Case]] = {}
 
 
 def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
-    """The parts in which a case is compared, the case itself where it is all at once; kept until another one's.
+    """Return the parts in which a case is compared, the case itself where it is all at once; kept until another one's.
 
     Args:
         case, checked: what is compared.
@@ -55,12 +55,12 @@ def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
 
 
 def parts_known(case: Case, checked: CheckedSize) -> list[Case] | None:
-    """What ``parts`` returned last, if it was for this case and size."""
+    """Return what ``parts`` returned last, if it was for this case and size."""
     return _LATEST.get((case, checked))
 
 
 def _part(case: Case, names: tuple[str, ...]) -> Case:
-    """The same case, as if both modules returned these outputs alone."""
+    """Return the same case, as if both modules returned these outputs alone."""
 
     def factory(te: ModuleType, **size: Any) -> Pair:
         pair = case.factory(te, **size)
@@ -74,7 +74,7 @@ def _part(case: Case, names: tuple[str, ...]) -> Case:
 
 
 def gradients_of(case: Case, tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """The verdicts, those on a part's gradients with the names of the outputs that were differentiated."""
+    """Return the verdicts, those on a part's gradients with the names of the outputs that were differentiated."""
     if not case.outputs:
         return tuple(tensors)
     of = ", ".join(case.outputs) if len(case.outputs) <= _FEW else "the other outputs"
@@ -103,7 +103,8 @@ def merged(results: Sequence[Result]) -> Result:
 
 
 def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:
-    """Those of the worst part, then causes that others have beside; if any part has a cause, none of the unexplained.
+    """Return those of the worst part, then causes that others have beside; if any part has a cause, none of the
+    unexplained.
 
     Parts share all but their last steps: what explains one is the likeliest cause of what is unexplained in another.
     """
@@ -122,7 +123,7 @@ def is_explained(result: Result) -> bool:
 
 
 def _determinism(seen: Sequence[Determinism]) -> Determinism | None:
-    """What differed in any of the parts."""
+    """Return what differed in any of the parts."""
     if not seen:
         return None
     differing = dict.fromkeys(label for one in seen for label in one.differing)
@@ -187,7 +188,7 @@ def _shown(number: float) -> str:
 
 
 def _margin(one: float, other: float, modelled: list[float], precision: Precision, table: Table) -> float:
-    """The margin of one number as of an output that has no other; infinite where one alone is not finite."""
+    """Return the margin of one number as of an output that has no other; infinite where one alone is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     models = [_as_output(x) for x in modelled or [one]]

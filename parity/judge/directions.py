@@ -78,7 +78,7 @@ def resemblance(
     expected_norm: float,
     known: Sequence[Direction],
 ) -> Statistic | None:
-    """The mistake that an output's error resembles most; None if none changes this output.
+    """Return the mistake that an output's error resembles most; None if none changes this output.
 
     Args:
         output: its name.
@@ -104,7 +104,7 @@ def resemblance(
 
 
 def coefficient(error: Summed, change: Summed) -> float:
-    """How much of the change the error contains: near 1 where the mistake was made, near 0 where it was not."""
+    """Return how much of the change the error contains: near 1 where the mistake was made, near 0 where it was not."""
     return error.dot(change) / change.total
 
 
@@ -132,7 +132,7 @@ def found_by_filter(
 
 
 def _is_lacking(check: Check) -> bool:
-    """Whether an output's error contains so little of a mistake that it cannot have been made.
+    """Return whether an output's error contains so little of a mistake that it cannot have been made.
 
     The statistic is the coefficient in its standard deviations, so that it says how far the coefficient is from 1.
     """
@@ -140,7 +140,7 @@ def _is_lacking(check: Check) -> bool:
 
 
 def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> list[Finding]:
-    """The mistakes that failed checks have found, each once."""
+    """Return the mistakes that failed checks have found, each once."""
     found: dict[str, Finding] = {}
     for tensor, check, direction in found_by_filter(tensors, known):
         mistake = direction.mistake

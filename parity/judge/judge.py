@@ -206,7 +206,8 @@ def observe(
     dtype: torch.dtype,
     known: Sequence[Direction],
 ) -> list[Statistic]:
-    """The statistics of one tensor for a law; none where candidate, golden or every model has a NaN or an infinity.
+    """Return the statistics of one tensor for a law; none where candidate, golden or every model has a NaN or an
+    infinity.
 
     The two models of a first look may be lucky by any factor in a slice that few roundings decide, and a law that
     bounds this would bound nothing: that is left to the second look, and no slice is expected to err less than average.
@@ -222,7 +223,7 @@ def observe(
 
 
 def _terms(kind: Kind, precision: Precision, least: float) -> float:
-    """The relative error of the terms of which a slice may be the difference.
+    """Return the relative error of the terms of which a slice may be the difference.
 
     A gradient is one behind a softmax, of which a kernel may store what the model holds in FP32, such as the output of
     attention (flash kernels take the sum that they subtract from it). Where gradients are quantized, as much is lost
@@ -345,7 +346,8 @@ def _granted(
 
 
 def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
-    """Which model's error is expected: the largest that is finite, since a faithful port may compute as any does.
+    """Return which model's error is expected: the largest that is finite, since a faithful port may compute as any
+    does.
 
     Where the candidate overflows, that of a model which overflows there, too, if there is one.
     """

@@ -27,7 +27,7 @@ STATISTICS_A_RUN = 20_000
 
 
 def describe() -> str:
-    """How limits are set, in two sentences."""
+    """Return how limits are set, in two sentences."""
     return (
         "Each tensor is judged by several statistics of its error: the norm, the largest element, the worst row and "
         "slice, what leans, what resembles a known mistake; on Gaussian and on probing inputs. A limit is what a "
@@ -78,7 +78,7 @@ class Law:
     largest: float
 
     def limit(self, statistic: str, probability: float = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN) -> float:
-        """The value that a faithful port exceeds with this probability.
+        """Return the value that a faithful port exceeds with this probability.
 
         Args:
             statistic: its name; the limit of one of ``SIGNED`` holds for its magnitude.
@@ -90,7 +90,7 @@ class Law:
         return distance if signed else _exp(self.center + distance)
 
     def deviations(self, value: float, statistic: str) -> float:
-        """How many standard deviations a value lies above the center; the magnitude of a signed one."""
+        """Return how many standard deviations a value lies above the center; the magnitude of a signed one."""
         signed = statistic in SIGNED
         distance = abs(value) if signed else math.log(max(value, SMALLEST_RATIO)) - self.center
         return distance / self._trusted(statistic)
@@ -100,7 +100,7 @@ class Law:
 
 
 def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
-    """The law of values that faithful ports gave.
+    """Return the law of values that faithful ports gave.
 
     Args:
         values: finite, at least one.
@@ -173,7 +173,7 @@ class Table:
     provenance: Mapping[str, Any]
 
     def limit(self, precision: str, kind: str, statistic: str) -> float:
-        """The largest value that passes.
+        """Return the largest value that passes.
 
         Raises:
             UserError: if the table has no law for it.
@@ -257,7 +257,7 @@ def _wrong(error: Exception) -> str:
 
 
 def packaged() -> Table:
-    """The table that comes with parity."""
+    """Return the table that comes with parity."""
     return load(PACKAGED)
 
 

@@ -70,7 +70,8 @@ def second_look(
     port: Port,
     noisy_kernels: tuple[str, ...] = (),
 ) -> tuple[TensorResult, ...]:
-    """The verdicts with more models, if every tensor passes then; else beside what the port's own lines round alone.
+    """Return the verdicts with more models, if every tensor passes then; else beside what the port's own lines round
+    alone.
 
     The first ones where all passed before.
 
@@ -118,7 +119,7 @@ def second_look(
 
 
 def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """The second verdicts of a port that fails, but for the first on a few numbers that failed, as a loss.
+    """Return the second verdicts of a port that fails, but for the first on a few numbers that failed, as a loss.
 
     That chance may move a loss so far is no excuse for it where something else is wrong as well, which moves it, too.
     """
@@ -156,7 +157,7 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Cho
 
 
 def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
-    """The two in turn, with noise."""
+    """Return the two in turn, with noise."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
@@ -240,7 +241,7 @@ _TITLES = frozenset({"norm-statistics", "norm-rounding"})
 def made_by_port_alone(
     tensors: Sequence[TensorResult], prepared: Prepared, known: Sequence[Direction], dtype: torch.dtype
 ) -> bool:
-    """Whether a matched filter finds such a rounding in the port that the reference in the dtype does not make.
+    """Return whether a matched filter finds such a rounding in the port that the reference in the dtype does not make.
 
     Args:
         tensors: the verdicts at first look.
@@ -259,7 +260,7 @@ def made_by_port_alone(
 
 
 def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
-    """What the reference returns where it computes in the dtype; nothing if PyTorch cannot."""
+    """Return what the reference returns where it computes in the dtype; nothing if PyTorch cannot."""
     module = cast_module(copy.deepcopy(prepared.reference), dtype)
     try:
         with torch.no_grad():

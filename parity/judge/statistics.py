@@ -38,7 +38,7 @@ _BY_RUNS_ALONE = 2.0
 
 
 def has_component(direction: Summed) -> bool:
-    """Whether errors can be regressed on it: the scatter of few elements says nothing."""
+    """Return whether errors can be regressed on it: the scatter of few elements says nothing."""
     return direction.values.numel() >= _FEWEST_ELEMENTS and direction.norm != 0.0
 
 
@@ -108,7 +108,8 @@ class Component:
         return math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted)
 
     def _taken_out(self, residual: Tensor) -> float:
-        """The standard deviation of what regression took out of the scatter of the difference of error and model.
+        """Return the standard deviation of what regression took out of the scatter of the difference of error and
+        model.
 
         It leaves ``1 - h`` of the variance at an element that has the share h of the direction's square (its leverage),
         and nothing at the only element that is not 0, as behind a clamp. By the model's error, and the share of it that
@@ -128,7 +129,8 @@ class Component:
         return min(share, math.sqrt(2.0)) * taken_out
 
     def _drawn_leaning(self, difference: float) -> float:
-        """The standard deviation of a difference's component, from how errors lean whose roundings are independent.
+        """Return the standard deviation of a difference's component, from how errors lean whose roundings are
+        independent.
 
         Elements do not show it where few numbers scale them all, as a loss's few scores scale gradients. Two errors
         without a rounding in common differ by the root of 2 times what one varies by; if they have some, by less, and
@@ -156,7 +158,8 @@ def _times_for_few(runs: int) -> float:
 
 
 def _scatter(products: Tensor) -> float:
-    """The standard deviation of the sum of products whose signs are random: singly, by rows, by first or last index.
+    """Return the standard deviation of the sum of products whose signs are random: singly, by rows, by first or last
+    index.
 
     A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so that errors
     are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
@@ -198,7 +201,7 @@ _DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
 
 
 def scatters(drawn: Sequence[Summed]) -> bool:
-    """Whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
+    """Return whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
 
     Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself. They show in the norm of a
     row, or in that of the whole, if others hide them in each row, as in a mean over tokens.
@@ -214,7 +217,8 @@ def scatters(drawn: Sequence[Summed]) -> bool:
 
 
 def slices_scatter(drawn: Sequence[Summed]) -> bool:
-    """Whether few roundings decide how large an error is in a slice across one dimension, as a column whose rows agree.
+    """Return whether few roundings decide how large an error is in a slice across one dimension, as a column whose rows
+    agree.
 
     Args:
         drawn: as for ``scatters``.
@@ -242,7 +246,7 @@ def _roundings(drawn: Sequence[Summed]) -> float:
 
 
 def _rows_scatter(drawn: Sequence[Summed]) -> bool:
-    """Whether a row's norm is far beyond its usual one in some run; the whole tensor's, where rows are short."""
+    """Return whether a row's norm is far beyond its usual one in some run; the whole tensor's, where rows are short."""
     shape = drawn[0].values.shape
     sums = [torch.tensor([error.total]) for error in drawn]
     if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
@@ -279,7 +283,7 @@ def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> f
 
 
 def is_lost(tensor: TensorResult) -> bool:
-    """Whether a tensor is a gradient that is expected to be nothing but rounding, whose size may be anything."""
+    """Return whether a tensor is a gradient that is expected to be nothing but rounding, whose size may be anything."""
     return tensor.kind.endswith("gradient") and tensor.expected.relative_l2 > 1.0
 
 
@@ -350,7 +354,8 @@ class Statistic:
 
 
 def least_error(dtype: torch.dtype, summed_terms: int) -> float:
-    """The relative error that no model may fall below: the rounding of the result, and FP32 steps and sums before it.
+    """Return the relative error that no model may fall below: the rounding of the result, and FP32 steps and sums
+    before it.
 
     Adding n terms of random sign one after the other loses about ``u sqrt(n / 6)`` relative to the sum, with u the unit
     roundoff: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
@@ -371,7 +376,7 @@ def statistics(
     of_parameter: bool = False,
     terms: float = 0.0,
 ) -> Iterator[Statistic]:
-    """Every statistic that a tensor of this shape has.
+    """Yield every statistic that a tensor of this shape has.
 
     Args:
         error: candidate minus golden, FP64 or FP32, finite.
@@ -422,7 +427,7 @@ def statistics(
 
 
 def _slices(shape: torch.Size, of_parameter: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """The statistic, what its slices are called, and the dimensions that are summed over.
+    """Yield the statistic, what its slices are called, and the dimensions that are summed over.
 
     A parameter of more than two dimensions is a stack of matrices, one for each expert: its rows are the slices that
     each matrix would have alone.
@@ -456,7 +461,8 @@ def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float
 
 
 def _chance(count: Count) -> Count:
-    """What the norm of few elements may exceed another's by, three standard deviations of their ratio, and not count.
+    """Return what the norm of few elements may exceed another's by, three standard deviations of their ratio, and not
+    count.
 
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
     """
@@ -498,7 +504,8 @@ def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
 
 
 def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
-    """What the norm of each slice may exceed the largest of the drawn runs' by, as ``_chance``, by their scatter.
+    """Return what the norm of each slice may exceed the largest of the drawn runs' by, as ``_chance``, by their
+    scatter.
 
     One rounding may move all of a slice, as a query's that sees many keys alike moves a row of the queries' weights:
     its elements do not show that, but runs do that round independently. For n independent normal errors the squared

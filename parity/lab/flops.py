@@ -87,7 +87,7 @@ def linear(tokens: int, in_features: int, out_features: int) -> Flops:
 
 
 def visible_pairs(queries: int, keys: int, causal: bool = False, window: int | None = None) -> int:
-    """How many pairs of a query and a key attention has to compute.
+    """Return how many pairs of a query and a key attention has to compute.
 
     Args:
         queries: of one sequence.
@@ -102,7 +102,7 @@ def visible_pairs(queries: int, keys: int, causal: bool = False, window: int | N
 
 
 def query_key_value(sizes: LayerSizes) -> dict[str, Flops]:
-    """The three projections: 6 B s h^2 forward without GQA (Narayanan et al., appendix).
+    """Return the three projections: 6 B s h^2 forward without GQA (Narayanan et al., appendix).
 
     With GQA, keys and values shrink by groups / heads (Megatron-LM, ``num_floating_point_operations``).
     """
@@ -163,7 +163,7 @@ def rms_norm(tokens: int, hidden: int) -> Flops:
 
 
 def logits(tokens: int, hidden: int, vocabulary: int) -> Flops:
-    """The last linear layer: 2 B s h V forward, 6 in all (Narayanan et al., appendix)."""
+    """Return the last linear layer: 2 B s h V forward, 6 in all (Narayanan et al., appendix)."""
     return linear(tokens, hidden, vocabulary)
 
 
@@ -199,7 +199,7 @@ def total(components: Iterable[Flops]) -> int:
 
 
 def in_products(components: Mapping[str, Flops]) -> dict[str, Flops]:
-    """The components that consist of matrix products."""
+    """Return the components that consist of matrix products."""
     return {name: component for name, component in components.items() if component.in_products}
 
 

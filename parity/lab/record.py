@@ -71,7 +71,7 @@ def changes_of_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Names of parity that a module imports at its top level: modules, and what may be one."""
+    """Yield names of parity that a module imports at its top level: modules, and what may be one."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -125,7 +125,7 @@ class Outdated:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What finished runs gave, by their key; a last line that an interruption cut short is left out."""
+    """Return what finished runs gave, by their key; a last line that an interruption cut short is left out."""
     return {entry.key: entry.result for entry in _entries(path)}
 
 
@@ -149,7 +149,7 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
 
 
 def outdated(path: Path, code: Code) -> Outdated | None:
-    """Which results were computed by other code than this, or None if all are of this or there is no record."""
+    """Return which results were computed by other code than this, or None if all are of this or there is no record."""
     latest = {entry.key: entry for entry in _entries(path)}
     others = [entry for entry in latest.values() if entry.code != code]
     if not others:

@@ -83,7 +83,7 @@ def _named(token: str, devices: Sequence[Device], asked: str) -> Device:
 
 
 def visible(environment: Mapping[str, str]) -> list[Device]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, but for those that no process may use.
+    """Return the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, but for those that no process may use.
 
     As in CUDA, an empty value leaves none, the first entry that names no device ends the list, and one that is named
     twice leaves none. Unset, it leaves every GPU, and where a GPU is in MIG mode, each of its slices.
@@ -108,7 +108,8 @@ def _usable(devices: Iterable[Device]) -> list[Device]:
 
 
 def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
-    """The device that CUDA understands by an entry of ``CUDA_VISIBLE_DEVICES``; of a GPU in MIG mode, the first slice.
+    """Return the device that CUDA understands by an entry of ``CUDA_VISIBLE_DEVICES``; of a GPU in MIG mode, the first
+    slice.
 
     An index stays the identifier: CUDA may count GPUs of different models in another order than NVML, and only CUDA's
     own reading of it is what the user chose.
@@ -125,7 +126,7 @@ def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
 
 
 def list_devices() -> list[Device] | None:
-    """Every GPU of the machine, from NVML; None where it cannot be asked.
+    """Return every GPU of the machine, from NVML; None where it cannot be asked.
 
     It needs the package nvidia-ml-py and the library of NVIDIA's driver, which a container may leave out though CUDA
     works in it.
@@ -203,7 +204,7 @@ def _counted_by_torch(value: str | None) -> list[Device]:
 
 
 def spread(devices: Sequence[Device], processes: int) -> list[Device]:
-    """A device for each process: always one of those where the free memory for each process would be largest.
+    """Return a device for each process: always one of those where the free memory for each process would be largest.
 
     Raises:
         UserError: if the devices may not be used by so many processes.

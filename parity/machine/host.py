@@ -13,12 +13,12 @@ _CGROUPS = (  # limit, use, and the statistics' entry for the part of it that is
 
 
 def cores() -> int:
-    """How many processor cores this process may use."""
+    """Return how many processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def workers() -> int:
-    """How many processes of pytest-xdist share the machine; 1 without it."""
+    """Return how many processes of pytest-xdist share the machine; 1 without it."""
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 

@@ -60,7 +60,7 @@ def give_back() -> None:
 
 
 def _glibc() -> Any:
-    """The C library of this process; None if it is another."""
+    """Return the C library of this process; None if it is another."""
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows

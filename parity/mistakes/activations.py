@@ -102,7 +102,7 @@ class GatedUnit:
     offset: float = 0.0
 
     def compute(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The unit's result."""
+        """Return the unit's result."""
         if math.isfinite(self.limit):
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return ACTIVATIONS[self.activation](gate) * (up + self.offset)
@@ -117,7 +117,7 @@ class GatedUnit:
 
 
 def activations(trace: Trace) -> list[Activation]:
-    """Every known activation that the trace computes, in order."""
+    """Return every known activation that the trace computes, in order."""
     found: dict[int, Activation] = {}
     for call in trace.calls:
         if call.name in _NONLINEAR and call.inputs and call.outputs:
@@ -128,7 +128,7 @@ def activations(trace: Trace) -> list[Activation]:
 
 
 def gated_units(trace: Trace) -> list[GatedUnit]:
-    """Every product of an activation and another activation-shaped value, in order."""
+    """Return every product of an activation and another activation-shaped value, in order."""
     in_three = [unit for call in trace.calls if (unit := _in_three(trace, call)) is not None]
     known = {unit.call.site for unit in in_three}
     in_two = [unit for activation in activations(trace) if (unit := _gated(trace, activation)) is not None]
@@ -136,7 +136,7 @@ def gated_units(trace: Trace) -> list[GatedUnit]:
 
 
 def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's activations and gated units."""
+    """Yield every known mistake that could have been made with the reference's activations and gated units."""
     found, units = activations(trace), gated_units(trace)
     yield from everywhere_and_somewhere(_others(found), found, module)
     by_name: dict[str, list[Activation]] = defaultdict(list)
@@ -166,7 +166,7 @@ def _made_with(some: list[Activation], module: nn.Module, scope: Scope, where: s
 
 
 def _place(one: Activation, found: list[Activation]) -> str:
-    """The submodule that computes an activation, and which of those that it computes."""
+    """Return the submodule that computes an activation, and which of those that it computes."""
     there = [other.call.site for other in found if other.call.module == one.call.module]
     if len(there) == 1:
         return one.call.module
@@ -266,7 +266,7 @@ def _clamping(activation: str, limit: float, offset: float) -> str:
 
 
 def _around(trace: Trace, core: Call) -> Activation | None:
-    """The known activation that is computed with a nonlinear function, the one that ends last."""
+    """Return the known activation that is computed with a nonlinear function, the one that ends last."""
     arguments = _pointwise_before(trace, core.inputs[0])
     best: Activation | None = None
     for call in _pointwise_after(trace, core, arguments):
@@ -318,7 +318,7 @@ def _sample(trace: Trace, value: Value) -> Tensor:
 
 
 def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
-    """The product of an activation's result and something else of its shape."""
+    """Return the product of an activation's result and something else of its shape."""
     shape = trace.tensor(activation.x).shape
     for call, result in users(trace, activation.call.outputs[0]):
         named = binary(call)
@@ -334,7 +334,7 @@ def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
 
 
 def _in_three(trace: Trace, call: Call) -> GatedUnit | None:
-    """The product of a gate, its sigmoid and something else, in any order."""
+    """Return the product of a gate, its sigmoid and something else, in any order."""
     factors = _factors(trace, call)
     shape = trace.tensor(call.outputs[0]).shape if len(call.outputs) == 1 else None
     if len(factors) != 3 or any(trace.tensor(x).shape != shape or trace.parameter(x) for x in factors):
@@ -369,7 +369,7 @@ def _factors_of_two(trace: Trace, value: Value) -> list[Value]:
 
 
 def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) -> GatedUnit | None:
-    """The gated unit that a call computes; None if it does not.
+    """Return the gated unit that a call computes; None if it does not.
 
     Args:
         trace: of the reference.
@@ -389,7 +389,7 @@ def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) ->
 
 
 def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:
-    """What was clamped, and its upper limit; the value itself and infinity where nothing was."""
+    """Return what was clamped, and its upper limit; the value itself and infinity where nothing was."""
     call = trace.producer(back(trace, value))
     if call is None or call.name not in ("clamp", "clamp_max", "clip", "minimum"):
         return value, math.inf
@@ -433,7 +433,7 @@ class Bias:
 
 
 def biases(trace: Trace) -> list[Bias]:
-    """Every bias of a linear layer, in order."""
+    """Return every bias of a linear layer, in order."""
     found = []
     for call in trace.calls:
         named = binary(call)
@@ -453,7 +453,7 @@ def biases(trace: Trace) -> list[Bias]:
 
 
 def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's biases."""
+    """Yield every known mistake that could have been made with the reference's biases."""
     mistakes: list[Mistake[Bias]] = [
         Mistake("bias-dropped", "bias missing", "add the bias; it is left out", lambda one: one.edits(0.0)),
         Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", lambda one: one.edits(2.0)),

@@ -44,7 +44,7 @@ class Alternative:
 
 
 def other_numbers(call: Call) -> Iterator[Alternative]:
-    """The call with another number, which is looked for."""
+    """Yield the call with another number, which is looked for."""
     yield from _numbers(call)
     yield from _parameters(call)
 
@@ -216,7 +216,7 @@ def _halves_alike(count: int) -> list[tuple[int, ...]]:
 
 
 def _in_columns(count: int) -> list[tuple[int, ...]]:
-    """What is read row by row and lies column by column: both shifts, both scales, both gates."""
+    """Return what is read row by row and lies column by column: both shifts, both scales, both gates."""
     return [
         tuple(i for first in range(step) for i in range(first, count, step))
         for step in range(2, count)
@@ -248,7 +248,7 @@ _Move = Callable[[Tensor], Tensor]
 
 
 def other_tables(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """The table transposed, in reverse order, or that of another head or window."""
+    """Yield the table transposed, in reverse order, or that of another head or window."""
     match binary(call):
         case ("add", left, right) if call.outputs:
             size = trace.tensor(call.outputs[0]).numel()
@@ -358,7 +358,7 @@ def _selections(call: Call) -> Iterator[Alternative]:
 
 
 def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """What changes a tensor and keeps its shape."""
+    """Yield what changes a tensor and keeps its shape."""
     if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
         return
     given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
@@ -409,7 +409,7 @@ def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
 
 
 def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """A variance, or its root, that is divided by the count where it was by one less, or the reverse."""
+    """Yield a variance, or its root, that is divided by the count where it was by one less, or the reverse."""
     if call.name not in ("var", "std") or len(call.outputs) != 1 or len(call.inputs) != 1:
         return
     count = trace.tensor(call.inputs[0]).numel() // max(trace.tensor(call.outputs[0]).numel(), 1)
@@ -451,7 +451,7 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:
-    """The mean over a dimension, kept, without its first place, for 0, or its last, for -1."""
+    """Return the mean over a dimension, kept, without its first place, for 0, or its last, for -1."""
     return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, keepdim=True)
 
 
@@ -522,7 +522,7 @@ def _padded(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
-    """A convolution in one dimension of an input that has so many zeros at each end."""
+    """Return a convolution in one dimension of an input that has so many zeros at each end."""
 
     def computed(args: Any, kwargs: Any) -> Tensor:
         x, weight, bias, stride, _, dilation, groups = args
@@ -553,7 +553,7 @@ def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """A dimension that is split, or two that are merged, the other way round."""
+    """Yield a dimension that is split, or two that are merged, the other way round."""
     if call.name not in ("view", "reshape", "flatten", "unflatten") or len(call.inputs) != 1:
         return
     before, after = (tuple(trace.tensor(x).shape) for x in (call.inputs[0], call.outputs[0]))

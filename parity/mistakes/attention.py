@@ -79,7 +79,7 @@ class Attention:
         return (self.query, self.key, self.value, *self.masks, *self.added, *sinks)
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
-        """The context, in the layout in which the reference's last call returns it."""
+        """Return the context, in the layout in which the reference's last call returns it."""
         biases = others if self.sinks is None else others[:-1]
         arrange = [move or _as_they_are for move in self.arrange]
         query, key, value = (
@@ -106,7 +106,7 @@ class Attention:
         return self.from_heads(arrange[3](context))
 
     def bias(self, scores: Tensor, *biases: Tensor) -> Tensor:
-        """What is added to the scores, ``HIDDEN`` where a key is hidden; ``[..., seq_q, seq_kv]``.
+        """Return what is added to the scores, ``HIDDEN`` where a key is hidden; ``[..., seq_q, seq_kv]``.
 
         Args:
             scores: query times key.
@@ -141,7 +141,7 @@ class Attention:
 
 @once_a_trace
 def attentions(trace: Trace) -> list[Attention]:
-    """Every attention that the trace computes, in order."""
+    """Return every attention that the trace computes, in order."""
     return [attention for attention in seeming_attentions(trace) if _is_right(trace, attention)]
 
 
@@ -161,13 +161,13 @@ def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor
 
 
 def distinct_heads(key: Tensor) -> int:
-    """How many different heads ``[batch, heads, seq, head_dim]`` has, repeated in whatever order."""
+    """Return how many different heads ``[batch, heads, seq, head_dim]`` has, repeated in whatever order."""
     sums = key.double().abs().sum((0, 2, 3))
     return int(torch.unique((sums / sums.max()).mul(1e9).round()).numel())
 
 
 def traced_bias(trace: Trace, attention: Attention) -> Tensor:
-    """What the reference adds to the scores, see ``Attention.bias``."""
+    """Return what the reference adds to the scores, see ``Attention.bias``."""
     query, key, _ = heads_of(trace, attention)
     return attention.bias(_scores(query, key), *map(trace.tensor, (*attention.masks, *attention.added)))
 
@@ -217,7 +217,7 @@ def _called(trace: Trace, call: Call) -> Attention | None:
 
 
 def _written_out(trace: Trace, call: Call) -> Attention | None:
-    """The attention whose softmax is ``call``."""
+    """Return the attention whose softmax is ``call``."""
     if call.name != "softmax" or not call.inputs:
         return None
     after, sinks = _scores_and_sinks(trace, call.inputs[0])
@@ -402,7 +402,7 @@ _SMALLEST, _LARGEST = 4, 512  # channels of a head
 
 
 def head_count_mistakes(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
-    """The likeliest other numbers of heads of the same width together, and as many groups in proportion.
+    """Yield the likeliest other numbers of heads of the same width together, and as many groups in proportion.
 
     TE scales by the root of the head's own channels then. Rotations are left as they are, so that what a port computes
     with rotary embeddings, which have the reference's channels, is not among these.

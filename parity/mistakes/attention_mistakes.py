@@ -43,7 +43,7 @@ _TES_HIDDEN_SCORE = -10000.0
 
 
 def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's attention."""
+    """Yield every known mistake that could have been made with the reference's attention."""
     found = attentions(trace)
     if not found:
         return
@@ -279,7 +279,7 @@ def _channels_before_heads(x: Tensor) -> Tensor:
 
 
 def _heads_before_channels(x: Tensor) -> Tensor:
-    """The inverse of ``_channels_before_heads``."""
+    """Return the inverse of ``_channels_before_heads``."""
     batch, heads, seq, head_dim = x.shape
     return x.transpose(1, 2).reshape(batch, seq, head_dim, heads).permute(0, 3, 1, 2)
 
@@ -341,14 +341,14 @@ def softcap_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def caps(trace: Trace) -> list[Cap]:
-    """Every cap but those of attention's scores, in order."""
+    """Return every cap but those of attention's scores, in order."""
     of_scores = {one.softcap for one in attentions(trace)}
     found = [cap for call in trace.calls if (cap := _cap(trace, call)) is not None]
     return [one for one in found if one.cap not in of_scores or not _meets_softmax(trace, one.call.outputs[0])]
 
 
 def _cap(trace: Trace, call: Call) -> Cap | None:
-    """The cap whose ``tanh`` is this call."""
+    """Return the cap whose ``tanh`` is this call."""
     if call.name != "tanh" or len(call.inputs) != 1:
         return None
     match with_number(trace.producer(call.inputs[0])):
@@ -366,13 +366,13 @@ def _cap(trace: Trace, call: Call) -> Cap | None:
 
 
 def _meets_softmax(trace: Trace, value: Value) -> bool:
-    """Whether a softmax is the next function of a value that is more than a mask's."""
+    """Return whether a softmax is the next function of a value that is more than a mask's."""
     through = CASTS | {"add", "masked_fill", "where", "view", "reshape"}
     return any(user.name == "softmax" for user, _ in users(trace, value, through))
 
 
 def _uncapped(trace: Trace) -> list[Cap]:
-    """The last product with a parameter."""
+    """Return the last product with a parameter."""
     made = [call for call in trace.calls if call.name in LINEAR and len(call.outputs) == 1]
     made = [call for call in made if any(trace.parameter(value) for value in call.inputs)]
     return [Cap(call, call.outputs[0], math.inf) for call in made[-1:]]
@@ -539,7 +539,7 @@ def _shorter(args: tuple[Any, ...], whole: tuple[int, ...]) -> list[Any]:
 
 
 def _is_square(x: Tensor) -> bool:
-    """Whether it may be scores of a sequence with itself, or a mask of them."""
+    """Return whether it may be scores of a sequence with itself, or a mask of them."""
     return x.dim() > 2 and x.shape[-1] == x.shape[-2]
 
 
@@ -688,7 +688,7 @@ def _first_two_viewed(call: ModuleCall) -> ModuleCall:
 
 
 def _first_two_exchanged(call: ModuleCall) -> ModuleCall:
-    """The same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
+    """Return the same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
 
     def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with ShorterTables():

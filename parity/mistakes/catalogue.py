@@ -62,7 +62,7 @@ _NEAR_A_GATE = 16  # of a gate's ancestors, among which its weight is
 
 
 def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) -> Iterator[Hypothesis]:
-    """Every known mistake, the likeliest subjects first.
+    """Yield every known mistake, the likeliest subjects first.
 
     Args:
         prepared: what was compared.
@@ -90,7 +90,8 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
 
 
 def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
-    """Every known mistake in how one of these entries of the weight map packs its parameters, and exchanges of two.
+    """Yield every known mistake in how one of these entries of the weight map packs its parameters, and exchanges of
+    two.
 
     Args:
         prepared: what was compared.
@@ -105,7 +106,7 @@ def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) ->
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
-    """Every mistake that changes what the reference computes."""
+    """Yield every mistake that changes what the reference computes."""
     module = prepared.reference
     yield from norm_hypotheses(trace, module, stored_dtype(prepared))
     yield from activation_hypotheses(trace, module)
@@ -138,7 +139,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
-    """The mistakes that change what the reference computes by so little that an error's norm may not show it.
+    """Return the mistakes that change what the reference computes by so little that an error's norm may not show it.
 
     Each is made with all operations of its kind at once, which are those that have subtle mistakes. Inside
     ``hypothesis.context()`` one pass of ``prepared.reference`` computes what the hypothesis says, in any dtype,
@@ -198,14 +199,14 @@ def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
 
 
 def _of_gated_units(trace: Trace) -> Iterator[str]:
-    """The parameters of the linear layers that make gate and up."""
+    """Yield the parameters of the linear layers that make gate and up."""
     for unit in gated_units(trace):
         for value in (unit.gate, unit.up):
             yield from filter(None, map(trace.parameter, ancestors(trace, value, _NEAR_A_GATE)))
 
 
 def _projections_before(trace: Trace) -> Iterator[str]:
-    """The parameters of the linear layers that make queries, keys and values, their biases among them."""
+    """Yield the parameters of the linear layers that make queries, keys and values, their biases among them."""
     for attention in attentions(trace):
         for value in (attention.query, attention.key, attention.value):
             for call in map(trace.producer, ancestors(trace, value, _NEAR)):
@@ -216,7 +217,7 @@ def _projections_before(trace: Trace) -> Iterator[str]:
 
 
 def _projections_after(trace: Trace) -> Iterator[str]:
-    """The parameters of the linear layers that read contexts."""
+    """Yield the parameters of the linear layers that read contexts."""
     for attention in attentions(trace):
         for call, _ in users(trace, attention.call.outputs[0], RESHAPES):
             if call.name in LINEAR:

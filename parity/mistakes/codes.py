@@ -115,5 +115,5 @@ UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
 
 
 def finding(title: str, message: str) -> Finding:
-    """A finding of this title, a key of ``CODES``."""
+    """Return a finding of this title, a key of ``CODES``."""
     return Finding(CODES[title], title, message)

@@ -60,7 +60,7 @@ class Hypothesis:
     family: tuple[str, str] = ("", "")
 
     def context(self) -> AbstractContextManager[None]:
-        """One forward pass of the reference inside, gradients included, computes what the hypothesis says.
+        """Return one forward pass of the reference inside, gradients included, computes what the hypothesis says.
 
         ``read`` and ``around`` are left to ``parity.mistakes.trial``. The module raises ``Misfit`` if it calls
         something else than it did when it was traced.
@@ -69,7 +69,7 @@ class Hypothesis:
 
 
 def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
-    """One mistake that is made at several places, from what it is at each; of one family."""
+    """Return one mistake that is made at several places, from what it is at each; of one family."""
     first = same[0]
     name, repair = first.family
     places = ", ".join(sorted((one.place for one in same), key=_by_numbers))
@@ -89,7 +89,7 @@ def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _by_numbers(place: str) -> list[tuple[str, int]]:
-    """A key that puts ``layers.10`` after ``layers.9``."""
+    """Return a key that puts ``layers.10`` after ``layers.9``."""
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", place)]
 
 
@@ -129,7 +129,8 @@ def everywhere_and_somewhere(
     kinds: Callable[[Operation], Sequence[str]] = lambda operation: (),
     where: str = "",
 ) -> Iterator[Hypothesis]:
-    """Each mistake made with all operations at once, with those of each kind, and with each alone if they are few.
+    """Yield each mistake made with all operations at once, with those of each kind, and with each alone if they are
+    few.
 
     Args:
         mistakes: to make.
@@ -208,7 +209,7 @@ def together(first: Sequence[Edit], second: Sequence[Edit]) -> tuple[Edit, ...] 
 
 
 def _of_one_operation(one: Edit, other: Edit) -> tuple[Edit, ...]:
-    """The edits with which an operation is changed as both say; none where that cannot be."""
+    """Return the edits with which an operation is changed as both say; none where that cannot be."""
     if one.of is None or other.of is None or one.of.operation is not other.of.operation:
         return ()
     changes = _united(one.of.changes, other.of.changes)
@@ -235,7 +236,7 @@ def _united(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any
 
 
 def low_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Those to look for in a port whose weights are of ``dtype``, the likeliest first.
+    """Return those to look for in a port whose weights are of ``dtype``, the likeliest first.
 
     BF16 is looked for everywhere: autocast makes it of FP32, and code that was written for BF16 names it.
     """

@@ -53,7 +53,7 @@ class _Stack:
 def layer_order_hypotheses(
     weights: WeightMap, shapes: Shapes, module: nn.Module, unused: Container[str] = ()
 ) -> Iterator[Hypothesis]:
-    """Every likely order of a stack other than the reference's, and parts that compute in the place of others.
+    """Yield every likely order of a stack other than the reference's, and parts that compute in the place of others.
 
     Args:
         weights: the pair's map.
@@ -260,7 +260,7 @@ def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
 
 
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:
-    """Every two blocks side by side, in order."""
+    """Return every two blocks side by side, in order."""
     normed = norms(trace)
     sums = (call for call in trace.calls if _is_sum(call))
     return [block for call in sums if (block := _block(trace, call, normed)) is not None] if normed else []
@@ -295,7 +295,7 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
 
 
 def _terms(trace: Trace, call: Call) -> Iterator[Value]:
-    """What a sum adds up, through sums that nothing else reads."""
+    """Yield what a sum adds up, through sums that nothing else reads."""
     for operand in call.inputs[:2]:
         value = back(trace, operand, _THROUGH)
         producer = trace.producer(value)
@@ -306,7 +306,7 @@ def _terms(trace: Trace, call: Call) -> Iterator[Value]:
 
 
 def ends_a_branch(trace: Trace, value: Value) -> bool:
-    """Whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
+    """Return whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
     call = trace.producer(back_along(trace, value, _ENDS))
     while call is not None and call.outputs and _adds_parameter(trace, call):
         call = trace.producer(back_along(trace, call.inputs[0], _ENDS))
@@ -314,13 +314,13 @@ def ends_a_branch(trace: Trace, value: Value) -> bool:
 
 
 def _adds_parameter(trace: Trace, call: Call) -> bool:
-    """Whether a call adds a bias, and no other branch."""
+    """Return whether a call adds a bias, and no other branch."""
     named = binary(call)
     return named is not None and named[0] == "add" and trace.parameter(back(trace, named[2])) is not None
 
 
 def _readers(trace: Trace, result: Value, of_second: Sequence[Value]) -> tuple[Call, ...]:
-    """The linear layers that read a norm for the second branch."""
+    """Return the linear layers that read a norm for the second branch."""
     return tuple(
         call for call in trace.calls if call.name in LINEAR and call.outputs[0] in of_second and result in call.inputs
     )
@@ -348,7 +348,7 @@ _FEW = 4  # calls, of which a norm's gain is made: a cast, a sum
 
 
 def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[str]:
-    """The reference's names of parameters that only these of TE hold."""
+    """Return the reference's names of parameters that only these of TE hold."""
     held = (left for left, right in weights.items() if all(name in unused for name in names(right)))
     return frozenset(name for left in held for name in names(left))
 
@@ -396,13 +396,13 @@ def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[st
 
 
 def _listed(places: Sequence[str]) -> tuple[str, str]:
-    """The first of them, and how many there are besides; empty for none."""
+    """Return the first of them, and how many there are besides; empty for none."""
     others = len(places) - _MOST_PARAMETERS
     return ", ".join(places[:_MOST_PARAMETERS]), f" and {others} more" if others > 0 else ""
 
 
 def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
-    """The parameters of which a norm's gain is made: itself, or one that is stored less 1."""
+    """Return the parameters of which a norm's gain is made: itself, or one that is stored less 1."""
     made_of = () if norm.gain is None else (norm.gain, *ancestors(trace, norm.gain, _FEW))
     return frozenset(name for value in made_of if (name := trace.parameter(value)) is not None)
 

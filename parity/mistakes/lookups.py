@@ -73,12 +73,12 @@ class Addition:
 
 
 def lookups(trace: Trace) -> list[Lookup]:
-    """Every lookup in a parameter's rows, in order."""
+    """Return every lookup in a parameter's rows, in order."""
     return [lookup for call in trace.calls if (lookup := _lookup(trace, call)) is not None]
 
 
 def additions(trace: Trace) -> list[Addition]:
-    """Every addition of a table, in order."""
+    """Return every addition of a table, in order."""
     found = []
     for call in trace.calls:
         match binary(call):
@@ -90,7 +90,7 @@ def additions(trace: Trace) -> list[Addition]:
 
 
 def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's lookups."""
+    """Yield every known mistake that could have been made with the reference's lookups."""
     found = lookups(trace)
     by_position = [one for one in found if _are_positions(one.traced)]
     mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3))]
@@ -155,7 +155,7 @@ def _lookup(trace: Trace, call: Call) -> Lookup | None:
 
 
 def _are_positions(index: Tensor) -> bool:
-    """Whether most go up by one along a sequence."""
+    """Return whether most go up by one along a sequence."""
     return index.dim() in (1, 2) and index.shape[-1] > 2 and (index.diff() == 1).double().mean().item() > 0.5
 
 
@@ -250,7 +250,7 @@ def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
 
 
 def _of_two_axes() -> Iterator[Mistake[Lookup]]:
-    """A table of relative positions, read with query and key exchanged, or with its rows and columns."""
+    """Yield a table of relative positions, read with query and key exchanged, or with its rows and columns."""
     yield Mistake(
         "attention-bias",
         "relative positions of the other sign",
@@ -266,7 +266,7 @@ def _of_two_axes() -> Iterator[Mistake[Lookup]]:
 
 
 def _turned(index: Tensor) -> Tensor:
-    """The transpose of a square index, which may have been flattened."""
+    """Return the transpose of a square index, which may have been flattened."""
     side = _side(index.numel())
     return index.reshape(side, side).T.reshape(index.shape) if side else index
 

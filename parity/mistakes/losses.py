@@ -50,7 +50,7 @@ def _instead(average: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
 
 
 def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
-    """The losses and where they count, of a sum that is divided by another."""
+    """Return the losses and where they count, of a sum that is divided by another."""
     named = binary(call)
     if named is None or named[0] != "div":
         return None
@@ -103,7 +103,7 @@ class CrossEntropy:
     clamped: bool = False
 
     def compute(self, was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss, in the place of what the call returned."""
+        """Return the loss, in the place of what the call returned."""
         labels = labels.clamp(min=0) if self.clamped else labels
         losses = F.cross_entropy(
             logits, labels, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
@@ -123,12 +123,12 @@ class CrossEntropy:
 
 
 def cross_entropies(trace: Trace) -> list[CrossEntropy]:
-    """Every cross entropy with labels that are whole numbers and classes of one weight, in order."""
+    """Return every cross entropy with labels that are whole numbers and classes of one weight, in order."""
     return [one for call in trace.calls if (one := _called(trace, call)) is not None]
 
 
 def cross_entropy_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's cross entropies."""
+    """Yield every known mistake that could have been made with the reference's cross entropies."""
     found = cross_entropies(trace)
     if found:
         yield from everywhere_and_somewhere(_mistakes(found), found, module, lambda one: one.call.module)

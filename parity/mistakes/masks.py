@@ -21,7 +21,7 @@ _EXACT = 1e-3  # of a slope, by which a bias in a 16-bit dtype may deviate from 
 
 
 def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """What a port's slopes may be instead, each with the change from the reference's bias to that port's.
+    """Yield what a port's slopes may be instead, each with the change from the reference's bias to that port's.
 
     Args:
         bias: ``[..., heads, queries, keys]`` without what hides keys; nothing is found if it is not ALiBi's.
@@ -93,7 +93,7 @@ class MaskMistake:
     tuned: Callable[[float], MaskMistake] | None = None
 
     def made_by(self, edits: Callable[[Bias], Callable[[Operation], Sequence[Edit]]]) -> Mistake[Operation]:
-        """The mistake in an operation, whose edits follow from the mask that it has instead."""
+        """Return the mistake in an operation, whose edits follow from the mask that it has instead."""
         family = self.tuned
         return Mistake(
             self.title,
@@ -106,7 +106,7 @@ class MaskMistake:
 
 
 def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
-    """What ports make of a mask.
+    """Yield what ports make of a mask.
 
     Args:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; see ``hidden_keys``.
@@ -240,7 +240,7 @@ def _without_keys(some: slice) -> Bias:
 
 
 def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
-    """What ports make of a bias by position, which is added where no key is hidden."""
+    """Yield what ports make of a bias by position, which is added where no key is hidden."""
     if not bool((without_hiding(bias) != 0.0).any()):
         return
 
@@ -298,7 +298,7 @@ def _moved_heads(bias: Tensor) -> dict[str, Bias]:
 
 
 def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
-    """The band that a mask leaves visible, None if it is no band, and whether there are padded keys besides.
+    """Return the band that a mask leaves visible, None if it is no band, and whether there are padded keys besides.
 
     Args:
         hidden: ``[..., queries, keys]``.
@@ -366,7 +366,7 @@ def _other_windows(band: Band, keys: int) -> Iterator[float]:
 
 
 def _window_instead(band: Band, own: int, padded: bool) -> Callable[[float], MaskMistake]:
-    """A window of so many keys before a query's own one; on both sides where later keys are seen."""
+    """Return a window of so many keys before a query's own one; on both sides where later keys are seen."""
     right = _moved_by(band, -own)
 
     def of_size(size: float) -> MaskMistake:
@@ -428,7 +428,7 @@ def _padding(bias: Tensor) -> Tensor:
 
 
 def without_hiding(bias: Tensor) -> Tensor:
-    """The bias without what hides keys; a bias by position stays."""
+    """Return the bias without what hides keys; a bias by position stays."""
     return bias.masked_fill(hidden_keys(bias), 0.0)
 
 
@@ -442,7 +442,7 @@ _FEW_BORDERS = 8  # of which each is tried elsewhere
 
 
 def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
-    """What ports make of a mask that is no band.
+    """Yield what ports make of a mask that is no band.
 
     Args:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
@@ -503,14 +503,14 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[MaskMis
 
 
 def is_of_sequences(hidden: Tensor) -> bool:
-    """Whether a mask ``[..., seq, seq]`` is causal, in one sequence or in several."""
+    """Return whether a mask ``[..., seq, seq]`` is causal, in one sequence or in several."""
     return torch.equal(_future(hidden).expand_as(hidden), hidden) or (
         lengths_of(hidden) is not None and bool((hidden | ~_future(hidden)).all())
     )
 
 
 def sequences_instead(lengths: Sequence[int]) -> Bias:
-    """A causal mask in sequences of these lengths, in the place of another."""
+    """Return a causal mask in sequences of these lengths, in the place of another."""
     return _segments_instead(lengths, True)
 
 
@@ -567,7 +567,7 @@ def _as_padded_after(bias: Tensor) -> Tensor:
 
 
 def _instead(other: Callable[[Tensor], Tensor]) -> Bias:
-    """What ``other`` makes of the bias is hidden, and nothing else."""
+    """Return what ``other`` makes of the bias is hidden, and nothing else."""
     return lambda bias: without_hiding(bias).masked_fill(other(bias), HIDDEN)
 
 

@@ -55,7 +55,7 @@ class Router:
 
 @once_a_trace
 def routers(trace: Trace) -> list[Router]:
-    """Every router, in order."""
+    """Return every router, in order."""
     return [router for call in trace.calls if (router := _router(trace, call)) is not None]
 
 
@@ -99,7 +99,7 @@ def _unmasked(trace: Trace, scores: Value) -> Value:
 
 
 def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Call | None]:
-    """The scores, what is added to all tokens' scores alike, and the call that adds it, where something is."""
+    """Return the scores, what is added to all tokens' scores alike, and the call that adds it, where something is."""
     call = trace.producer(back(trace, scores))
     match binary(call):
         case ("add", Value() as left, Value() as right):
@@ -111,7 +111,7 @@ def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Cal
 
 
 def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
-    """Whether a value is the sum of another, a tiny number added or not."""
+    """Return whether a value is the sum of another, a tiny number added or not."""
     call = trace.producer(back(trace, value))
     if call is not None and call.name == "add" and call.inputs:
         call = trace.producer(back(trace, call.inputs[0]))
@@ -129,7 +129,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def routing_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's routers."""
+    """Yield every known mistake that could have been made with the reference's routers."""
     found = routers(trace)
     mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
     yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.choice.module)

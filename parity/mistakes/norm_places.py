@@ -77,7 +77,7 @@ def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
 
 
 def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
-    """The branch's linear layers read the norm of the stream, and the norm after it or its sum is left out."""
+    """Yield mistakes in which a branch reads the norm of the stream, and the norm after it or its sum is left out."""
     # Parameters are the module's own: the norm, which shows them to a trace, comes later than the branch.
     names = [trace.parameter(value) for value in after.needs[1:]]
     if None in names:
@@ -130,7 +130,7 @@ KINDS: dict[str, Compute] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
 
 
 def attention_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Each such norm, in all layers and, of queries and keys, in each."""
+    """Yield each such norm, in all layers and, of queries and keys, in each."""
     found = attentions(trace)
     of_both = (_of_queries_and_keys(*named) for named in (*KINDS.items(), ("L2Normalization", _l2_norm)))
     yield from everywhere_and_somewhere(of_both, found, module, lambda one: one.call.module)
@@ -225,7 +225,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """A norm in each place where ports have one that the reference lacks."""
+    """Yield a norm in each place where ports have one that the reference lacks."""
     for calls in _alike(trace):
         for kind, norm in KINDS.items():
             yield _before(calls, kind, norm, module)
@@ -289,7 +289,7 @@ def _alike(trace: Trace) -> list[list[Call]]:
 
 
 def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
-    """The calls that read one value, for each."""
+    """Return the calls that read one value, for each."""
     found: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
         found[back(trace, call.inputs[0], CASTS).number].append(call)
@@ -321,7 +321,7 @@ def _named(call: Call) -> str:
 
 
 def _readers(trace: Trace) -> dict[int, list[Call]]:
-    """The products with parameters by the number of the activation that each reads, casts aside."""
+    """Return the products with parameters by the number of the activation that each reads, casts aside."""
     found: dict[int, list[Call]] = {}
     for call in trace.calls:
         given = _activation(trace, call)
@@ -331,7 +331,7 @@ def _readers(trace: Trace) -> dict[int, list[Call]]:
 
 
 def _activation(trace: Trace, call: Call) -> Value | None:
-    """What a linear layer multiplies by its parameter."""
+    """Return what a linear layer multiplies by its parameter."""
     if call.name != "linear" or not any(trace.parameter(value) for value in call.inputs[1:]):
         return None
     return None if trace.parameter(call.inputs[0]) else call.inputs[0]
@@ -342,7 +342,7 @@ def _of_normed(call: Call, norm: Compute) -> Edit:
 
 
 def _again(call: Call, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The call, given something else in the place of its first tensor."""
+    """Return the call, given something else in the place of its first tensor."""
 
     def compute(was: Tensor, *inputs: Tensor) -> Tensor:
         given = dict(zip((value.number for value in call.inputs), _changed(inputs, change), strict=True))

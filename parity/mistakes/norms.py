@@ -58,11 +58,11 @@ class Norm:
     before_gain: torch.dtype | None = None
 
     def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        """The norm of ``x``, given those of gain and bias that there are."""
+        """Return the norm of ``x``, given those of gain and bias that there are."""
         return self.scaled(self.normalized(x), *parameters)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The norm of ``x`` before gain and bias."""
+        """Return the norm of ``x`` before gain and bias."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         if self.centred:
             x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
@@ -72,7 +72,7 @@ class Norm:
         return rounded_to(x * reciprocal, self.before_gain)
 
     def scaled(self, y: Tensor, *parameters: Tensor) -> Tensor:
-        """What is normalised times the gain, plus the bias, given those that there are."""
+        """Return what is normalised times the gain, plus the bias, given those that there are."""
         affine = iter(parameters)
         y = y if self.gain is None else y * next(affine)
         return y if self.bias is None else y + next(affine)
@@ -93,7 +93,7 @@ class Norm:
 
 @once_a_trace
 def norms(trace: Trace) -> list[Norm]:
-    """Every norm over the last dimension that the trace computes, in order."""
+    """Return every norm over the last dimension that the trace computes, in order."""
     found = [norm for call in trace.calls if (norm := _called(call) or _written_out(trace, call)) is not None]
     return [
         norm
@@ -103,7 +103,7 @@ def norms(trace: Trace) -> list[Norm]:
 
 
 def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's norms.
+    """Yield every known mistake that could have been made with the reference's norms.
 
     Args:
         trace: of the reference.
@@ -216,7 +216,7 @@ def _is_layer_norm(norm: Norm) -> bool:
 
 
 def _called(call: Call) -> Norm | None:
-    """A call of PyTorch's own norm."""
+    """Return a call of PyTorch's own norm."""
     if call.name == "normalize":
         return _normalized(call)
     if call.name not in ("rms_norm", "layer_norm") or not call.outputs:
@@ -240,7 +240,7 @@ def _normalized(call: Call) -> Norm | None:
 
 
 def _written_out(trace: Trace, call: Call) -> Norm | None:
-    """A norm whose reciprocal root is ``call``: its mean of squares before it, scaling after it."""
+    """Return a norm whose reciprocal root is ``call``: its mean of squares before it, scaling after it."""
     eps = 0.0
     match with_number(call):
         case ("pow", variance, exponent) if abs(exponent) == 0.5:
@@ -312,7 +312,7 @@ def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
 
 
 def _with_parameters(trace: Trace, norm: Norm) -> Norm:
-    """The norm together with the gain and the bias that are applied next, if there are any."""
+    """Return the norm together with the gain and the bias that are applied next, if there are any."""
     width = trace.tensor(norm.x).shape[-1:]
 
     def applied(wanted: str, call: Call) -> tuple[Call, Value | None]:
@@ -404,7 +404,7 @@ def _with_last(x: Tensor, axis: int) -> Tensor:
 
 
 def _are_rows_of(x: Tensor, whole: Tensor) -> bool:
-    """Whether two tensors have the same rows, in whatever order, as far as their first channel shows."""
+    """Return whether two tensors have the same rows, in whatever order, as far as their first channel shows."""
     if x.shape[-1:] != whole.shape[-1:] or x.numel() != whole.numel():
         return False
     return torch.equal(*(tensor[..., 0].flatten().sort().values for tensor in (x, whole)))

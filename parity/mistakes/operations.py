@@ -30,7 +30,7 @@ _LONG = 12  # rounds of a loop, of which a single one is hardly wrong alone
 
 
 def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every call of the reference, with each of its alternatives; of long loops, all rounds at once alone."""
+    """Yield every call of the reference, with each of its alternatives; of long loops, all rounds at once alone."""
     rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
     for calls in alike(trace):
         if calls[0].site not in rounds:
@@ -286,7 +286,7 @@ def _exchanged_factors(sums: Sequence[_Sum], module: nn.Module) -> Hypothesis:
 
 
 def _sums(trace: Trace, call: Call) -> list[_Sum]:
-    """What a call adds, in every way to tell factors from what they multiply."""
+    """Return what a call adds, in every way to tell factors from what they multiply."""
     match binary(call):
         case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
             shape = trace.tensor(call.outputs[0]).shape
@@ -331,13 +331,13 @@ def factors(trace: Trace) -> list[Factor]:
 
 
 def scales_of_attention(trace: Trace) -> set[Site]:
-    """The calls that scale and mask scores, and those that make queries and keys."""
+    """Return the calls that scale and mask scores, and those that make queries and keys."""
     softmaxes = (call for call in trace.calls if call.name == "softmax")
     return {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
 
 
 def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's factors."""
+    """Yield every known mistake that could have been made with the reference's factors."""
     found = factors(trace)
     by_value: dict[float, list[Factor]] = {}
     for factor in found:
@@ -348,13 +348,13 @@ def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def _where(alike: Sequence[Factor]) -> str:
-    """The submodules that multiply, if they are few and not the whole."""
+    """Return the submodules that multiply, if they are few and not the whole."""
     modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
     return f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
 
 
 def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:
-    """What is computed between a product of queries and keys and its softmax, and queries and keys last."""
+    """Yield what is computed between a product of queries and keys and its softmax, and queries and keys last."""
     queue = list(softmax.inputs[:1])
     while queue:
         call = trace.producer(queue.pop())

@@ -47,7 +47,7 @@ class Fitted:
 
 
 def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequence[float]) -> Fitted | None:
-    """The optimizer, if one of Adam, AdamW and SGD makes these steps.
+    """Return the optimizer, if one of Adam, AdamW and SGD makes these steps.
 
     Args:
         weights: before each step and after the last, FP64.
@@ -88,12 +88,12 @@ def _candidates(
 
 
 def _is_first_step(ps: Sequence[Tensor], gs: Sequence[Tensor], eps: float) -> bool:
-    """Whether the first step is Adam's, which no beta changes."""
+    """Return whether the first step is Adam's, which no beta changes."""
     return _rates_and_decay(ps[:2], _of_adam(ps[:1], gs[:1], _USUAL_BETAS, eps)) is not None
 
 
 def _few(numbers: Sequence[float]) -> list[float]:
-    """Each once, without what rounding made of 1 - 0.9."""
+    """Return each once, without what rounding made of 1 - 0.9."""
     return list(dict.fromkeys(float(f"{number:.9g}") for number in numbers))[:_MOST_NUMBERS]
 
 
@@ -207,7 +207,7 @@ def steps_by_hand(trace: Trace) -> list[ByHand]:
 
 
 def _weights(trace: Trace) -> list[_Weight]:
-    """Each weight with the last gradient that is read of it before it changes."""
+    """Return each weight with the last gradient that is read of it before it changes."""
     weights: list[_Weight] = []
     for place, call in enumerate(trace.calls):
         for before, gradient in _read(trace, call):
@@ -237,7 +237,7 @@ def _read(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
 
 
 def _last_calls(trace: Trace, weight: _Weight) -> list[Call]:
-    """The call that ends each step; fewer than reads where no step follows the last."""
+    """Return the call that ends each step; fewer than reads where no step follows the last."""
     calls: list[Call] = []
     ends = [*weight.reads[1:], len(trace.calls)]
     for step, (read, end) in enumerate(zip(weight.reads, ends, strict=True)):
@@ -254,7 +254,7 @@ def _last_calls(trace: Trace, weight: _Weight) -> list[Call]:
 
 
 def _may_step(trace: Trace, call: Call, before: Tensor) -> bool:
-    """Whether what a call returns is the weight, moved."""
+    """Return whether what a call returns is the weight, moved."""
     return len(call.outputs) == 1 and _ALIKE < _apart(before, trace.tensor(call.outputs[0])) < _NEAR
 
 

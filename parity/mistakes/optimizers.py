@@ -97,7 +97,7 @@ _EPSILONS = (1e-8, 1e-6, 1e-5)
 
 
 def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's Adam, AdamW or SGD.
+    """Yield every known mistake that could have been made with the reference's Adam, AdamW or SGD.
 
     The first of each setting is subtle: what another value of it changes points where this one does.
     """
@@ -265,7 +265,7 @@ def _tuned(
 
 
 def _with(change: Change) -> Callable[[ModuleCall], ModuleCall]:
-    """The same call, in which every step is made with changed settings."""
+    """Return the same call, in which every step is made with changed settings."""
 
     def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -358,7 +358,7 @@ def _epsilon_hat(optimizer: Optimizer, group: Group) -> None:
 
 
 def _steps(optimizer: Optimizer, group: Group) -> int:
-    """How many there are with the one that is about to be made."""
+    """Return how many there are with the one that is about to be made."""
     states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
     return 1 + max((int(state["step"]) for state in states if "step" in state), default=0)
 
@@ -391,7 +391,7 @@ def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hyp
 
 
 def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[ModuleCall], ModuleCall]:
-    """The same call, in which moments are rounded after every step."""
+    """Return the same call, in which moments are rounded after every step."""
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

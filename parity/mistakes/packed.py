@@ -86,13 +86,13 @@ class Packed:
 
 @once_a_trace
 def packed_attentions(trace: Trace) -> list[Packed]:
-    """Every attention to sequences one by one, in order."""
+    """Return every attention to sequences one by one, in order."""
     made = {one.call.outputs[0].number: one for one in attentions(trace) if one.sinks is None}
     return [packed for call in trace.calls if (packed := _packed(trace, call, made)) is not None] if made else []
 
 
 def packed_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the borders of the reference's sequences."""
+    """Yield every known mistake that could have been made with the borders of the reference's sequences."""
     found = packed_attentions(trace)
     if found:
         mistakes = [mistake.made_by(_edits_of) for mistake in segment_mistakes(found[0].bias)]
@@ -131,7 +131,7 @@ def _own_bias(trace: Trace, part: Attention) -> Tensor:
 
 
 def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attention, tuple[Call, ...]] | None:
-    """The attention that made a value, and the calls in between, which change its layout alone, or pad it."""
+    """Return the attention that made a value, and the calls in between, which change its layout alone, or pad it."""
     calls: list[Call] = []
     while value.number not in made:
         call = trace.producer(value)
@@ -143,7 +143,7 @@ def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attent
 
 
 def _lays_out(trace: Trace, call: Call) -> bool:
-    """Whether it changes the layout of what it is given, or adds padding to it, and leaves nothing out."""
+    """Return whether it changes the layout of what it is given, or adds padding to it, and leaves nothing out."""
     if call.name in _ONE_SEQUENCE:
         return trace.tensor(call.inputs[0]).numel() == trace.tensor(call.outputs[0]).numel()
     return call.name in RESHAPES | _PADS
@@ -243,7 +243,7 @@ def _shifted(what: str, repair: str, module: nn.Module, edits: list[Edit]) -> Hy
 
 
 def _arguments(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shifts and dimensions of a roll."""
+    """Return the shifts and dimensions of a roll."""
     amounts = call.kwargs.get("shifts", call.args[1] if len(call.args) > 1 else ())
     dims = call.kwargs.get("dims", call.args[2] if len(call.args) > 2 else ())
     both = (tuple(one) if isinstance(one, (tuple, list)) else (one,) for one in (amounts, dims))
@@ -261,7 +261,7 @@ def _roll(trace: Trace, call: Call) -> _Roll | None:
 
 
 def _mask(trace: Trace, call: Call) -> _Mask | None:
-    """The mask that a call adds, if it is that of shifted windows."""
+    """Return the mask that a call adds, if it is that of shifted windows."""
     named = binary(call)
     if named is None or named[0] != "add":
         return None
@@ -273,7 +273,7 @@ def _mask(trace: Trace, call: Call) -> _Mask | None:
 
 
 def _shift_of(table: Tensor) -> tuple[int, int, int] | None:
-    """The side of the grid, that of a window, and the shift, of a mask of shifted windows."""
+    """Return the side of the grid, that of a window, and the shift, of a mask of shifted windows."""
     places = table.shape[-1] if table.dim() > 2 and table.shape[-1] == table.shape[-2] else 0
     windows = table.numel() // max(places**2, 1)
     window, count = math.isqrt(places), math.isqrt(windows)

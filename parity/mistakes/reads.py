@@ -71,7 +71,7 @@ def places(trace: Trace) -> list[Place]:
 
 
 def is_activation(trace: Trace, value: Value) -> bool:
-    """Whether a value is no parameter, and has channels."""
+    """Return whether a value is no parameter, and has channels."""
     tensor = trace.tensor(value)
     return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None
 
@@ -92,7 +92,7 @@ def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
 
 
 def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
-    """What a call returns for other tensors, which are given in the order of its own."""
+    """Return what a call returns for other tensors, which are given in the order of its own."""
     tensors = iter(inputs)
     if is_in_place(call):
         name, *operands = binary(call) or ("", None)
@@ -103,7 +103,7 @@ def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
 
 
 def is_in_place(call: Call) -> bool:
-    """Whether a call writes to what it is given."""
+    """Return whether a call writes to what it is given."""
     name = getattr(call.function, "__name__", "")
     is_operator = name.startswith("__i") and name != "__invert__"
     return (
@@ -120,7 +120,7 @@ def _given(call: Call) -> Callable[..., Any]:
 
 
 def _returning(place: Place) -> Callable[..., Any]:
-    """The call's result with another tensor in the place of one."""
+    """Return the call's result with another tensor in the place of one."""
 
     def compute(was: Any, other: Tensor) -> Any:
         leaves, structure = tree_flatten(was)
@@ -152,7 +152,7 @@ class Layers:
         self._trace = trace
 
     def elsewhere(self, value: Value, here: tuple[int, ...], there: tuple[int, ...]) -> Value | None:
-        """What is in the layer of some numbers what ``value`` is in that of others; None where nothing is."""
+        """Return what is in the layer of some numbers what ``value`` is in that of others; None where nothing is."""
         producer = self._trace.producer(value)
         made = None if producer is None else Place(value, producer)
         if made is not None and made.numbers == here:

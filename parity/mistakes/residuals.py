@@ -52,7 +52,7 @@ class Residual:
 
 
 def residuals(trace: Trace) -> list[Residual]:
-    """Every residual connection, in order."""
+    """Return every residual connection, in order."""
     normed = norms(trace)
     found = [residual for call in trace.calls if (residual := _residual(trace, call, normed)) is not None]
     alike: Counter[tuple[str, int]] = Counter()
@@ -63,7 +63,7 @@ def residuals(trace: Trace) -> list[Residual]:
 
 
 def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's residual connections."""
+    """Yield every known mistake that could have been made with the reference's residual connections."""
     found = residuals(trace)
     yield from everywhere_and_somewhere(
         _mistakes(),
@@ -95,7 +95,7 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
 
 
 def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
-    """Each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
+    """Return each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
     edits: list[Edit] = []
     for first, last in zip(found[::2], found[1::2], strict=False):
         if first.norm is not None:
@@ -201,7 +201,7 @@ def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | No
 
 
 def _product(trace: Trace, branch: Value) -> Call | None:
-    """The linear layer that ends the branch, if one does; the sum inside a rotation or a GELU is no residual."""
+    """Return the linear layer that ends the branch, if one does; the sum inside a rotation or a GELU is no residual."""
     call = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
     return call if call is not None and call.name in LINEAR else None
 
@@ -276,7 +276,7 @@ class _Term:
 
 
 def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every term of a sum, and every embedding, times a number that the reference does not have."""
+    """Yield every term of a sum, and every embedding, times a number that the reference does not have."""
     yield from filter(None, (_all_branches(factor, trace, module) for factor in _NEAR))
     turned = {one.call.site for one in rotations(trace)} | scales_of_attention(trace)
     for calls in alike(trace):
@@ -294,7 +294,7 @@ def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
 
 
 def _all_branches(factor: float, trace: Trace, module: nn.Module) -> Hypothesis | None:
-    """What attention, the MLP and their like add to the residual stream, times one number."""
+    """Return what attention, the MLP and their like add to the residual stream, times one number."""
     terms = [term for call in trace.calls for term in _terms(trace, call) if _is_branch(trace, term)]
     if len(terms) < 2:
         return None
@@ -312,7 +312,7 @@ def _all_branches(factor: float, trace: Trace, module: nn.Module) -> Hypothesis 
 
 
 def _is_branch(trace: Trace, term: _Term) -> bool:
-    """Whether a linear layer ends what is added, and none what it is added to."""
+    """Return whether a linear layer ends what is added, and none what it is added to."""
     others = [value for value in term.call.inputs if value != term.value]
     return ends_a_branch(trace, term.value) and not any(ends_a_branch(trace, value) for value in others)
 
@@ -329,7 +329,7 @@ def _terms(trace: Trace, call: Call) -> list[_Term]:
 
 
 def _is_plain(trace: Trace, value: Value) -> bool:
-    """Whether a value is an activation that no number multiplies."""
+    """Return whether a value is an activation that no number multiplies."""
     made = with_number(call) if (call := trace.producer(back(trace, value, CASTS))) is not None else None
     tensor = trace.tensor(value)
     is_scaled = made is not None and made[0] in ("mul", "div")
@@ -406,7 +406,7 @@ class Branch:
         return f"the branch that ends with the {ordinal(last.site[3] + 1)} {last.name!r} of {last.module}"
 
     def of(self, stream: Tensor, given: Sequence[Tensor]) -> Tensor:
-        """The result for another stream."""
+        """Return the result for another stream."""
         made = dict(zip((value.number for value in self.given), given, strict=True))
         made[self.stream.number] = stream
         for call in self.calls:
@@ -419,7 +419,7 @@ class Branch:
 
 
 def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every two branches in the other order, and side by side; those of all layers at once."""
+    """Yield every two branches in the other order, and side by side; those of all layers at once."""
     found = [branch for call in trace.calls if (branch := _branch(trace, call)) is not None]
     by_sum = {one.sum.outputs[0].number: one for one in found}
     alike: dict[object, list[tuple[Branch, Branch]]] = defaultdict(list)
@@ -467,7 +467,7 @@ def _side_by_side(first: Branch, second: Branch) -> Edit:
 
 
 def _branch(trace: Trace, call: Call) -> Branch | None:
-    """The branch that a call adds; None where it adds none."""
+    """Return the branch that a call adds; None where it adds none."""
     named = binary(call)
     if named is None or named[0] != "add" or len(call.inputs) != 2 or not all(isinstance(x, Value) for x in named[1:]):
         return None
@@ -482,7 +482,7 @@ def _branch(trace: Trace, call: Call) -> Branch | None:
 
 
 def _between(trace: Trace, stream: Value, result: Value) -> tuple[tuple[Call, ...], tuple[Value, ...]]:
-    """The calls that make one value of another, and what they are given besides; none where they do not."""
+    """Return the calls that make one value of another, and what they are given besides; none where they do not."""
     upstream: dict[int, Call] = {}
     queue = [result]
     while queue:

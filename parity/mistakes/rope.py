@@ -88,7 +88,7 @@ def counted_from(starts: Sequence[int]) -> Edits:
 
 
 def in_rows(one: Edit, rows: Sequence[int]) -> Edit:
-    """The edit in these rows of the batch, the first dimension of what the call returns, and nowhere else."""
+    """Return the edit in these rows of the batch, the first dimension of what the call returns, and nowhere else."""
 
     def compute(was: Tensor, *values: Tensor) -> Tensor:
         chosen = torch.zeros(len(was), dtype=torch.bool, device=was.device)
@@ -207,14 +207,14 @@ def _shifted(
 
 
 def _fits(trace: Trace, attention: Attention, like: Rotation) -> bool:
-    """Whether query and key are as long, and their heads as wide, as what is rotated elsewhere."""
+    """Return whether query and key are as long, and their heads as wide, as what is rotated elsewhere."""
     both = zip((attention.query, attention.key), attention.to_heads[:2], strict=True)
     shape = (len(like.angles), like.head_dim)
     return all(tuple(to_heads(trace.tensor(value)).shape[-2:]) == shape for value, to_heads in both)
 
 
 def _turn(like: Rotation) -> Callable[[Tensor], Tensor]:
-    """A rotation of ``[..., heads, seq, head_dim]``."""
+    """Return a rotation of ``[..., heads, seq, head_dim]``."""
     return replace(like, axis=-2).compute
 
 
@@ -228,7 +228,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with the reference's rotary embeddings.
+    """Yield every known mistake that could have been made with the reference's rotary embeddings.
 
     Args:
         trace: of the reference.
@@ -294,7 +294,7 @@ def _together(layers: Sequence[_Layer]) -> str:
 
 
 def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
-    """The same with all rotations of a layer."""
+    """Return the same with all rotations of a layer."""
     family = mistake.tuned
     return Mistake(
         mistake.title,
@@ -486,7 +486,7 @@ def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
 
 
 def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation, names: Collection[str]) -> bool:
-    """Whether one is given the other's result, after calls of these names alone."""
+    """Return whether one is given the other's result, after calls of these names alone."""
     return bool(back(trace, one.x, names) == back(trace, other.call.outputs[0], names))
 
 
@@ -500,7 +500,7 @@ def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, .
 
 
 def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
-    """What the norm returns is turned back for its gain."""
+    """Return what the norm returns is turned back for its gain."""
     plain = replace(norm, gain=None)
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
@@ -514,6 +514,6 @@ def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ..
 
 
 def _by_head(gain: Tensor, rotation: Rotation) -> Tensor:
-    """The gain of a norm over one head or over all heads, as it meets what is rotated."""
+    """Return the gain of a norm over one head or over all heads, as it meets what is rotated."""
     heads = gain.unflatten(0, (-1, rotation.head_dim))
     return heads.unsqueeze(1) if rotation.axis == -2 and len(heads) > 1 else heads

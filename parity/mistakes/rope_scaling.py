@@ -58,7 +58,7 @@ class Scaling:
 
 
 def scaling_of(frequency: Tensor) -> Scaling | None:
-    """How frequencies ``[rotary / 2]`` are scaled; None for those of a base and for any others."""
+    """Return how frequencies ``[rotary / 2]`` are scaled; None for those of a base and for any others."""
     frequency = frequency.double().cpu()
     count = len(frequency)
     if count < _FEWEST or not bool((frequency > 0.0).all()):
@@ -82,7 +82,7 @@ def scaling_of(frequency: Tensor) -> Scaling | None:
 
 
 def scaling_mistakes(rotations: Sequence[Rotation]) -> Iterator[Mistake[Rotation]]:
-    """What ports make of scaled frequencies, or of plain ones that they take for scaled."""
+    """Yield what ports make of scaled frequencies, or of plain ones that they take for scaled."""
     scaled = [scaling for one in rotations for scaling in [_of(one)] if scaling is not None]
     if scaled:
         yield from _of_scaled(scaled[0], has_mscale=any(one.amplitude != 1.0 for one in rotations))
@@ -134,7 +134,7 @@ def _all_of_the_ramp_kept(scaling: Scaling) -> Tensor:
 
 
 def _right(like: Scaling) -> str:
-    """What to change where frequencies are scaled otherwise."""
+    """Return what to change where frequencies are scaled otherwise."""
     if like.is_linear:
         return (
             f"give TE's RotaryPositionEmbedding seq_len_interpolation_factor={like.factor:.4g}, and "
@@ -211,7 +211,7 @@ def _of_kind(
 
 
 def _ntk_by(factor: float, repair: str) -> Mistake[Rotation]:
-    """A larger base, under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
+    """Return a larger base, under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
     what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
     return _mistake(
         f"rope with {what}",
@@ -313,7 +313,7 @@ def _llama3_kept(plain: Tensor, length: float) -> Tensor:
 
 
 def _llama3_length(like: Scaling) -> float | None:
-    """The original length, where the ramp is Llama 3's; None where no frequency lies on it, or it is another."""
+    """Return the original length, where the ramp is Llama 3's; None where no frequency lies on it, or it is another."""
     low, high = _LLAMA3
     between = (like.kept > 0.0) & (like.kept < 1.0)
     if not bool(between.any()):
@@ -333,6 +333,6 @@ def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:
 
 
 def _rounded(measured: float) -> float:
-    """A base of three digits that is as near as a measurement allows, else the measured one."""
+    """Return a base of three digits that is as near as a measurement allows, else the measured one."""
     rounded = round(measured, 2 - math.floor(math.log10(measured)))
     return rounded if math.isclose(rounded, measured, rel_tol=_SAME) else measured

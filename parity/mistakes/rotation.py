@@ -87,7 +87,7 @@ class Rotation:
         return base_of(self.phases[1]) if self.phases is not None else None
 
     def compute(self, x: Tensor) -> Tensor:
-        """The rotated value."""
+        """Return the rotated value."""
         end = self.start + self.rotary
         before, rotated, after = x[..., : self.start], x[..., self.start : end], x[..., end:]
         # In FP32 a phase of thousands of radians is rounded, in the reference as in a port.
@@ -111,7 +111,7 @@ class Rotation:
 
 @once_a_trace
 def rotations(trace: Trace) -> list[Rotation]:
-    """The rotation of each attention's query and key, in order."""
+    """Return the rotation of each attention's query and key, in order."""
     found: dict[int, Rotation] = {}
     for attention in seeming_attentions(trace):  # a rotation is found by its own numbers
         both: tuple[tuple[Value, Literal["query", "key"]], ...] = (attention.query, "query"), (attention.key, "key")
@@ -129,7 +129,7 @@ def frequencies(base: float, rotary: int) -> Tensor:
 
 
 def pairs(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """The first and the second channel of each pair, ``[..., rotary / 2]``."""
+    """Return the first and the second channel of each pair, ``[..., rotary / 2]``."""
     if form == "halves":
         first, second = x.chunk(2, -1)
         return first, second
@@ -137,12 +137,12 @@ def pairs(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
-    """The inverse of ``pairs``."""
+    """Return the inverse of ``pairs``."""
     return torch.cat((first, second), -1) if form == "halves" else torch.stack((first, second), -1).flatten(-2)
 
 
 def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
-    """The last rotation before a query or key; one that scales besides, such as YaRN's, where no other is."""
+    """Return the last rotation before a query or key; one that scales besides, such as YaRN's, where no other is."""
     chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
     scaled: list[tuple[Call, Value, float]] = []
@@ -175,7 +175,7 @@ def _taken_apart(trace: Trace, rotation: Rotation, earlier: Iterable[Value]) -> 
 
 
 def _amplitude(trace: Trace, x: Value, result: Value) -> float | None:
-    """The ratio of every head's norm after and before, if it is the same for all; else they are not turned."""
+    """Return the ratio of every head's norm after and before, if it is the same for all; else they are not turned."""
     before, after = (torch.linalg.vector_norm(trace.tensor(value).double(), dim=-1) for value in (x, result))
     if torch.allclose(before, after, rtol=_EXACT):
         return 1.0
@@ -217,7 +217,8 @@ def _ranges(differ: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tuple[int, Tensor, bool] | None:
-    """The dimension of positions, by how much each position turns each pair, and whether several heads agree on it.
+    """Return the dimension of positions, by how much each position turns each pair, and whether several heads agree on
+    it.
 
     None if it is no such rotation.
     """
@@ -294,7 +295,7 @@ def _slopes(angles: Tensor) -> Tensor:
 
 
 def base_of(frequency: Tensor) -> float | None:
-    """The base of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
+    """Return the base of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
     count = len(frequency)
     if count < 2 or float(frequency[-1]) <= 0.0:
         return None
@@ -305,7 +306,7 @@ def base_of(frequency: Tensor) -> float | None:
 
 
 def _wrapped(angle: Tensor) -> Tensor:
-    """The same angle between -pi and pi."""
+    """Return the same angle between -pi and pi."""
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
@@ -357,7 +358,7 @@ class Grid:
 
 
 def grid_of(rotation: Rotation) -> Grid | None:
-    """The grid by which a rotation turns; None where it turns by one position, or by no grid."""
+    """Return the grid by which a rotation turns; None where it turns by one position, or by no grid."""
     angles = rotation.angles.double()
     if rotation.phases is not None or angles.dim() != 2 or len(angles) < 4:
         return None
@@ -373,7 +374,7 @@ def grid_of(rotation: Rotation) -> Grid | None:
 
 
 def grid_mistakes(rotation: Rotation) -> Iterator[Mistake[Rotation]]:
-    """What ports get wrong about the two axes of rotations like this one."""
+    """Yield what ports get wrong about the two axes of rotations like this one."""
     grid = grid_of(rotation)
     if grid is None:
         return
@@ -440,7 +441,7 @@ def _edits(rotation: Rotation, angles: Callable[[Grid], Tensor]) -> tuple[Edit, 
 
 
 def _grid(angles: Tensor, before: int, height: int, width: int) -> Grid | None:
-    """The grid whose angles these are, ``[height * width, rotary / 2]``; None for none."""
+    """Return the grid whose angles these are, ``[height * width, rotary / 2]``; None for none."""
     table = angles.reshape(height, width, -1)
     first = table[0, 0]
     down, across = (_wrapped_angle(x - first) for x in (table[1, 0], table[0, 1]))

@@ -83,7 +83,7 @@ class _Pair:
 
 
 def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Every two steps in the other order; those of all layers, and of all experts in a loop, at once."""
+    """Yield every two steps in the other order; those of all layers, and of all experts in a loop, at once."""
     alike: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     for pair in _pairs(trace):
@@ -113,7 +113,8 @@ def _pairs(trace: Trace) -> Iterator[_Pair]:
 def _before(
     trace: Trace, second: Step, last: Step, by_result: Mapping[int, Sequence[Step]]
 ) -> Iterator[tuple[Step, tuple[Step, ...], bool]]:
-    """The steps before ``last`` that do not commute with the second, those between the two, and whether it is moved.
+    """Yield the steps before ``last`` that do not commute with the second, those between the two, and whether it is
+    moved.
 
     ``last`` is the second itself, or one before it that commutes with it.
     """
@@ -131,7 +132,7 @@ def _before(
 
 
 def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
-    """Whether nothing else reads a step's result; of a norm that is written out several calls do."""
+    """Return whether nothing else reads a step's result; of a norm that is written out several calls do."""
     sites = {call.site for call, _ in users(trace, step.call.outputs[0], _SAME_ORDER)}
     inside = {last.call.site}
     if last.kind == "norm" and len(sites) > 1:
@@ -141,7 +142,7 @@ def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
 
 
 def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
-    """Whether the first can be computed of what the second returns, and keeps its shape."""
+    """Return whether the first can be computed of what the second returns, and keeps its shape."""
     before, result = (trace.tensor(one.call.outputs[0]).shape for one in (first, second))
     if before == result:
         return True
@@ -209,7 +210,7 @@ def _linear(call: Call, name: str) -> Step:
 
 
 def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
-    """A sum, a product, a difference or a quotient, as a function of each operand that has its shape."""
+    """Yield a sum, a product, a difference or a quotient, as a function of each operand that has its shape."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as kind, left, right):
             pass
@@ -231,7 +232,7 @@ def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
 
 
 def _with_another(call: Call, kind: str, position: int) -> Callable[..., Tensor]:
-    """The function with another tensor in the place of one operand."""
+    """Return the function with another tensor in the place of one operand."""
     functions: dict[str, Callable[..., Tensor]] = {
         "add": torch.add,
         "sub": torch.sub,

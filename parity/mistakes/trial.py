@@ -36,7 +36,7 @@ _ROUNDED = 2.0
 def outputs_under(
     prepared: Prepared, hypotheses: Sequence[Hypothesis], dtype: torch.dtype, rows: slice | None = None
 ) -> dict[str, Tensor] | None:
-    """The reference's outputs if the hypotheses were true; None if they cannot be.
+    """Return the reference's outputs if the hypotheses were true; None if they cannot be.
 
     Args:
         prepared: what was compared.
@@ -76,7 +76,7 @@ def tensors_under(
     freedom: Freedom = UNFUSED,
     only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
 ) -> Tensors | None:
-    """The reference's outputs and gradients if the hypotheses were true; None if they cannot be.
+    """Return the reference's outputs and gradients if the hypotheses were true; None if they cannot be.
 
     Args:
         prepared: what was compared.
@@ -127,13 +127,13 @@ def _cast_if_other(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _share(inputs: Any, rows: slice | None) -> float:
-    """Which part of the batch some rows are."""
+    """Return which part of the batch some rows are."""
     batches = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
     return 1.0 if rows is None or not batches else len(range(*rows.indices(batches[0]))) / max(batches[0], 1)
 
 
 def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleCall:
-    """How to call the reference so that it computes what the hypotheses say."""
+    """Return how to call the reference so that it computes what the hypotheses say."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         edits = _all_edits(hypotheses)
@@ -149,7 +149,7 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleC
 
 
 def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:
-    """The edits of all of them.
+    """Return the edits of all of them.
 
     Raises:
         Misfit: if two change the same thing.
@@ -164,7 +164,7 @@ def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:
 
 
 def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
-    """The parameters that would be others."""
+    """Return the parameters that would be others."""
     if all(hypothesis.read is None for hypothesis in hypotheses):
         return {}
     parameters: dict[str, Tensor] = dict(module.named_parameters())

@@ -102,7 +102,7 @@ def readings(
     heads: Heads | None,
     unused: Container[str] = (),
 ) -> Iterator[Reading]:
-    """Every other reading of an entry.
+    """Yield every other reading of an entry.
 
     Args:
         left, right: the entry.
@@ -166,7 +166,7 @@ def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> I
 
 
 def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
-    """Whether both terms pack to the same shape."""
+    """Return whether both terms pack to the same shape."""
     try:
         return shape_of(one, shapes) == shape_of(other, shapes)
     except MisfitError:
@@ -174,7 +174,7 @@ def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
 
 
 def _named(title: str, one: Side, other: Side) -> str:
-    """The title, and what else must be alike, so that two layers' mistakes are known to be the same.
+    """Return the title, and what else must be alike, so that two layers' mistakes are known to be the same.
 
     Of experts which change places; of queries, keys and values whether TE has them head by head, its default, or the
     reference does, and TE all of one after the other.
@@ -190,7 +190,7 @@ def _named(title: str, one: Side, other: Side) -> str:
 
 
 def _read_as(one: Side, other: Side, shapes: Shapes) -> Callable[[Tensor], Tensor]:
-    """What is packed by one term, unpacked by it, and packed by the other."""
+    """Return what is packed by one term, unpacked by it, and packed by the other."""
 
     def change(packed: Tensor) -> Tensor:
         return pack(other, unpack(one, packed, shapes), packed)
@@ -299,7 +299,7 @@ def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None
 
 
 def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
-    """A constant, as it was constructed, which gets its gradient."""
+    """Yield a constant, as it was constructed, which gets its gradient."""
     if len(shape_of(left, shapes)) == 1:
         for value in (1.0, 0.0):
             yield Reading(
@@ -373,7 +373,7 @@ def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
 
 
 def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:
-    """The rows (``dim`` 0) or columns of a weight, which belong to so many heads, in another order."""
+    """Yield the rows (``dim`` 0) or columns of a weight, which belong to so many heads, in another order."""
     what = "rows" if dim == 0 else "columns"
     for name, blocks in (("by channel", count), ("by channel, inverse", heads.head_dim)):
         repair = f"order the {what} of {where} head by head, [heads, head_dim]; they are ordered channel by channel"
@@ -457,7 +457,8 @@ def weight_hypotheses(
     unused: Container[str] = (),
     gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with one entry of this weight map, or two that were exchanged.
+    """Yield every known mistake that could have been made with one entry of this weight map, or two that were
+    exchanged.
 
     Args:
         weights: the pair's map.
@@ -482,7 +483,8 @@ def repeated_weight_hypotheses(
     unused: Container[str] = (),
     gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
-    """Every known mistake that could have been made with several entries alike; arguments as ``weight_hypotheses``.
+    """Yield every known mistake that could have been made with several entries alike; arguments as
+    ``weight_hypotheses``.
 
     An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
     """
@@ -520,7 +522,7 @@ def _misread(
 
 
 def _of_its_subject(reading: Reading, left: Side, heads: Heads | None, gated: Collection[str]) -> Reading:
-    """The reading, which speaks of gates and heads only where the entry is of a gated unit, or of attention."""
+    """Return the reading, which speaks of gates and heads only where the entry is of a gated unit, or of attention."""
     parameters = set(names(left))
     is_gated = not parameters.isdisjoint(gated)
     is_attentions = heads is not None and parameters <= heads.rows | heads.columns
@@ -566,7 +568,7 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
 
 
 def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple[list[_Misread], ...]]:
-    """Every two layers that one module has, as an attention has queries and keys, with the entries of each."""
+    """Yield every two layers that one module has, as an attention has queries and keys, with the entries of each."""
     modules: dict[str, list[list[_Misread]]] = defaultdict(list)
     for layer, entries in by_layer.items():
         modules[re.sub(r"\.?[^.]*$", "", layer)].append(entries)

@@ -40,11 +40,11 @@ class Band:
         return (distance > self.right) | (distance < -self.left)
 
     def hides(self, queries: range, keys: range) -> bool:
-        """Whether one of the queries must not see one of the keys; neither range is empty."""
+        """Return whether one of the queries must not see one of the keys; neither range is empty."""
         return keys[-1] - queries[0] > self.right or keys[0] - queries[-1] < -self.left
 
     def visible(self, queries: range, keys: int) -> range:
-        """The keys, of so many, that some of the queries see; at least one key, which then none may see."""
+        """Return the keys, of so many, that some of the queries see; at least one key, which then none may see."""
         start = min(int(max(queries[0] - self.left, 0)), keys - 1)
         stop = max(int(min(queries[-1] + self.right + 1, keys)), start + 1)
         return range(start, stop)
@@ -120,7 +120,7 @@ EXACT = Arithmetic()
 
 
 def are_too_many_scores(query: Tensor, key: Tensor) -> bool:
-    """Whether attention of ``[..., seq, head_dim]`` has more scores than are to be held at once."""
+    """Return whether attention of ``[..., seq, head_dim]`` has more scores than are to be held at once."""
     return math.prod(query.shape[:-1]) * key.shape[-2] > WRITTEN_OUT
 
 
@@ -188,7 +188,7 @@ class _Block:
         return slice(self.keys.start, self.keys.stop)
 
     def of_mask(self, mask: Tensor) -> Tensor:
-        """A view of a mask that broadcasts to ``[queries, keys]``."""
+        """Return a view of a mask that broadcasts to ``[queries, keys]``."""
         rows, columns = (
             part if size > 1 else slice(None) for part, size in zip((self.rows, self.columns), mask.shape, strict=True)
         )
@@ -253,7 +253,7 @@ class _Head:
     def differentiate(
         self, gradient: Tensor, context: Tensor | None, mask_gradient: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of ``query``, ``key`` and ``value``; adds that of the mask to ``mask_gradient``.
+        """Return the gradients of ``query``, ``key`` and ``value``; adds that of the mask to ``mask_gradient``.
 
         Args:
             gradient: with respect to the context.
@@ -283,14 +283,14 @@ class _Head:
 
 
 def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
-    """A head's view, ``[seq, ...]``, of ``[batch, groups, seq, ...]``, where either may be 1."""
+    """Return a head's view, ``[seq, ...]``, of ``[batch, groups, seq, ...]``, where either may be 1."""
     return x[sample % x.shape[0], head // (heads // x.shape[1])]
 
 
 def _heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
 ) -> Iterator[tuple[tuple[int, int, int], _Head]]:
-    """Every head of every sample, with what ``_of_head`` finds its part of a tensor by."""
+    """Yield every head of every sample, with what ``_of_head`` finds its part of a tensor by."""
     samples, heads = query.shape[:2]
     for at in product(range(samples), range(heads), (heads,)):
         q, k, v = (_of_head(x, *at) for x in (query, key, value))

@@ -75,7 +75,7 @@ class Summed:
         return self.largest_in_rows.max().item() if self.values.numel() else 0.0
 
     def squares_over(self, dims: tuple[int, ...]) -> Tensor:
-        """The sums of squares over these dimensions, in ascending order and at least one."""
+        """Return the sums of squares over these dimensions, in ascending order and at least one."""
         if dims not in self._squares_over:
             last = self.values.dim() - 1
             if dims[-1] == last and len(dims) > 1:
@@ -87,7 +87,7 @@ class Summed:
         return self._squares_over[dims]
 
     def dot(self, other: Summed) -> float:
-        """The inner product with a tensor of the same shape."""
+        """Return the inner product with a tensor of the same shape."""
         if other is self:
             return self.total
         if other not in self._products:
@@ -97,7 +97,7 @@ class Summed:
         return self._products[other]
 
     def dots_in_rows(self, other: Summed) -> Tensor:
-        """The inner products along the last dimension with a tensor of the same shape."""
+        """Return the inner products along the last dimension with a tensor of the same shape."""
         return (self.values * other.values).sum(-1) if self.values.dim() else self.values * other.values
 
 
@@ -142,14 +142,14 @@ def difference(x: Tensor, golden: Tensor) -> Tensor:
 
 
 def max_abs(error: Tensor) -> float:
-    """The largest ``|error|``, NaN if one is; 0 for empty tensors."""
+    """Return the largest ``|error|``, NaN if one is; 0 for empty tensors."""
     if not error.numel():
         return 0.0
     return max(abs(error.amin().item()), abs(error.amax().item()))  # a third of the time that aminmax takes
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether every element is, in a tenth of the time that asking each takes."""
+    """Return whether every element is, in a tenth of the time that asking each takes."""
     return math.isfinite(max_abs(x))
 
 
@@ -180,7 +180,7 @@ def sqnr_db(relative_l2: float) -> float:
 
 
 def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
-    """Every measure at once.
+    """Return every measure at once.
 
     Args:
         x: the computed tensor, any floating-point dtype.
@@ -211,7 +211,7 @@ class Measures:
         return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES).reciprocal_()
 
     def of(self, x: Tensor, error: Summed) -> Errors:
-        """Every measure of one of them.
+        """Return every measure of one of them.
 
         Args:
             x: the computed tensor, any floating-point dtype.
@@ -285,7 +285,7 @@ class Truth:
         return self._in_fp32.root_mean_square
 
     def deviations(self, computed: Sequence[Tensor]) -> Deviations:
-        """What tensors of the same shape, of any floating-point dtypes, are judged by.
+        """Return what tensors of the same shape, of any floating-point dtypes, are judged by.
 
         Raises:
             ValueError: if a shape differs.
@@ -297,7 +297,7 @@ class Truth:
         return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
 
     def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
-        """Those of the errors that come with this golden of ``deviations``; kept for the next precision.
+        """Return those of the errors that come with this golden of ``deviations``; kept for the next precision.
 
         Args:
             golden: of ``deviations``.
@@ -328,7 +328,7 @@ Truths = Mapping[tuple[Kind, str], Truth]
 
 
 def in_fp32(x: Tensor) -> Summed:
-    """An FP64 tensor in FP32, or as it is where FP32 does not hold it."""
+    """Return an FP64 tensor in FP32, or as it is where FP32 does not hold it."""
     narrow = Summed(x.float())
     return narrow if _is_held(narrow) else Summed(x)
 
@@ -354,7 +354,7 @@ class Tolerance:
 
 
 def margin(errors: Errors, bound: Tolerance) -> float:
-    """The largest error divided by its tolerance: up to 1 passes.
+    """Return the largest error divided by its tolerance: up to 1 passes.
 
     Infinite where the candidate or the golden value has a NaN or an infinity: nothing that cannot be compared passes.
     """

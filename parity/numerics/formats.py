@@ -104,7 +104,8 @@ def nvfp4_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tenso
 
 
 def is_alike_both_ways(to_format: Format | None) -> bool:
-    """Whether a matrix has the same values whichever dimension a GEMM sums over; not of formats that are not known.
+    """Return whether a matrix has the same values whichever dimension a GEMM sums over; not of formats that are not
+    known.
 
     Args:
         to_format: None for a matrix that stays as it is.
@@ -125,7 +126,8 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between the numbers of ``dtype`` at each element, which has more bits; of subnormals near zero.
+    """Return the distance between the numbers of ``dtype`` at each element, which has more bits; of subnormals near
+    zero.
 
     Args:
         x: FP32 or FP64. Infinities have the distance of its largest number.
@@ -138,7 +140,7 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest magnitude, a scalar; 0 of nothing."""
+    """Return the largest magnitude, a scalar; 0 of nothing."""
     return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())
 
 
@@ -255,7 +257,7 @@ class Rounding:
         return self.store(x) if part in self.parts else x
 
     def operand_format(self, part: OperandPart) -> Format | None:
-        """The format of a linear layer's operand; None if it stays as it is stored."""
+        """Return the format of a linear layer's operand; None if it stays as it is stored."""
         if part not in self.parts:
             return None
         return {"weights": self.weights, "inputs": self.inputs, "gradients": self.gradients}[part]

@@ -89,7 +89,8 @@ class Kinks:
         return args
 
     def chosen(self, func: Any, args: Any) -> Any:
-        """What a largest value's call returns, with the next to it chosen where it is as near; None of other calls.
+        """Return what a largest value's call returns, with the next to it chosen where it is as near; None of other
+        calls.
 
         A largest value's gradient goes to where it is: the winner's argument, and no other, is lowered.
         """
@@ -106,7 +107,7 @@ class Kinks:
         return values if func is LARGEST else (values, place)
 
     def _beside(self, value: Tensor, only_across: bool = False, of: Tensor | None = None) -> Tensor:
-        """The value, moved by as much as it may be wrong; by more where it is made ``of`` large numbers."""
+        """Return the value, moved by as much as it may be wrong; by more where it is made ``of`` large numbers."""
         value = value.detach()
         self.values.append(value)
         place = len(self.values) - 1
@@ -123,7 +124,7 @@ class Kinks:
 
 
 def _takes_largest(func: Any, args: Any) -> bool:
-    """Whether a call returns the largest of numbers along one dimension."""
+    """Return whether a call returns the largest of numbers along one dimension."""
     return func in (LARGEST, LARGEST_AND_PLACE) and args[0].is_floating_point() and len(_dimensions(args)) == 1
 
 
@@ -172,7 +173,7 @@ class Choices:
         self._made, self._exact = made, exact
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """What a call returns, with the port's choice in each row where rounding explains it."""
+        """Return what a call returns, with the port's choice in each row where rounding explains it."""
         count = _chosen_of_last(func, args, kwargs)
         if count is None:
             return result
@@ -200,7 +201,7 @@ class Chosen:
     probed: Choices = field(default_factory=Choices)
 
     def is_as(self, other: Chosen) -> bool:
-        """Whether both passes chose the same numbers as another's."""
+        """Return whether both passes chose the same numbers as another's."""
         pairs = ((self.compared.own, other.compared.own), (self.probed.own, other.probed.own))
         return all(len(one) == len(two) and all(map(_same_sets, one, two)) for one, two in pairs)
 
@@ -247,7 +248,7 @@ class ChoicesRecorder(TorchDispatchMode):
         self._was_backward = False
 
     def of_port(self, probed: bool) -> PortsChoices:
-        """The last pass's on the inputs; ``probed`` tells whether passes on probing inputs came after it."""
+        """Return the last pass's on the inputs; ``probed`` tells whether passes on probing inputs came after it."""
         passes = [tuple(choices) for choices in self._passes if choices]
         if not passes or (probed and len(passes) == 1):
             return NONE_MADE
@@ -266,7 +267,7 @@ class ChoicesRecorder(TorchDispatchMode):
 
 
 def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
-    """How many numbers a call chooses of the last dimension, as the largest; None for any other call."""
+    """Return how many numbers a call chooses of the last dimension, as the largest; None for any other call."""
     if func is not LARGEST_FEW or kwargs or args[0].dim() < 2 or not args[0].is_floating_point():
         return None
     dim, largest = (args[2] if len(args) > 2 else -1), (args[3] if len(args) > 3 else True)
@@ -274,12 +275,12 @@ def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
 
 
 def _same_sets(one: Tensor, other: Tensor) -> bool:
-    """Whether the same numbers are in each row, in whatever order."""
+    """Return whether the same numbers are in each row, in whatever order."""
     return torch.equal(one.sort(-1).values, other.sort(-1).values)
 
 
 def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
-    """How far the least number that is chosen and the largest one that is not are off each other, ``[rows]``.
+    """Return how far the least number that is chosen and the largest one that is not are off each other, ``[rows]``.
 
     As a deviation: the usual one, and more where the numbers are larger than usual, as their errors are.
     """
@@ -297,7 +298,7 @@ def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
 
 
 def _nearer_than(values: Tensor, own: Tensor, made: Tensor, distance: Tensor) -> Tensor:
-    """The rows in which what is chosen instead is that near to what is not."""
+    """Return the rows in which what is chosen instead is that near to what is not."""
     none = torch.zeros_like(values, dtype=torch.bool)
     is_own, is_made = none.scatter(1, own, True), none.scatter(1, made, True)
     left = values.masked_fill(~(is_own & ~is_made), -torch.inf).amax(1)
@@ -365,7 +366,7 @@ def together(seen: list[Steps]) -> Steps | None:
 
 
 def stepped_by(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that a step changes."""
+    """Return the parameters that a step changes."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
@@ -434,7 +435,7 @@ class Freedom:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:
-        """One of all the combinations, each as likely."""
+        """Return one of all the combinations, each as likely."""
         toss = (rng.random() < 0.5 for _ in range(3))
         return cls(next(toss), next(toss), next(toss), rng.choice((1, 2, 3, 4)))
 

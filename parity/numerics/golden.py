@@ -95,7 +95,7 @@ def _is_served(
 
 
 def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
-    """Whether it is of PyTorch's class, whose import takes most of a second: whoever has one has imported it."""
+    """Return whether it is of PyTorch's class, whose import takes most of a second: whoever has one has imported it."""
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(mask, bias.CausalBias)
 
@@ -134,7 +134,7 @@ def _scaled_dot_product(
 
 
 def _repeated(key: Tensor, query: Tensor) -> Tensor:
-    """Each group's key for every head of the group."""
+    """Return each group's key for every head of the group."""
     if query.dim() < 3 or key.shape[-3] == query.shape[-3]:
         return key
     return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -236,7 +236,7 @@ class _InFP64(TorchFunctionMode):
 
 
 def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:
-    """Whether one of the tensors is of the dtype, or one in the lists among them."""
+    """Return whether one of the tensors is of the dtype, or one in the lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             if value.dtype is dtype:
@@ -275,7 +275,7 @@ class GoldenDevice:
 
 @cache
 def golden_device(device: torch.device) -> GoldenDevice:
-    """The faster of the kernels' device and the CPU; measured once a process.
+    """Return the faster of the kernels' device and the CPU; measured once a process.
 
     Args:
         device: where the kernels run.
@@ -289,7 +289,7 @@ def golden_device(device: torch.device) -> GoldenDevice:
 
 
 def seconds_of_gemm(device: torch.device) -> float:
-    """The shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after one that is not counted."""
+    """Return the shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after one that is not counted."""
     matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.float64, device=device)
     times = []
     for _ in range(1 + _REPEATS):

@@ -139,7 +139,7 @@ CHOICES = (
 
 
 def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
-    """The choices that a kernel of this GPU has at this precision.
+    """Return the choices that a kernel of this GPU has at this precision.
 
     Args:
         gpu: ``ada``, ``hopper`` or ``blackwell``.

@@ -96,11 +96,11 @@ class NormsSeen:
             self._roots[address(result)] = result
 
     def is_result(self, x: Tensor) -> bool:
-        """Whether a norm returned the tensor."""
+        """Return whether a norm returned the tensor."""
         return address(x) in self._normalized
 
     def is_step(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call with these arguments is a step of a norm, which no port of TE computes by itself."""
+        """Return whether a call with these arguments is a step of a norm, which no port of TE computes by itself."""
         return bool(addresses(args) & self._roots.keys())
 
 
@@ -159,7 +159,7 @@ class LinearOperands:
         return self._phase.backward and bool(operands & self._read_by_experts)
 
     def _are_plain(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
+        """Return whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
         operands = {address(left), address(right)}
         is_plain = bool(operands & self._plain)
         if self._phase.backward and operands & self._weights:
@@ -199,7 +199,7 @@ class LinearOperands:
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
 
     def _amax(self, x: Tensor) -> Tensor | None:
-        """The magnitude that a tensor's scale comes from; None for the largest that is stored."""
+        """Return the magnitude that a tensor's scale comes from; None for the largest that is stored."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
         group = self._scaled_together.get(address(x))
         if group is not None:
@@ -261,11 +261,11 @@ class Lineage:
             self._of_weights.update((address(x), x) for x in results)
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether it was computed of weights."""
+        """Return whether it was computed of weights."""
         return address(x) in self._of_weights
 
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a product of the forward pass has no weight, nor is the gradient of one; it is remembered."""
+        """Return whether a product of the forward pass has no weight, nor is the gradient of one; it is remembered."""
         for operand, other in ((left, right), (right, left)):
             if address(operand) in self._of_weights:
                 self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_shape(operand)))
@@ -278,7 +278,7 @@ class Lineage:
         return True
 
     def is_gradient_of_product(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a product of the backward pass is a gradient of such a product.
+        """Return whether a product of the backward pass is a gradient of such a product.
 
         The gradients of ``L @ R`` are ``g @ R.T`` and ``L.T @ g``, with g of the result's shape.
         """

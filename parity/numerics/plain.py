@@ -82,7 +82,7 @@ ADDED_TO_SUM = "bias of a sum"
 
 
 def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:
-    """Which of the above a call of an ATen function is; empty if none."""
+    """Return which of the above a call of an ATen function is; empty if none."""
     if name not in ("add", "add_") or not all(isinstance(x, Tensor) for x in operands[:2]):
         return set()
     some, other = sorted(operands[:2], key=lambda x: x.dim())
@@ -107,7 +107,7 @@ class BiasesByHand:
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # results are kept, so that no address comes again
 
     def result(self, product: Tensor, bias: Tensor) -> Tensor:
-        """A linear layer's result, ``[rows, out]``."""
+        """Return a linear layer's result, ``[rows, out]``."""
         product = self._storing.store(product)
         result = self._storing.store(product + bias)
         if self._to_sums:
@@ -115,7 +115,7 @@ class BiasesByHand:
         return result
 
     def in_sum(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """The sum of two activations, to which a bias of one of them is added last; None where none has one."""
+        """Return the sum of two activations, to which a bias of one of them is added last; None where none has one."""
         for one, other in ((left, right), (right, left)):
             parts = self._parts.get(address(one))
             if parts is not None and parts[0].numel() == one.numel():
@@ -153,7 +153,7 @@ def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
 
 
 def is_in_place(func: Any) -> bool:
-    """Whether an ATen function returns its argument, changed."""
+    """Return whether an ATen function returns its argument, changed."""
     return any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
 
 
@@ -245,7 +245,7 @@ class Casts(TorchFunctionMode):
 
 
 def _becomes_wide(func: Any, x: Tensor, asked: tuple[Any, ...]) -> bool:
-    """Whether a port holds what a cast returns in FP32.
+    """Return whether a port holds what a cast returns in FP32.
 
     A dtype that is FP32 here is either named, or another tensor's, which is FP32 in the model alone. Nobody names FP32
     for what is FP32 already, nor the dtype for what has it.
@@ -286,7 +286,7 @@ class _Widened(torch.autograd.Function):
 
 
 def _is_of_activation(x: Any) -> bool:
-    """Whether the model has it in FP32 and it has a gradient, which tables of angles and masks have not."""
+    """Return whether the model has it in FP32 and it has a gradient, which tables of angles and masks have not."""
     return isinstance(x, Tensor) and x.dtype is torch.float32 and x.requires_grad
 
 
@@ -295,7 +295,7 @@ def _is_wide(x: Any) -> bool:
 
 
 def _marked(x: Any) -> Any:
-    """The value; a tensor in FP32 is wide from now on."""
+    """Return the value; a tensor in FP32 is wide from now on."""
     if isinstance(x, Tensor) and x.dtype is torch.float32:
         setattr(x, _WIDE, True)
     return x
@@ -319,7 +319,7 @@ def are_patches(
     output_padding: Sequence[int],
     groups: int,
 ) -> bool:
-    """Whether a convolution with these arguments of ``aten.convolution`` reads each pixel once.
+    """Return whether a convolution with these arguments of ``aten.convolution`` reads each pixel once.
 
     Args:
         weight: ``[out, channels, *kernel]``.
@@ -335,7 +335,7 @@ def are_patches(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, patches: Tensor, multiply: Multiply) -> Tensor:
-    """The convolution's result, ``[batch, out, *spatial]``.
+    """Return the convolution's result, ``[batch, out, *spatial]``.
 
     Args:
         x: ``[batch, channels, *spatial]``.
@@ -373,7 +373,7 @@ def rows_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
-    """The reverse: zeros where no patch was."""
+    """Return the reverse: zeros where no patch was."""
     batch, channels, *spatial = shape
     counts = [size // width for size, width in zip(spatial, kernel, strict=True)]
     rank = len(kernel)

@@ -80,7 +80,7 @@ class Attention:
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
 
     def arithmetic(self, alone: Callable[[], AbstractContextManager[None]]) -> Arithmetic:
-        """What is rounded in attention that runs in blocks.
+        """Return what is rounded in attention that runs in blocks.
 
         Args:
             alone: makes a context in which nothing else is rounded.
@@ -114,7 +114,8 @@ class Attention:
             self._output_gradients[address(result)] = result, output_gradient
 
     def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
-        """A sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a mask.
+        """Return a sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a
+        mask.
 
         A kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum. Unless
         the kernel keeps scores, this is said of terms alone that are stretched: products that are no scores may be
@@ -191,7 +192,7 @@ class Attention:
 
 
 def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a softmax, or its gradient, is along the keys of attention."""
+    """Return whether a softmax, or its gradient, is along the keys of attention."""
     return args[2 if softmax is SOFTMAX_BACKWARD else 1] % result.dim() == result.dim() - 1
 
 
@@ -325,7 +326,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._beside_kinks(self._kinks, func, args, kwargs)
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The call, with the values moved that decide on which side of a kink they are."""
+        """Return the call, with the values moved that decide on which side of a kink they are."""
         if self.phase.backward or any(_requires_grad(x) for x in args):
             args = kinks.moved(func, args)
             chosen = None if kwargs else kinks.chosen(func, args)
@@ -381,7 +382,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._attention.result(result, left, right, operands[0])
 
     def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What lies between two GEMMs."""
+        """Return what lies between two GEMMs."""
         result = func(*args, **kwargs)
         if self._freedom.stores_pointwise and func in NORMS:
             result = self._storing.store(result[0]), *result[1:]
@@ -394,7 +395,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _stored_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A call that rounds what it returns and what it writes to."""
+        """Return a call that rounds what it returns and what it writes to."""
         result = func(*args, **kwargs)
         targets = list(written(func, args, kwargs))
         for x in targets:
@@ -404,13 +405,13 @@ class _RoundingMode(TorchDispatchMode):
         return result if targets else tree_map_only(Tensor, lambda x: self._storing.store(x) if x.dim() else x, result)
 
     def _is_step_by_hand(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a reference without an optimizer writes to weights, as a port's optimizer does."""
+        """Return whether a reference without an optimizer writes to weights, as a port's optimizer does."""
         if not self.steps.are_calls or self._lineage is None or not is_in_place(func):
             return False
         return any(isinstance(x, Tensor) and self._lineage.is_weight(x) for x in args[:1])
 
     def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What a convolution returns that TE computes as a linear layer; None for any other call."""
+        """Return what a convolution returns that TE computes as a linear layer; None for any other call."""
         if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
             x, weight, bias = args[:3]
             patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
@@ -421,7 +422,7 @@ class _RoundingMode(TorchDispatchMode):
         return None
 
     def _is_of_te(self, weight: Tensor) -> bool:
-        """Whether one of TE's modules holds a weight, or what it is computed of."""
+        """Return whether one of TE's modules holds a weight, or what it is computed of."""
         if self._lineage is None or self._plain_lineage.is_weight(weight):
             return False
         return self._lineage.is_weight(weight)
@@ -432,7 +433,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
 
     def _is_plain(self, func: Any) -> bool:
-        """Whether a port calls the function by itself, or another whose gradient it gives."""
+        """Return whether a port calls the function by itself, or another whose gradient it gives."""
         if not self._freedom.plain or func in SOFTMAX:
             return False
         name = func.overloadpacket.__name__
@@ -445,7 +446,7 @@ class _RoundingMode(TorchDispatchMode):
         return "rsqrt" not in self._freedom.plain and self._norms.is_step(args)
 
     def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
+        """Return whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
         if func in TABLES:
             return True
         if (func not in POINTWISE and func not in REDUCTIONS) or self._norms.is_step(args):
@@ -499,7 +500,8 @@ class _RoundingMode(TorchDispatchMode):
         return self._lineage.is_weight(left) or self._lineage.is_weight(right)
 
     def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a product of two matrices has no weight, as similarities of embeddings and attention of one head.
+        """Return whether a product of two matrices has no weight, as similarities of embeddings and attention of one
+        head.
 
         It is no linear layer: TE has no kernel for it but attention.
         """
@@ -519,7 +521,7 @@ def _requires_grad(x: Any) -> bool:
 
 
 def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
-    """Whether tokens are summed; heads, which share keys, are not."""
+    """Return whether tokens are summed; heads, which share keys, are not."""
     return x.dim() < 4 and dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
 
 

@@ -45,7 +45,7 @@ class Stored:
 
 
 def _is_watched(x: Tensor) -> bool:
-    """Whether somebody counts what is written to its memory, if it has one of its own at all."""
+    """Return whether somebody counts what is written to its memory, if it has one of its own at all."""
     return x.layout is torch.strided and not x.is_inference()
 
 
@@ -87,7 +87,7 @@ class Storing:
         return x if self.is_stored(x) else self.store(x, part)
 
     def is_stored(self, x: Tensor) -> bool:
-        """Whether storing a tensor would not change it."""
+        """Return whether storing a tensor would not change it."""
         return self.freedom.jitter is None and x in self._stored
 
     def see_copy(self, sources: Any, copy: Tensor) -> None:
@@ -96,11 +96,12 @@ class Storing:
             self._stored.add(copy)
 
     def jittered_amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude, moved as the value may be that has it."""
+        """Return the largest magnitude, moved as the value may be that has it."""
         return self._jittered(largest(x), self._roundoff)
 
     def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
-        """An operand with an error of the format's that is independent of other runs', and of twice the variance.
+        """Return an operand with an error of the format's that is independent of other runs', and of twice the
+        variance.
 
         The error is the one that the format makes of a number up to a factor of two smaller, drawn anew for each
         element, and scaled up again: that of another mantissa, wherever this one happens to lie between the format's

@@ -92,7 +92,7 @@ class Recalled:
 
 
 def tensors_of(ran: Pass) -> Tensors:
-    """All tensors of a pass by kind and name."""
+    """Return all tensors of a pass by kind and name."""
     tensors: Tensors = {("output", name): tensor for name, tensor in ran.outputs.items()}
     tensors.update({("input gradient", name): tensor for name, tensor in ran.input_gradients.items()})
     tensors.update({("weight gradient", name): tensor for name, tensor in ran.weight_gradients.items()})
@@ -134,7 +134,7 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
 
 
 def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
-    """Whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
+    """Return whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
     runs = [chosen for (kept, *_), (_, chosen) in prepared.kept.get(model_tensors, {}).items() if kept == rounding]
     return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
 
@@ -149,13 +149,14 @@ def unrounded_choices(prepared: Prepared) -> Chosen:
 
 
 def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
-    """What is prepared, with what is known of the dtypes that a candidate returns."""
+    """Return what is prepared, with what is known of the dtypes that a candidate returns."""
     wide = (key for key, x in candidate.items() if returned_dtype(key[0], x, prepared.dtype) is not prepared.dtype)
     return dataclasses.replace(prepared, wide=frozenset(wide))
 
 
 def returned_dtype(kind: Kind, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own where it is wider.
+    """Return the dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own where it is
+    wider.
 
     A gradient's is autograd's or a trainer's buffer's, and says nothing of what was rounded before.
     """
@@ -170,7 +171,8 @@ def run_model(
     kinks: Kinks | None = None,
     chosen: Chosen | None = None,
 ) -> Tensors:
-    """The reference in FP32 under the rounding model, its results rounded to the dtype in which the port returns them.
+    """Return the reference in FP32 under the rounding model, its results rounded to the dtype in which the port returns
+    them.
 
     ``kinks`` are those of the pass that has gradients, ``chosen`` the choices of both passes.
     """
@@ -179,7 +181,7 @@ def run_model(
     stored = Stored()
 
     def given(tensors: Any) -> Any:
-        """What is in the port's dtype, in FP32."""
+        """Return what is in the port's dtype, in FP32."""
         widened = jittered(cast(tensors, torch.float32), rounding, freedom)
         if rounding.storage is prepared.dtype:
             tree_map_only(Tensor, stored.add, widened)
@@ -207,7 +209,7 @@ def run_model(
 
 
 def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:
-    """The Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
+    """Return the Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
     numbers: dict[Freedom, dict[str, float]] = prepared.kept.setdefault((model_numbers, rounding), {})
     return numbers
 
@@ -265,7 +267,7 @@ def run_candidate(
     recalled: Recalled | None = None,
     alone: bool = False,
 ) -> tuple[Tensors, tuple[str, ...]]:
-    """The candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
+    """Return the candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
 
     ``change`` is called with the newly built module before it runs, ``seen`` with its pass. With ``recalled``, which is
     filled, no module's only call is its first: where there are no probing inputs, other inputs come before the pass,
@@ -368,7 +370,7 @@ def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kerne
 
 
 def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The cotangents in the candidate's dtype.
+    """Return the cotangents in the candidate's dtype.
 
     Raises:
         UserError: if the candidate's outputs are not as many or not of the shapes of the reference's.
@@ -385,12 +387,12 @@ def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[
 
 
 def _is_as(shape: tuple[int, ...], reference: tuple[int, ...]) -> bool:
-    """Whether the two are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean loss as ``[1]``."""
+    """Return whether the two are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean loss as ``[1]``."""
     return shape == reference or {shape, reference} == {(), (1,)}
 
 
 def _shaped(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One number in the shape that the reference returns it in."""
+    """Return one number in the shape that the reference returns it in."""
     return {
         name: x.view(golden[name].shape) if name in golden and _is_as(tuple(x.shape), tuple(golden[name].shape)) else x
         for name, x in outputs.items()

@@ -113,12 +113,12 @@ def _is_quantized_from(held: Tensor, expected: Tensor) -> bool:
 
 
 def size_in_bytes(tree: Any) -> int:
-    """The memory that the tree's tensors take together."""
+    """Return the memory that the tree's tensors take together."""
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module itself, what it holds in floating point in another dtype.
+    """Return the module itself, what it holds in floating point in another dtype.
 
     Complex buffers stay as they are: ``module.to(dtype)`` would drop their imaginary part.
     """
@@ -132,12 +132,12 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cast(inputs: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """The inputs with floating-point tensors in ``dtype``, and all on the device, if one is given."""
+    """Return the inputs with floating-point tensors in ``dtype``, and all on the device, if one is given."""
     return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs)
 
 
 def on_device(tensors: Any, device: torch.device) -> Any:
-    """The same tree with every tensor on the device."""
+    """Return the same tree with every tensor on the device."""
     return tree_map_only(Tensor, lambda x: x.to(device), tensors)
 
 
@@ -149,7 +149,7 @@ CONSTANT_NOISE = 0.1
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
-    """The pair, its modules initialised from the seed, on the kernels' device, in training mode.
+    """Return the pair, its modules initialised from the seed, on the kernels' device, in training mode.
 
     Raises:
         UserError: if one of them has no values.
@@ -180,7 +180,7 @@ def _check_has_values(role: str, module: nn.Module) -> None:
 
 
 def part_that_raised(error: BaseException) -> str:
-    """Which part of a pair raised before any of its modules ran; empty if none did."""
+    """Return which part of a pair raised before any of its modules ran; empty if none did."""
     running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     parts = {Case.build: "the factory", draw_inputs: "inputs", build: "moving the pair's modules to the device"}
     return next((part for function, part in parts.items() if function.__code__ in running), "")
@@ -224,7 +224,7 @@ def share_rounded_weights(
 
 
 def rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
-    """The pair's inputs of this seed, in the dtype, on the device."""
+    """Return the pair's inputs of this seed, in the dtype, on the device."""
     drawn = draw_inputs(pair, checked.size, Rng(seed))
     check_inputs_fit(drawn, dtype)
     return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)

@@ -78,7 +78,7 @@ class _Repeating(TorchDispatchMode):
 
 
 def _is_repeatable(tensor: Tensor, arguments: Sequence[Any]) -> bool:
-    """Whether what fills a tensor depends on a CPU's generator and numbers alone, and takes some time."""
+    """Return whether what fills a tensor depends on a CPU's generator and numbers alone, and takes some time."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
     return is_plain and tensor.numel() >= _FEWEST and not any(isinstance(x, Tensor) for x in arguments)
 
@@ -87,7 +87,7 @@ _KEPT: dict[tuple[Hashable, ...], Draws] = {}
 
 
 def draws_of(subject: Hashable, *details: Hashable) -> Draws:
-    """Those of a subject, with these details; kept until another subject's are asked for."""
+    """Return those of a subject, with these details; kept until another subject's are asked for."""
     if any(kept[0] != subject for kept in _KEPT):
         _KEPT.clear()
     key = subject, *details
@@ -115,7 +115,7 @@ _OFFSET = 4.0
 
 
 def probe(inputs: Any, rng: Rng) -> Any:
-    """The inputs with uneven rows.
+    """Return the inputs with uneven rows.
 
     Args:
         inputs: as a pair's ``inputs`` returns them; floating-point tensors of two or more dimensions whose elements are
@@ -133,7 +133,7 @@ def _is_activation(x: Tensor) -> bool:
 
 
 def _varies(rows: Tensor) -> Tensor:
-    """Whether each row holds more than one number; all are finite."""
+    """Return whether each row holds more than one number; all are finite."""
     return rows.amin(-1) != rows.amax(-1)
 
 
@@ -190,7 +190,7 @@ class ScaledLookups(TorchFunctionMode):
         self.seen: Lookups = Counter()
 
     def around(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        """A call of a module, as in ``parity.Pair``, within this context; what was seen before is forgotten."""
+        """Return a call of a module, as in ``parity.Pair``, within this context; what was seen before is forgotten."""
 
         def scaled(module: Any, *args: Any, **kwargs: Any) -> Any:
             self.seen.clear()
@@ -220,7 +220,7 @@ def _factors(ids: Tensor) -> Tensor:
 
 
 def _signature(ids: Tensor) -> tuple[int, ...]:
-    """The same for ids in another order only where batch and sequence are exchanged."""
+    """Return the same for ids in another order only where batch and sequence are exchanged."""
     return tuple(sorted({_checksum(ids), _checksum(ids.mT) if ids.dim() > 1 else _checksum(ids)}))
 
 

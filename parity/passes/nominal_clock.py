@@ -109,7 +109,7 @@ class Clock:
 
 
 def work_of(compute: Callable[[], object]) -> Work:
-    """What it takes to compute something."""
+    """Return what it takes to compute something."""
     with _Meter() as meter:
         compute()
     return Work(meter.operations, meter.flops, meter.elements)

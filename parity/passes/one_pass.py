@@ -45,7 +45,7 @@ class Pass:
 
 
 def as_arguments(inputs: Any) -> Arguments:
-    """A pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a tensor alone."""
+    """Return a pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a tensor alone."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
@@ -54,7 +54,7 @@ def as_arguments(inputs: Any) -> Arguments:
 
 
 def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors among a pair's inputs, as ``run`` names them.
+    """Return the tensors among a pair's inputs, as ``run`` names them.
 
     Args:
         inputs: as a pair's ``inputs`` returns them.
@@ -67,7 +67,8 @@ def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:
-    """What the called function names its positional inputs; ``input`` where there is one, ``input[i]`` past its names.
+    """Return what the called function names its positional inputs; ``input`` where there is one, ``input[i]`` past its
+    names.
 
     Args:
         module: whose ``forward`` is called where ``call`` is None.
@@ -166,7 +167,7 @@ def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Contain
 
 
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
-    """The outputs of a forward pass by name; arguments as for ``run``, and left as they were like there."""
+    """Return the outputs of a forward pass by name; arguments as for ``run``, and left as they were like there."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
     with _restored_buffers(module):
         return _named_outputs(_call(module, call, as_arguments(fresh)))
@@ -211,7 +212,7 @@ class _Given:
     copies: list[tuple[str, Tensor, Tensor]]
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """The copy for the module.
+        """Return the copy for the module.
 
         It gets no leaf itself, since it may write to its inputs, which autograd allows of all but leaves.
         """
@@ -221,12 +222,12 @@ class _Given:
         return self.copies[-1][2]
 
     def changed(self) -> tuple[str, ...]:
-        """Names of the tensors whose copies have other values now."""
+        """Return names of the tensors whose copies have other values now."""
         return tuple(name for name, before, after in self.copies if not _same(before.detach(), after.detach()))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    """Return whether two tensors hold the same values, NaN being the same as NaN."""
     if x.shape != y.shape:  # one was resized in place
         return False
     return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
@@ -280,7 +281,7 @@ def _numbers(returned: Any, place: str = "") -> dict[str, float]:
 
 
 def leaves_of(returned: Any) -> Iterator[Any]:
-    """What a module returned, one by one, out of tuples, lists, dicts and dataclasses."""
+    """Yield what a module returned, one by one, out of tuples, lists, dicts and dataclasses."""
     for leaf in tree_leaves(returned, is_leaf=_is_record):
         if _is_record(leaf):
             for value in _fields(leaf).values():
@@ -290,7 +291,7 @@ def leaves_of(returned: Any) -> Iterator[Any]:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is a dataclass that is not also a mapping, as the outputs of transformers' models are."""
+    """Return whether it is a dataclass that is not also a mapping, as the outputs of transformers' models are."""
     return is_dataclass(value) and not isinstance(value, (type, Mapping))
 
 

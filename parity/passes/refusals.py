@@ -170,7 +170,7 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
 
 
 def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """The outputs that are others in another pass, and by how much of their norm."""
+    """Yield the outputs that are others in another pass, and by how much of their norm."""
     for name, output in golden.outputs.items():
         moved = math.inf
         if name in again and again[name].shape == output.shape:
@@ -199,19 +199,20 @@ def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) ->
 
 
 def _can_be_judged(golden: Tensor, modelled: Sequence[Tensor], computed: Tensor) -> bool:
-    """Whether some model is finite, and the candidate too, unless it alone is not."""
+    """Return whether some model is finite, and the candidate too, unless it alone is not."""
     if not (all_finite(golden) and any(map(all_finite, modelled))):
         return False
     return all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
 
 
 def overflows_within(computed: Tensor, model: Tensor) -> bool:
-    """Whether the model is not finite wherever the computed tensor is not."""
+    """Return whether the model is not finite wherever the computed tensor is not."""
     return not bool((model.isfinite() & ~computed.isfinite()).any())
 
 
 def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
-    """Whether zeros would pass in the place of every tensor, as each tolerance on the relative L2 error is 1 or more.
+    """Return whether zeros would pass in the place of every tensor, as each tolerance on the relative L2 error is 1 or
+    more.
 
     Args:
         tensors: of a comparison that passed.
@@ -221,7 +222,7 @@ def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
 
 
 def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
-    """Those that would pass if they were all zero, though golden is not."""
+    """Return those that would pass if they were all zero, though golden is not."""
     return [tensor for tensor in tensors if tensor.errors.golden_rms and tensor.tolerance_relative_l2 >= 1.0]
 
 
@@ -233,7 +234,7 @@ def remarks(
     dtype: torch.dtype,
     recipe: str | None,
 ) -> Iterator[str]:
-    """What a comparison leaves unproven though it may pass; a sentence each.
+    """Yield what a comparison leaves unproven though it may pass; a sentence each.
 
     Args:
         tensors: the results.
@@ -292,7 +293,7 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
 
 
 def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
-    """A port that is more accurate than its model wherever that rounds to TF32: no mistake, but worth knowing."""
+    """Yield a note on a port that is more accurate than its model wherever that rounds to TF32: no mistake."""
     in_tf32 = [
         tensor
         for tensor in tensors
@@ -306,7 +307,7 @@ def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
 
 
 def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Those of TE's parameters without a gradient whose gradient in the reference is not 0.
+    """Return those of TE's parameters without a gradient whose gradient in the reference is not 0.
 
     Args:
         unreached: TE's parameters that no gradient reached.

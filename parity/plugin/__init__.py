@@ -109,7 +109,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """An id that pytest does not find comes with the nearest pairs that there are."""
+    """Tell the nearest pairs that there are where pytest does not find an id."""
     try:
         return (yield)
     except pytest.UsageError as error:
@@ -122,7 +122,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _is_told(argument: str, error: pytest.UsageError) -> bool:
-    """Whether pytest says that it did not find this id, which it names without what stands in brackets."""
+    """Return whether pytest says that it did not find this id, which it names without what stands in brackets."""
     name = argument.partition("::")[2].partition("[")[0]
     return any(str(line).partition("\n")[0].endswith(f"::{name}") for line in error.args)
 
@@ -189,7 +189,7 @@ def _has_pairs(collector: pytest.Collector) -> bool:
 
 
 def _told(error: UserError, details: bool) -> str:
-    """The message; with details also how Python came to the mistake, if it was the user's code that raised."""
+    """Return the message; with details also how Python came to the mistake, if it was the user's code that raised."""
     if not details or error.__cause__ is None:
         return str(error)
     from parity.trace.whose import way_there
@@ -198,7 +198,7 @@ def _told(error: UserError, details: bool) -> str:
 
 
 def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
-    """One item for each size and precision of the cases declared in this file; imported ones belong elsewhere."""
+    """Yield one item for each size and precision of the cases declared in this file; imported ones belong elsewhere."""
     from parity.case import registry
 
     file = module.path.resolve()
@@ -269,7 +269,7 @@ def _share_cores() -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The results travel with pytest's own report, from xdist's workers too."""
+    """Let the results travel with pytest's own report, from xdist's workers too."""
     report = yield
     if isinstance(item, ParityItem) and call.when == "setup" and report.skipped:
         told = report.longrepr

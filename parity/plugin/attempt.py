@@ -121,7 +121,7 @@ def _lacks_memory(result: Result) -> bool:
 
 
 def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
-    """The device, shared with other workers or not; a process without others has it anyway."""
+    """Return the device, shared with other workers or not; a process without others has it anyway."""
     if workplace.lock is None:
         return nullcontext()
     from parity.passes import memory

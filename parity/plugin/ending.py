@@ -50,7 +50,7 @@ class Entry:
         return bool(json.loads(self.running)["result"]["status"] != "error")
 
     def ended_by(self, cause: str) -> str:
-        """The record's line for a comparison that ended so."""
+        """Return the record's line for a comparison that ended so."""
         line = json.loads(self.running)
         result = line["result"]
         if self.has_verdict:
@@ -74,7 +74,7 @@ class Diary:
 
     @staticmethod
     def all_in(folder: Path) -> list[Diary]:
-        """Those of every worker that has begun a comparison."""
+        """Return those of every worker that has begun a comparison."""
         return [Diary(folder, entry.stem) for entry in sorted(folder.glob("*.entry"))]
 
     @property
@@ -103,12 +103,12 @@ class Diary:
         draft.replace(self._entry)
 
     def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
-        """The entry and the item's finished lines, if the worker's last entry is about this item."""
+        """Return the entry and the item's finished lines, if the worker's last entry is about this item."""
         left = self.read_last()
         return left if left is not None and left[0].node_id == node_id else None
 
     def read_last(self) -> tuple[Entry, list[str]] | None:
-        """The last entry and its item's finished lines; None where the worker has begun no comparison."""
+        """Return the last entry and its item's finished lines; None where the worker has begun no comparison."""
         if not self._entry.exists():
             return None
         entry = Entry(**json.loads(self._entry.read_text(encoding="utf-8")))
@@ -181,7 +181,7 @@ _SENT = pytest.StashKey[bool]()
 
 
 def of_item(item: ParityItem) -> dict[str, Any]:
-    """The lines of an item's results; a process's first item brings the environment too."""
+    """Return the lines of an item's results; a process's first item brings the environment too."""
     lines: dict[str, Any] = {"results": of_results(item.results)}
     if not item.session.stash.get(_SENT, False):
         item.session.stash[_SENT] = True
@@ -190,14 +190,14 @@ def of_item(item: ParityItem) -> dict[str, Any]:
 
 
 def of_results(results: Sequence[Result]) -> list[str]:
-    """A line for each."""
+    """Return a line for each."""
     from parity.report import record
 
     return [record.result_line(result) for result in results]
 
 
 def environment_line(item: ParityItem) -> str:
-    """The record's first line, as this process would write it."""
+    """Return the record's first line, as this process would write it."""
     from parity.report import environment, record
 
     stash = item.session.stash
@@ -231,12 +231,12 @@ def announce(report: pytest.TestReport) -> None:
 
 
 def is_last(report: pytest.TestReport) -> bool:
-    """Whether a worker announced its end with this report."""
+    """Return whether a worker announced its end with this report."""
     return bool(getattr(report, "parity_last", False))
 
 
 def told(results: Sequence[Result]) -> str:
-    """What pytest shows of an item that ended early: why, or how it failed and why no cause was found."""
+    """Return what pytest shows of an item that ended early: why, or how it failed and why no cause was found."""
     from parity.report import failure
     from parity.report.items import Item
 

@@ -75,7 +75,7 @@ class ParityItem(pytest.Item):
         return self._from_start(self.options.calibration) if self.options.calibration else ""
 
     def limits_compared(self) -> tuple[OfPrecision, ...]:
-        """The limits against the packaged ones; nothing for the packaged ones."""
+        """Return the limits against the packaged ones; nothing for the packaged ones."""
         from parity.judge import differences
         from parity.judge.limits import load
 
@@ -120,7 +120,7 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(result, path=self._path_to_show())
 
     def _compare(self, seed: int, calibration: Table) -> Result:
-        """The comparison; what the device does wrong outside of the modules' passes is its result, too.
+        """Return the comparison; what the device does wrong outside of the modules' passes is its result, too.
 
         A failure is noted before the search for its cause begins, whatever becomes of that.
         """
@@ -166,7 +166,7 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(self.verdict, notes=(*self.verdict.notes, f"{note}: {cause}" if cause else note))
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
-        """The result, an error, of the seed that is next."""
+        """Return the result, an error, of the seed that is next."""
         from parity.result import Result
 
         return Result(
@@ -184,7 +184,7 @@ class ParityItem(pytest.Item):
         )
 
     def skipped(self, reason: str) -> Result:
-        """The result of an item that pytest skips, as a mark or a conftest asks for."""
+        """Return the result of an item that pytest skips, as a mark or a conftest asks for."""
         return dataclasses.replace(self.without_comparison(reason.removeprefix("Skipped: ")), status="skipped")
 
     def _time_limit(self) -> AbstractContextManager[None]:
@@ -217,7 +217,7 @@ class ParityItem(pytest.Item):
         ending.record_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The message alone for a failed comparison; a traceback only for what parity itself did not expect."""
+        """Return the message alone for a failed comparison; a traceback only for what parity itself did not expect."""
         if isinstance(excinfo.value, ParityError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
@@ -226,7 +226,7 @@ class ParityItem(pytest.Item):
         return self.path, self.case.line - 1, self.name
 
     def _path_to_show(self) -> str:
-        """The file as one writes it from where pytest was started; a report shows no folder above that."""
+        """Return the file as one writes it from where pytest was started; a report shows no folder above that."""
         start = self.config.invocation_params.dir
         return self._from_start(self.path) if self.path.is_relative_to(start) else self.nodeid.split("::")[0]
 

@@ -211,7 +211,7 @@ def read(config: pytest.Config) -> Options:
 
 
 def _backend(config: pytest.Config, text: str) -> tuple[str, str]:
-    """What was asked for, and by which name."""
+    """Return what was asked for, and by which name."""
     asked = os.environ.get(PARITY_BACKEND)
     if asked and config.getoption("parity_backend") is None:
         return asked, PARITY_BACKEND
@@ -254,7 +254,7 @@ def check_calibration(file: Path, option: str) -> None:
 
 
 def parse_name(text: str, option: str) -> str:
-    """The name of a report's files.
+    """Return the name of a report's files.
 
     Raises:
         UserError: if it is none.
@@ -267,7 +267,7 @@ def parse_name(text: str, option: str) -> str:
 
 
 def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> Literal["auto", "gpu", "cpu"]:
-    """One of ``BACKENDS``.
+    """Return one of ``BACKENDS``.
 
     Raises:
         UserError: if it is none.
@@ -278,7 +278,7 @@ def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> L
 
 
 def parse_attention(text: str, option: str = "--attention") -> str:
-    """One of ``parity.te.attention_backend.CHOICES``.
+    """Return one of ``parity.te.attention_backend.CHOICES``.
 
     Raises:
         UserError: if it is none.
@@ -294,7 +294,7 @@ def parse_attention(text: str, option: str = "--attention") -> str:
 
 
 def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] | None:
-    """Names from a comma-separated list; None for an empty one, which means all.
+    """Return names from a comma-separated list; None for an empty one, which means all.
 
     Raises:
         UserError: if a name is unknown.

@@ -135,7 +135,7 @@ class Recorder:
             self._begun = True
 
     def _tried(self, write: Callable[[], object]) -> bool:
-        """Whether a file could be written."""
+        """Return whether a file could be written."""
         try:
             write()
         except OSError as error:
@@ -154,7 +154,7 @@ class Recorder:
             self._record = record
 
     def _written(self) -> list[str]:
-        """The record's lines, without a last one that was cut short."""
+        """Return the record's lines, without a last one that was cut short."""
         if not self._begun or not self._record.is_file():
             return []
         lines = self._record.read_text(encoding="utf-8").splitlines(keepends=True)

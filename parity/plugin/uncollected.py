@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def message(report: pytest.CollectReport) -> str:
-    """What is wrong, beginning with where: a file's line if pytest's text has one, else the id."""
+    """Return what is wrong, beginning with where: a file's line if pytest's text has one, else the id."""
     text = without_traceback(report.longreprtext)
     file = report.nodeid.split("::")[0]
     return text if file in text else f"{_place(file, report.longreprtext) or report.nodeid}: {text}"
@@ -54,7 +54,7 @@ def _place(file: str, text: str) -> str:
 
 
 def unknown_pairs(arguments: Iterable[str], start: Path, cases: Iterable[Case]) -> Iterator[str]:
-    """A sentence for each id of a file of pairs that names none of them.
+    """Yield a sentence for each id of a file of pairs that names none of them.
 
     Args:
         arguments: of pytest: files, folders and ids.

@@ -148,14 +148,14 @@ def has_cases(config: pytest.Config) -> bool:
 
 
 def files_of_cases(config: pytest.Config) -> Iterator[Path]:
-    """The files that pytest was asked for, or that lie in folders it was asked for, and that import parity."""
+    """Return the files that pytest was asked for, or that lie in folders it was asked for, and that import parity."""
     start = config.invocation_params.dir
     paths = (start / argument.split("::")[0] for argument in config.args)
     return that_import_parity(paths, config.getini("python_files"), config.getini("norecursedirs"))
 
 
 def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> list[Device]:
-    """The GPUs that the run's processes share; none where the CPU kernels run.
+    """Return the GPUs that the run's processes share; none where the CPU kernels run.
 
     Raises:
         UserError: if ``PARITY_DEVICES`` names none of them.
@@ -166,7 +166,7 @@ def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> li
 
 
 def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
-    """The workers of ``-n auto``: as many as find a core, memory of the host, and memory of a GPU.
+    """Return the workers of ``-n auto``: as many as find a core, memory of the host, and memory of a GPU.
 
     A GPU whose memory is unknown gets one.
 
@@ -184,13 +184,13 @@ def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
 
 
 def _on(gpu: Device, largest: int) -> int:
-    """How many workers share a GPU."""
+    """Return how many workers share a GPU."""
     found = 1 if gpu.free is None else gpu.free // _share(gpu.free, largest)
     return found if gpu.processes is None else min(found, gpu.processes)
 
 
 def _share(free: int, largest: int) -> int:
-    """What a worker should find of a GPU: room for the largest case, unless that needs more than half of it.
+    """Return what a worker should find of a GPU: room for the largest case, unless that needs more than half of it.
 
     Such a case runs alone, which costs the others its time; a GPU with one worker would cost them all of theirs.
     """
@@ -225,7 +225,7 @@ def first_input(node_id: str) -> int:
 
 
 def size_of(group: str) -> str:
-    """A group's case and size: ``cases/mlp.py::swiglu[2x64]``."""
+    """Return a group's case and size: ``cases/mlp.py::swiglu[2x64]``."""
     return re.sub(r"\[(fp32|fp16|bf16)-(?=[^\[]*\]$)", "[", group)
 
 

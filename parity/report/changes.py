@@ -51,7 +51,7 @@ class Change:
         return new / old if old else math.inf
 
     def kind(self, factor: float) -> Kind:
-        """What is to be told of it.
+        """Return what is to be told of it.
 
         Args:
             factor: by which a margin has to grow or shrink.
@@ -126,7 +126,7 @@ class Comparison:
 
 
 def draw(runs: Comparison) -> str:
-    """The whole report as GitHub markdown."""
+    """Return the whole report as GitHub markdown."""
     changes = runs.changes
     sections = [
         f"# Parity report: {runs.names[1]} against {runs.names[0]}",
@@ -205,7 +205,7 @@ def _row(change: Change) -> list[str]:
 
 
 def _cell(item: Item | None) -> str:
-    """The verdict; with the reason where nothing was compared."""
+    """Return the verdict; with the reason where nothing was compared."""
     if item is None:
         return ""
     return f"{verdict_of(item)} {item.worst.reason}" if item.worst.reason else verdict_of(item)

@@ -58,7 +58,7 @@ def told(file: str, compared: Sequence[OfPrecision] | None) -> str:
 
 
 def section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
-    """A table with a row a precision; nothing where limits are the packaged ones, or not known."""
+    """Yield a table with a row a precision; nothing where limits are the packaged ones, or not known."""
     if compared:
         yield "## Limits"
         yield (
@@ -169,7 +169,7 @@ def measure(
     limits: str = "",
     limits_compared: tuple[OfPrecision, ...] | None = None,
 ) -> Environment:
-    """The environment of this process; the arguments are fields of it."""
+    """Return the environment of this process; the arguments are fields of it."""
     import torch
 
     from parity.numerics.golden import golden_device
@@ -198,12 +198,12 @@ def measure(
 
 
 def to_json(environment: Environment) -> dict[str, Any]:
-    """A dict of JSON types."""
+    """Return a dict of JSON types."""
     return {**dataclasses.asdict(environment), "seeds": list(environment.seeds)}
 
 
 def from_json(record: Mapping[str, Any]) -> Environment:
-    """The inverse of ``to_json``.
+    """Return the inverse of ``to_json``.
 
     Raises:
         pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.
@@ -249,7 +249,7 @@ def driver_version() -> str:
 
 
 def cpu_model() -> str:
-    """The processor's model name where the system tells it, else its architecture."""
+    """Return the processor's model name where the system tells it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -259,7 +259,7 @@ def cpu_model() -> str:
 
 
 def version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -267,5 +267,5 @@ def version(distribution: str) -> str | None:
 
 
 def distribution(package: str) -> str:
-    """The distribution that installed an import package; they need not share a name."""
+    """Return the distribution that installed an import package; they need not share a name."""
     return next(iter(metadata.packages_distributions().get(package, ())), package)

@@ -45,7 +45,7 @@ def _findings_first(item: Item) -> Iterator[str]:
 
 
 def headline(item: Item) -> str:
-    """How far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
+    """Return how far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
     worst = item.worst
     where = worst.worst.label if worst.worst else "no tensor"
     what = worst.reason or f"margin {short(worst.margin)} at {where}"
@@ -79,7 +79,7 @@ def measures(result: Result) -> Iterator[str]:
 
 
 def _beyond(tensor: TensorResult) -> Iterator[str]:
-    """The checks that failed, worst first."""
+    """Yield the checks that failed, worst first."""
     failed = [check for check in tensor.checks if check.margin > 1]
     for check in sorted(failed, key=lambda check: check.margin, reverse=True):
         where = f" ({check.where})" if check.where else ""
@@ -104,7 +104,7 @@ def non_finite(tensor: TensorResult) -> str:
 
 
 def findings(item: Item) -> list[Finding]:
-    """Each finding's first evidence; what every seed repeats is said once."""
+    """Return each finding's first evidence; what every seed repeats is said once."""
     first: dict[tuple[str, str], Finding] = {}
     for result in (item.worst, *item.results):
         for finding in result.findings:
@@ -113,7 +113,7 @@ def findings(item: Item) -> list[Finding]:
 
 
 def reproduce(result: Result, limits: str = "") -> str:
-    """The one-line command that runs this comparison alone; its report does not replace that of the whole run.
+    """Return the one-line command that runs this comparison alone; its report does not replace that of the whole run.
 
     Args:
         result: of the comparison.
@@ -144,7 +144,7 @@ _LONGEST = 200  # characters; some list every parameter of a model
 
 
 def lines(notes: Counter[str]) -> Iterator[str]:
-    """A line for each of the commonest notes, and how many others the report has.
+    """Yield a line for each of the commonest notes, and how many others the report has.
 
     Args:
         notes: each with the number of items that have it.

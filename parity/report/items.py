@@ -79,7 +79,7 @@ def in_order(items: Iterable[Item]) -> list[Item]:
 
 
 def precisions(items: Sequence[Item]) -> list[str]:
-    """The names of the precisions that occur, in the order in which ``parity.te.precision`` lists them."""
+    """Return the names of the precisions that occur, in the order in which ``parity.te.precision`` lists them."""
     found = dict.fromkeys(item.precision for item in items)
     return [name for name in PRECISION_NAMES if name in found] + [name for name in found if name not in PRECISION_NAMES]
 
@@ -91,7 +91,7 @@ PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
 
 def draw(items: Sequence[Item]) -> str:
-    """A markdown table; a cell is empty where the case does not ask for the precision."""
+    """Return a markdown table; a cell is empty where the case does not ask for the precision."""
     columns = precisions(items)
     cases = dict.fromkeys(item.case for item in items)
     rows = []
@@ -114,7 +114,7 @@ def verdict_of(item: Item) -> str:
 
 
 def _cell(items: Sequence[Item]) -> str:
-    """The worst item over all sizes."""
+    """Return the worst item over all sizes."""
     for status in ("error", "failed", "passed", "skipped"):
         alike = [item for item in items if item.status == status]
         if alike:

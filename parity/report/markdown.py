@@ -149,7 +149,7 @@ _TEXT_COLUMNS = 3
 
 
 def draw(run: Digest, name: str) -> str:
-    """The whole report as GitHub markdown.
+    """Return the whole report as GitHub markdown.
 
     Args:
         run: what it shows.
@@ -196,7 +196,7 @@ def verdict(run: Digest) -> str:
 
 
 def _not_compared(run: Digest) -> Iterator[str]:
-    """How many items, pairs and files have no numbers, for each reason."""
+    """Yield how many items, pairs and files have no numbers, for each reason."""
     if run.counts["skipped"]:
         yield f"{run.counts['skipped']} skipped"
     if run.missing:
@@ -209,7 +209,7 @@ def _not_compared(run: Digest) -> Iterator[str]:
 
 
 def _worst(items: Sequence[Item]) -> str:
-    """The largest margin among items that were compared."""
+    """Return the largest margin among items that were compared."""
     compared = [item for item in items if item.worst.tensors]
     if not compared:
         return ""
@@ -247,7 +247,7 @@ def _how_to_read(items: Sequence[Item]) -> str:
 
 
 def _uncollected(run: Digest) -> Iterator[str]:
-    """What the tables do not have, and why."""
+    """Yield what the tables do not have, and why."""
     if run.uncollected:
         yield "## Not collected"
         yield "Of these nothing was compared; what is wrong with them is to be mended first."
@@ -284,7 +284,7 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
 
 
 def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
-    """What comparisons leave unproven, each sentence once; also of items that are not shown."""
+    """Yield what comparisons leave unproven, each sentence once; also of items that are not shown."""
     by_note: dict[str, dict[str, None]] = {}
     for item in items:
         for note in (note for result in item.results for note in result.notes):
@@ -297,13 +297,13 @@ def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
 
 
 def _named(names: Collection[str], count: int) -> str:
-    """The items that are shown, and how many others there are."""
+    """Return the items that are shown, and how many others there are."""
     others = count - len(names)
     return ", ".join([*names, *([f"{plural(others, 'item')} not shown here"] if others else [])])
 
 
 def _determinism(results: Sequence[Result]) -> Iterator[str]:
-    """How many candidates gave the same bytes again, and what the others did."""
+    """Yield how many candidates gave the same bytes again, and what the others did."""
     by_summary: dict[str, dict[str, None]] = {}
     for result in results:
         if result.determinism is not None:
@@ -345,7 +345,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
-    """What TF32 costs a faithful port of this case; people expect true FP32 and take it for a mistake."""
+    """Yield what TF32 costs a faithful port of this case; people expect true FP32 and take it for a mistake."""
     outputs = [
         (item, tensor)
         for item in items
@@ -373,7 +373,7 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
-    """A row a tensor, each at the seed where its own margin is worst."""
+    """Yield a row a tensor, each at the seed where its own margin is worst."""
     compared = [result for result in item.results if result.tensors]
     for label in dict.fromkeys(tensor.label for result in compared for tensor in result.tensors):
         at_seeds = [(result, tensor) for result in compared for tensor in result.tensors if tensor.label == label]

@@ -34,7 +34,7 @@ def cosine(value: float) -> str:
 
 
 def ratio(numerator: float, denominator: float) -> str:
-    """One error as a multiple of another; ``–`` where both are zero."""
+    """Return one error as a multiple of another; ``–`` where both are zero."""
     if denominator == 0.0:
         return short(math.inf if numerator > 0.0 else math.nan)
     return short(numerator / denominator)
@@ -56,7 +56,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def markdown_table(rows: Iterable[Iterable[object]], headers: Sequence[str], left: int | None = None) -> str:
-    """A table whose cells are shown as they are, numbers too.
+    """Return a table whose cells are shown as they are, numbers too.
 
     Args:
         rows: cells, which become text; a ``|`` in one does not end it.

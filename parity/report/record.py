@@ -52,12 +52,12 @@ class Record:
 
 
 def environment_line(environment: Environment) -> str:
-    """The first line of a record."""
+    """Return the first line of a record."""
     return _line("environment", environments.to_json(environment))
 
 
 def result_line(result: Result) -> str:
-    """A result's line; sizes that are not JSON, such as a dtype, become text."""
+    """Return a result's line; sizes that are not JSON, such as a dtype, become text."""
     return _line("result", to_json(result))
 
 
@@ -67,12 +67,12 @@ def uncollected_line(uncollected: Uncollected) -> str:
 
 
 def environment_of(line: str) -> Environment:
-    """The inverse of ``environment_line``."""
+    """Return the inverse of ``environment_line``."""
     return environments.from_json(json.loads(line)["environment"])
 
 
 def result_of(line: str) -> Result:
-    """The inverse of ``result_line``."""
+    """Return the inverse of ``result_line``."""
     return from_json(json.loads(line)["result"])
 
 
@@ -125,7 +125,7 @@ def _uncollected_from_json(content: Any) -> Uncollected:
 
 
 def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[[Any], Content]) -> Content:
-    """What a numbered line of this kind holds."""
+    """Return what a numbered line of this kind holds."""
     number, line = entry
     try:
         return read_back(line[kind])
@@ -145,7 +145,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def _parse(line: bytes) -> Any:
-    """What the line holds; None where it is not JSON, or null, which no line of a record is."""
+    """Return what the line holds; None where it is not JSON, or null, which no line of a record is."""
     try:
         return json.loads(line.decode())
     except (ValueError, RecursionError):

@@ -61,7 +61,7 @@ def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[
 
 
 def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> list[Explanation]:
-    """One beginning after the other, each where the outputs with those before are wrong first."""
+    """Return one beginning after the other, each where the outputs with those before are wrong first."""
     starts = [0]
     while len(starts) <= _MOST and not budget.spent():
         one = suppose(starts)
@@ -76,14 +76,14 @@ def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> 
 
 
 def _subjects(trace: Trace) -> list[Attention | Packed]:
-    """The attentions, those to sequences one by one as one."""
+    """Return the attentions, those to sequences one by one as one."""
     packed = packed_attentions(trace)
     parts = {id(part) for one in packed for part in one.parts}
     return [*packed, *(one for one in attentions(trace) if id(one) not in parts)]
 
 
 def _positions(subjects: Sequence[Attention | Packed], trace: Trace) -> int | None:
-    """How many there are, if all attention is causal, to the whole or to sequences of it; else None."""
+    """Return how many there are, if all attention is causal, to the whole or to sequences of it; else None."""
     biases = [one.bias if isinstance(one, Packed) else traced_bias(trace, one) for one in subjects]
     if not biases or len({bias.shape[-2:] for bias in biases}) > 1:
         return None
@@ -134,7 +134,7 @@ def turned_from(
 
 
 def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
-    """The rows of the batch where an output is wrong; empty where all are, or what a row is cannot be told."""
+    """Return the rows of the batch where an output is wrong; empty where all are, or what a row is cannot be told."""
     batch = next(iter(batches))
     if len(batches) > 1 or any(failure.golden["output", one.name].shape[0] != batch for one in failure.outputs):
         return []
@@ -149,7 +149,7 @@ def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
 
 
 def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
-    """The first position where an output is not the candidate's; 0 where the hypothesis does not fit."""
+    """Return the first position where an output is not the candidate's; 0 where the hypothesis does not fit."""
     outputs = outputs_under(failure.prepared, (one,), torch.float32)
     if outputs is None:
         return 0
@@ -167,7 +167,7 @@ def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
 
 
 def _axis(failure: Failure, name: str, seq: int) -> int | None:
-    """The output's dimension of positions."""
+    """Return the output's dimension of positions."""
     shape = failure.golden["output", name].shape
     return next((axis for axis, size in enumerate(shape[:-1]) if size == seq), None)
 
@@ -247,7 +247,7 @@ class _Descent:
         return min(places, key=lambda place: self._share((*found, place)), default=self._seq - 1)
 
     def _nearby(self, starts: tuple[int, ...]) -> tuple[int, ...]:
-        """The beginnings moved, the latest first, by ever less, as long as that leaves less."""
+        """Return the beginnings moved, the latest first, by ever less, as long as that leaves less."""
         step = max(1, self._seq // _STEPS)
         while step:
             for moved in starts[:0:-1]:

@@ -39,7 +39,8 @@ Place = tuple[Site, int, bool]
 
 
 def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor]:
-    """The reference's values under the rounding model, each by the call that returned it or was given it, and where.
+    """Return the reference's values under the rounding model, each by the call that returned it or was given it, and
+    where.
 
     Numbers of values do not find them: in FP64 a reference may make other casts than in FP32.
     """
@@ -64,7 +65,7 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
 
 
 def places(trace: Trace) -> dict[Place, Tensor]:
-    """A trace's tensors, each by the call that returned it or was given it first, and where among its own."""
+    """Return a trace's tensors, each by the call that returned it or was given it first, and where among its own."""
     values = {value.number: value for call in trace.calls for value in (*call.inputs, *call.outputs)}
     return {(one.site, one.position, one.returned): trace.tensor(one) for one in values.values()}
 
@@ -118,7 +119,7 @@ class Columns:
         self._found: dict[tuple[int, bytes], _Known] = {}
 
     def share(self, x: Tensor, kept: Tensor | None = None) -> float | None:
-        """The share of a value's columns that are a column of some traced value; None if that cannot be told.
+        """Return the share of a value's columns that are a column of some traced value; None if that cannot be told.
 
         Values of more dimensions, such as attention's scores, have layouts of their own and are left out.
 
@@ -133,7 +134,7 @@ class Columns:
         return None if not surely or max(surely) < MOSTLY <= max(perhaps) else max(surely)
 
     def holders(self, x: Tensor, kept: Tensor) -> Iterator[Place]:
-        """The traced values that hold most of a value's columns each, in these rows."""
+        """Yield the traced values that hold most of a value's columns each, in these rows."""
         for same, known in self._same(x, kept):
             for place in dict.fromkeys(known.holders):
                 columns = torch.tensor([holder == place for holder in known.holders])
@@ -154,7 +155,7 @@ class Columns:
             yield torch.cdist(columns, known.projected) <= known.near.clamp(max=_UNLIKE), known
 
     def _of_rows(self, rows: int, kept: Tensor | None) -> _Known:
-        """The columns of all values that have so many rows, and what the precision costs them."""
+        """Return the columns of all values that have so many rows, and what the precision costs them."""
         key = rows, b"" if kept is None else kept.cpu().numpy().tobytes()
         if key not in self._found:
             self._found[key] = self._columns(rows, kept)
@@ -254,7 +255,7 @@ class UnreadRows:
         self._tried: dict[tuple[Place, bytes], bool] = {}
 
     def hide_what_differs(self, x: Tensor) -> bool:
-        """Whether a candidate's value is the reference's but for rows that no output reads."""
+        """Return whether a candidate's value is the reference's but for rows that no output reads."""
         zero = ~x.any(-1)
         zero = zero | self._zero.get(zero.shape, torch.zeros_like(zero))
         if not zero.any() or zero.all() or (self._columns.share(x, ~zero) or 0.0) < MOSTLY:
@@ -265,7 +266,7 @@ class UnreadRows:
         return hidden
 
     def _is_unread(self, place: Place, rows: Tensor) -> bool:
-        """Whether the reference returns the same if these rows of the value are zeros."""
+        """Return whether the reference returns the same if these rows of the value are zeros."""
         key = place, rows.cpu().numpy().tobytes()
         if key not in self._tried:
             self._tried[key] = place in self._made and self._returns_the_same(place, rows)
@@ -306,7 +307,8 @@ class _Returned:
 
 
 def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
-    """A finding that names the last submodule that agrees and the first that does not; none where all do or none does.
+    """Yield a finding that names the last submodule that agrees and the first that does not; none where all do or none
+    does.
 
     Args:
         failure: the outputs of the candidate are finite.
@@ -361,7 +363,7 @@ def _activations(tree: Any) -> Iterator[Tensor]:
 
 
 def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Returned]:
-    """What submodules returned in the pass that is compared, each call after the first with its number.
+    """Return what submodules returned in the pass that is compared, each call after the first with its number.
 
     Passes that warm up come before it, one on probing inputs may come after it. Each ends with the module itself; where
     the pair calls something else, each begins with the same submodule.
@@ -381,7 +383,8 @@ def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Retur
 
 
 def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:
-    """Whether what a submodule was given has the rows of a traced value, all of them, in another order or repeated.
+    """Return whether what a submodule was given has the rows of a traced value, all of them, in another order or
+    repeated.
 
     Nothing that is computed from them has its columns in the reference.
     """

@@ -68,7 +68,7 @@ class _Shown(NamedTuple):
 
 
 def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
-    """The subtle mistake that all tensors contain and that explains them; none if there is none.
+    """Return the subtle mistake that all tensors contain and that explains them; none if there is none.
 
     Raises:
         OutOfTime: if the search has reached its limit of real time.
@@ -118,7 +118,7 @@ def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
 def _shown(
     mistake: Hypothesis, observed: Sequence[tuple[TensorResult, Deviations]], golden: Tensors, tensors: Tensors
 ) -> Iterator[_Shown]:
-    """What each tensor shows that tells."""
+    """Yield what each tensor shows that tells."""
     for result, (truth, (error, *models)) in observed:
         key = result.kind, result.name
         if tensors[key].shape != golden[key].shape:
@@ -141,7 +141,8 @@ ROUNDINGS = 8.0
 
 
 def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Finding | None:
-    """The finding that a change of the inputs by a few roundoffs of FP32 moves every failed tensor as far as its error.
+    """Return the finding that a change of the inputs by a few roundoffs of FP32 moves every failed tensor as far as its
+    error.
 
     A row of equal numbers is an example: LayerNorm subtracts the mean and divides what rounding left by ``sqrt(eps)``.
 
@@ -186,7 +187,7 @@ def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
 
 
 def _perturbed(inputs: Any) -> Any:
-    """The inputs in FP64, each element of a floating-point one a little larger or smaller."""
+    """Return the inputs in FP64, each element of a floating-point one a little larger or smaller."""
     rng = Rng(0, "conditioning")
     step = ROUNDINGS * torch.finfo(torch.float32).eps / 2
 
@@ -232,7 +233,7 @@ def explain(
 
 
 def ended_early(seconds: float) -> str:
-    """The note that a limit of so many seconds ended the search."""
+    """Return the note that a limit of so many seconds ended the search."""
     return (
         f"the search for the cause ended after {seconds:g} s; --parity-diagnosis=SECONDS gives it longer, as "
         "--diagnosis of parity run and diagnosis_seconds of parity.compare do"
@@ -266,5 +267,5 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
 
 
 def _is_known(found: Sequence[Finding]) -> bool:
-    """Whether they are causes, which leave nothing unexplained."""
+    """Return whether they are causes, which leave nothing unexplained."""
     return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)

@@ -55,7 +55,7 @@ class Budget:
         return Budget(clock, seconds, clock.seconds, time.process_time())
 
     def share(self, part: float) -> Budget:
-        """What is left until so much of it is spent."""
+        """Return what is left until so much of it is spent."""
         return Budget(self.clock, part * self.seconds, self.began, self.began_here)
 
     def more(self, part: float) -> Budget:
@@ -83,7 +83,7 @@ def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
 
 
 def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
-    """All that a part of a search finds, or what it has found when the limit of real time ends it."""
+    """Return all that a part of a search finds, or what it has found when the limit of real time ends it."""
     found: list[Tried] = []
     with suppress(OutOfTime):
         for one in tried():
@@ -135,7 +135,7 @@ class Failure:
     own_recipes: Sequence[str] = ()
 
     def budget(self, checks: float) -> Budget:
-        """What so many comparisons like this one take, from now on."""
+        """Return what so many comparisons like this one take, from now on."""
         return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
 
     @property
@@ -223,7 +223,7 @@ def few_outputs(failure: Failure) -> bool:
 
 
 def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
-    """The tolerance of a compared tensor."""
+    """Return the tolerance of a compared tensor."""
     result = next(result for result in failure.results if (result.kind, result.name) == key)
     return Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
 
@@ -232,12 +232,12 @@ def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
 
 
 def explains(failure: Failure, golden: Tensors | None) -> bool:
-    """Whether all of the candidate's tensors are."""
+    """Return whether all of the candidate's tensors are."""
     return golden is not None and all(agrees(failure, result, golden) for result in failure.results)
 
 
 def agrees(failure: Failure, result: TensorResult, golden: Tensors) -> bool:
-    """Whether this one is."""
+    """Return whether this one is."""
     key = result.kind, result.name
     errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
     return margin(errors, tolerance_of(failure, key)) <= 1.0

@@ -59,7 +59,7 @@ _CLOSE = 1.5
 
 
 def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
-    """Every known cause that explains a failure, the best first; none for a comparison that passed.
+    """Return every known cause that explains a failure, the best first; none for a comparison that passed.
 
     Where the clock's limit of real time ends the search, these are the causes that are verified by then.
 
@@ -114,7 +114,7 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
 
 
 def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
-    """What explains finite outputs and the gradients with them; arguments as ``findings``.
+    """Return what explains finite outputs and the gradients with them; arguments as ``findings``.
 
     ``screened`` gets what the search leaves where none explains.
 
@@ -185,7 +185,8 @@ def _by_chance(failure: Failure) -> list[Finding]:
 
 
 def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """The subtle mistakes that explain a few numbers, if those that do are of one kind: of many any number is one's.
+    """Return the subtle mistakes that explain a few numbers, if those that do are of one kind: of many any number is
+    one's.
 
     Subtle ones alone show on probing inputs and hardly on others, as a wrong eps does.
     """
@@ -223,7 +224,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
 
 
 def _gains(explanation: Explanation, precision: str) -> str:
-    """What becomes better; the norm of an error hardly does where a mistake is far below its noise."""
+    """Return what becomes better; the norm of an error hardly does where a mistake is far below its noise."""
     if explanation.complete and explanation.after > _HARDLY * explanation.before:
         return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
     return (

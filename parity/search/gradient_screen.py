@@ -30,7 +30,7 @@ _AT_LEAST = 0.4  # of a tolerance, which is near enough where the rounding model
 
 
 def outputs_tell_little(failure: Failure) -> bool:
-    """Whether gradients failed, and outputs are few numbers or all passed."""
+    """Return whether gradients failed, and outputs are few numbers or all passed."""
     gradients = any(not one.passed and one.kind != "output" and one.finite for one in failure.results)
     return gradients and (few_outputs(failure) or all(result.passed for result in failure.outputs))
 
@@ -73,16 +73,16 @@ class GradientScreen:
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
-        """Whether what is left is no more than a faithful port at the precision has."""
+        """Return whether what is left is no more than a faithful port at the precision has."""
         return entry[0] < EXACT and entry[0] * _mean(self._before) <= _mean(self._failed)
 
     def _are_near(self, most: float, outputs: Mapping[str, Tensor]) -> bool:
-        """Whether outputs may be the candidate's: off by no more than so many times what golden's are."""
+        """Return whether outputs may be the candidate's: off by no more than so many times what golden's are."""
         away = self._away(outputs)
         return all(one <= max(_NEAR, most * self._outputs_before[name]) for name, one in away.items())
 
     def _away(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-        """How far outputs are from the candidate's, in tolerances; infinitely where they have other shapes."""
+        """Return how far outputs are from the candidate's, in tolerances; infinitely where they have other shapes."""
         found = {}
         for key in (key for key in self._golden if key[0] == "output"):
             x, size = outputs.get(key[1]), self._size(key)
@@ -136,7 +136,7 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
-    """The mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
+    """Return the mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
     found: list[tuple[Hypothesis, float]] = []
     alike: Counter[tuple[str, Scope, str]] = Counter()
     for share, (one,) in ranked:
@@ -152,7 +152,7 @@ def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Bud
 def tuned_pairs(
     screen: Screen | GradientScreen, pairs: Iterable[tuple[Hypothesis, ...]], budget: Budget
 ) -> list[Ranked]:
-    """Those of the pairs that are about a constant, with what leaves the smallest error, one after the other."""
+    """Return those of the pairs that are about a constant, with what leaves the smallest error, one after the other."""
     found: list[Ranked] = []
     for pair in dict.fromkeys(pair for pair in pairs if any(one.tuned is not None for one in pair)):
         best: Ranked = math.inf, pair
@@ -167,7 +167,7 @@ def tuned_pairs(
 
 
 def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
-    """One mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
+    """Return one mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
     share, (one, *others) = entry
     found = [] if others else _line_search(screen, one, _NEARBY, budget)
     return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
@@ -218,6 +218,6 @@ def _line_search(
 
 
 def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
-    """Whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
+    """Return whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
     leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
     return share < _AS_GOOD * best[0] or leaves_rounding

@@ -51,7 +51,7 @@ class _Path:
 def detached_path_findings(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """The path through which nothing flows back, if that explains every gradient.
+    """Yield the path through which nothing flows back, if that explains every gradient.
 
     Args:
         failure: the outputs are right.
@@ -95,14 +95,14 @@ def _explains(failure: Failure, failed: Sequence[TensorResult], one: Hypothesis)
 
 
 def _first_use(trace: Trace, name: str) -> int:
-    """The number of the first call that reads a parameter; -1 for none."""
+    """Return the number of the first call that reads a parameter; -1 for none."""
     numbers = {number for number, known in trace.parameters.items() if known == name}
     uses = (i for i, call in enumerate(trace.calls) if any(value.number in numbers for value in call.inputs))
     return next(uses, -1)
 
 
 def _paths(trace: Trace) -> tuple[list[_Path], list[_Path]]:
-    """Those of several residual connections at once, and those of one each."""
+    """Return those of several residual connections at once, and those of one each."""
     found = residuals(trace)
     order = {call.site: i for i, call in enumerate(trace.calls)}
     by_number = [[one for one in found if one.number == number] for number in sorted({one.number for one in found})]
@@ -125,12 +125,12 @@ def _paths(trace: Trace) -> tuple[list[_Path], list[_Path]]:
 
 
 def _nearest(paths: Iterable[_Path], last: int) -> list[_Path]:
-    """Those after the call of this number, the nearest first."""
+    """Return those after the call of this number, the nearest first."""
     return sorted((path for path in paths if path.after > last), key=lambda path: path.after)
 
 
 def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
-    """What a call is given that others are given too, or beside which it is given other activations.
+    """Yield what a call is given that others are given too, or beside which it is given other activations.
 
     Along a path without either it is all one where something is detached.
     """
@@ -159,7 +159,7 @@ def _branch(trace: Trace, one: Residual) -> tuple[Edit, ...]:
 
 
 def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
-    """The norm's result or, where there is none, what else reads the stream."""
+    """Return the norm's result or, where there is none, what else reads the stream."""
     if one.norm is not None:
         return (edit(one.norm.call, (), _without_gradient),)
     calls = [call for call in trace.users(one.stream) if call.site != one.call.site]
@@ -167,7 +167,7 @@ def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
 
 
 def _both(trace: Trace, one: Residual) -> tuple[Edit, ...]:
-    """All that a layer, or its second part, is given."""
+    """Return all that a layer, or its second part, is given."""
     made = trace.producer(one.stream)
     return (edit(made, (), _without_gradient),) if made is not None and made.outputs == [one.stream] else ()
 
@@ -231,7 +231,7 @@ def _looked_up(call: Call, given: dict[str, Any], padding_idx: int | None, failu
 
 
 def _row_that_differs(failure: Failure, name: str) -> int | None:
-    """The one row in which nearly all of the gradient's error is."""
+    """Return the one row in which nearly all of the gradient's error is."""
     key = "weight gradient", name
     error = failure.candidate[key].double() - failure.golden[key]  # type: ignore[index]
     by_row = error.square().flatten(1).sum(1)
@@ -248,7 +248,7 @@ _SCALED = 0.01
 
 
 def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
-    """What explains the gradients of a comparison whose outputs passed; empty if nothing does."""
+    """Return what explains the gradients of a comparison whose outputs passed; empty if nothing does."""
     failed = [result for result in failure.results if not result.passed and result.finite]
     for explain in (
         _scaled,
@@ -264,7 +264,8 @@ def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Fi
 
 
 def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if some failed gradients are the right ones times one factor, which spoils those that come before.
+    """Yield a finding if some failed gradients are the right ones times one factor, which spoils those that come
+    before.
 
     Other mistakes may look like it, so it is for what nothing else explains; outputs are right.
     """
@@ -306,7 +307,7 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
 def _one_path_missing(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """A parameter that is used more than once gets the gradient of some of its uses alone."""
+    """Yield a finding if a parameter that is used more than once gets the gradient of some of its uses alone."""
     names = {result.name for result in failed if result.kind == "weight gradient"}
     for number, name in trace.parameters.items():
         uses = [call for call in trace.calls if number in {value.number for value in call.inputs}]
@@ -333,7 +334,7 @@ def _one_path_missing(
 
 
 def _adds_to_main_grad(failure: Failure) -> bool:
-    """Whether TE's modules write gradients to buffers, where a later call may overwrite an earlier one's."""
+    """Return whether TE's modules write gradients to buffers, where a later call may overwrite an earlier one's."""
     found: list[str] = []
 
     def look(module: nn.Module) -> tuple[str, ...]:
@@ -436,7 +437,7 @@ _VERIFIED = 3  # mistakes that are computed under the rounding model, the best f
 
 
 def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """The mistake with a loss that explains outputs and gradients best, if one explains all of them.
+    """Return the mistake with a loss that explains outputs and gradients best, if one explains all of them.
 
     Args:
         failure: the outputs of the candidate are finite.

@@ -61,7 +61,7 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if outputs that are few, and every gradient with them, are the right ones times one factor.
+    """Yield a finding if outputs that are few, and every gradient with them, are the right ones times one factor.
 
     A factor alone would explain a single number; the gradients must share it.
     """
@@ -136,7 +136,7 @@ _PERIODS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def where_the_error_is(failure: Failure) -> Iterator[Finding]:
-    """One finding for each of the worst tensors, the outputs first."""
+    """Yield one finding for each of the worst tensors, the outputs first."""
     known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
@@ -209,7 +209,7 @@ def _periodic(share: Tensor) -> str | None:
 
 
 def _name(dim: int, dims: int) -> str:
-    """What a dimension of ``[batch, seq, ..., channels]`` or of a weight ``[out, in]`` is called."""
+    """Return what a dimension of ``[batch, seq, ..., channels]`` or of a weight ``[out, in]`` is called."""
     if dims == 1:
         return "elements"
     if dims == 2:

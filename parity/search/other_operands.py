@@ -74,7 +74,7 @@ class _Exchange:
 def other_operand_hypotheses(
     trace: Trace, module: nn.Module, first_order: FirstOrder, budget: Budget
 ) -> Iterator[Hypothesis]:
-    """Those that may explain the error, the likeliest first.
+    """Yield those that may explain the error, the likeliest first.
 
     Args:
         trace: of the reference in FP64.
@@ -105,14 +105,14 @@ class _Exchanges:
         self._in_layers = list(self._of_layers())
 
     def likeliest(self) -> list[_Exchange]:
-        """Those to be tried."""
+        """Return those to be tried."""
         alone = self._best_alone([*self._alone, *self._in_layers])
         kinds: list[Iterable[_Exchange]] = [self._of_two(), self._in_rounds(), self._of_calls(), self._pairs(alone)]
         found = [one for kind in kinds for one in self._best(kind, _TRIED)]
         return self._best([*alone[: 3 * _TRIED], *found], len(alone) + len(found))
 
     def _pairs(self, alone: Sequence[_Exchange]) -> Iterator[_Exchange]:
-        """The likeliest two of these together."""
+        """Yield the likeliest two of these together."""
         if not alone:
             return
         effects = torch.stack([one.effect for one in alone])
@@ -161,7 +161,7 @@ class _Exchanges:
             return None
 
     def _of_layers(self) -> Iterator[_Alike]:
-        """The same place of several layers."""
+        """Yield the same place of several layers."""
         by_role: dict[object, list[_Alike]] = defaultdict(list)
         for one in self._alone:
             by_role[one.places[0].role, one.places[0].position is None].append(one)
@@ -216,7 +216,7 @@ class _Exchanges:
         return _Exchange(tuple(pairs), torch.stack([self._effect(*pair) for pair in pairs]).sum(0))
 
     def _in_rounds(self) -> Iterator[_Exchange]:
-        """What the rounds of a loop read, in another order."""
+        """Yield what the rounds of a loop read, in another order."""
         loops: dict[object, list[Place]] = defaultdict(list)
         for (place,) in (one.places for one in self._alone):
             path, invocation, name, _ = place.call.site
@@ -251,7 +251,7 @@ class _Exchanges:
                     yield _Exchange(tuple(pair for one in exchanges for pair in one.others), effect)
 
     def _part(self, value: Value | None) -> tuple[object, int, int] | None:
-        """Which part of which call's result a value is, moved or not, and of how many."""
+        """Return which part of which call's result a value is, moved or not, and of how many."""
         root = back(self._trace, value, RESHAPES)
         made = self._trace.producer(root)
         if (
@@ -261,7 +261,7 @@ class _Exchanges:
         return made.site, made.outputs.index(root), len(made.outputs)
 
     def _best_alone(self, alike: Sequence[_Alike]) -> list[_Exchange]:
-        """The likeliest of all values at all places."""
+        """Return the likeliest of all values at all places."""
         if not alike:
             return []
         aligned = torch.cat([self._first_order.alignment(one.effects) for one in alike])
@@ -271,7 +271,7 @@ class _Exchanges:
         return [one for one in found if one.others]
 
     def _best(self, exchanges: Iterable[_Exchange], most: int) -> list[_Exchange]:
-        """The likeliest so many of those that are likely."""
+        """Return the likeliest so many of those that are likely."""
         known = [one for one in exchanges if one.others]
         if not known:
             return []
@@ -327,7 +327,7 @@ def _hypothesis(exchange: _Exchange, trace: Trace, module: nn.Module) -> Hypothe
 
 
 def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
-    """What is to be given where, at some places that are alike, and what is given."""
+    """Return what is to be given where, at some places that are alike, and what is given."""
     place, other = some[0]
     where = f"to {_call(place.call)}" if place.position is not None else "to all that read it"
     others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""
@@ -339,7 +339,7 @@ def _call(call: Call) -> str:
 
 
 def _described(value: Value, trace: Trace) -> str:
-    """A value by the call that makes it, or the first that reads it."""
+    """Return a value by the call that makes it, or the first that reads it."""
     call = trace.producer(value)
     if call is None:
         return f"the input of the module that {_call(trace.users(value)[0])} is given"

@@ -60,7 +60,7 @@ class _Mistake:
 
 
 def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
-    """The rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
+    """Return the rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
     wrong = [result for result in failure.results if not result.passed and result.finite]
     # A wrong forward pass spoils gradients in ways of its own.
     # What a handful of numbers says of its rounding is chance.
@@ -106,7 +106,7 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
 
 
 def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") -> Hypothesis:
-    """Each of these weights, all or one at a place, as ``scale`` makes it where ``scale_inv`` is due."""
+    """Return each of these weights, all or one at a place, as ``scale`` makes it where ``scale_inv`` is due."""
     shapes = parameter_shapes(prepared.reference)
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") ->
 
 
 def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors) -> float:
-    """The distance to another rounding, over the distance to the precision's own."""
+    """Return the distance to another rounding, over the distance to the precision's own."""
     key = result.kind, result.name
     candidate = failure.candidate[key].double()
     to_own = torch.linalg.vector_norm(candidate - own[key].double())
@@ -139,7 +139,8 @@ def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors)
 
 
 def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -> bool:
-    """Whether another rounding leaves less than it costs itself, and in FP8 about what the precision costs anyway.
+    """Return whether another rounding leaves less than it costs itself, and in FP8 about what the precision costs
+    anyway.
 
     Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
     """

@@ -36,7 +36,7 @@ class _NothingToChange(Exception):
 
 
 def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) -> tuple[Tensors, list[str]] | None:
-    """What the candidate computes with some of it changed.
+    """Return what the candidate computes with some of it changed.
 
     Args:
         failure: whose candidate it is.
@@ -70,7 +70,7 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if what failed agrees as soon as the candidate turns no recipe on by itself."""
+    """Yield a finding if what failed agrees as soon as the candidate turns no recipe on by itself."""
     if not failure.own_recipes:
         return
     with own_recipes(failure.precision.recipe is not None, left_out=True):
@@ -113,7 +113,7 @@ def _telling(failure: Failure) -> tuple[Kind, ...]:
 
 
 def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
-    """Whether the tensors of these kinds are within their tolerances when the candidate runs again.
+    """Return whether the tensors of these kinds are within their tolerances when the candidate runs again.
 
     Or nearly, where they were far off: a right port may be beyond a limit at first look.
     """
@@ -151,7 +151,7 @@ def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
 
 
 def buffer_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if the outputs agree as soon as the candidate's buffers hold what the reference's hold.
+    """Yield a finding if the outputs agree as soon as the candidate's buffers hold what the reference's hold.
 
     A buffer belongs to the reference's of its name; else to the only one of its shape, where it is the only one too.
     """
@@ -196,7 +196,8 @@ _MOST = 0.5  # of the square of an output's error
 
 
 def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if all agrees, gradients too, as soon as rows that an input hides are zero in both sides' outputs.
+    """Yield a finding if all agrees, gradients too, as soon as rows that an input hides are zero in both sides'
+    outputs.
 
     The candidate runs again, with output gradients that are zero there, only where what is not hidden is right already.
     """
@@ -226,7 +227,7 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
 
 
 def _zeroed(failure: Failure, name: str) -> str:
-    """What zeroes the rows, in words: the caller knows which of the mask's values hides."""
+    """Return what zeroes the rows, in words: the caller knows which of the mask's values hides."""
     shape = tuple(named_inputs(failure.prepared.inputs, failure.prepared.input_names)[name].shape)
     return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} hides and 1 for others"
 
@@ -243,7 +244,7 @@ def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
-    """The tokens that a mask, a bias of scores, or lengths may hide, ``[batch, seq]`` or ``[tokens]``."""
+    """Yield the tokens that a mask, a bias of scores, or lengths may hide, ``[batch, seq]`` or ``[tokens]``."""
     by_token = x.flatten(1, -2).transpose(1, 2).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
     found: list[Tensor] = []
     if x.dtype is torch.bool or (not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())):
@@ -287,7 +288,7 @@ def _error(failure: Failure, output: str) -> Tensor:
 
 
 def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
-    """Whether every tensor passes where output gradients and outputs are zero in the other rows."""
+    """Return whether every tensor passes where output gradients and outputs are zero in the other rows."""
     cotangents = {name: x * kept[name] if name in kept else x for name, x in failure.prepared.cotangents.items()}
 
     def zeroed(tensors: Tensors | None) -> Tensors | None:
@@ -308,7 +309,7 @@ def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
 
 
 def _read_what_is_hidden(golden: Tensors, kept: dict[str, Tensor]) -> bool:
-    """Whether what is kept depends on tokens that are hidden, which are none then."""
+    """Return whether what is kept depends on tokens that are hidden, which are none then."""
     shapes = {rows.squeeze(-1).shape: rows for rows in kept.values()}
     gradients = [x for (kind, _), x in golden.items() if kind == "input gradient" and x.shape[:-1] in shapes]
     return any(bool((x * ~shapes[x.shape[:-1]]).any()) for x in gradients)
@@ -327,7 +328,7 @@ _OF_THE_EXPECTED = 1.5  # the same: two passes that round stochastically are sqr
 
 
 def random_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if a tensor that failed becomes another when the random numbers are others.
+    """Yield a finding if a tensor that failed becomes another when the random numbers are others.
 
     Outputs tell, where these failed: gradients that a recipe rounds stochastically are others every time.
     """
@@ -374,7 +375,7 @@ class _Seen(Exception):
 
 
 def with_argument_names(found: Sequence[Finding], failure: Failure) -> tuple[Finding, ...]:
-    """The findings, each with the names that the candidate's TE modules have for what it names otherwise."""
+    """Return the findings, each with the names that the candidate's TE modules have for what it names otherwise."""
     named = [[name for name in (*_OTHER_NAMES, *_IN_ITS_PLACE) if _names(one, name)] for one in found]
     if not any(named):
         return tuple(found)
@@ -400,7 +401,7 @@ def _names(finding: Finding, argument: str) -> bool:
 
 
 def _told(argument: str, modules: dict[str, type]) -> Iterator[str]:
-    """A clause for the modules that have another name for the argument, and one for those that have none."""
+    """Yield a clause for the modules that have another name for the argument, and one for those that have none."""
     taken = {name: inspect.signature(module.__init__).parameters for name, module in modules.items()}  # type: ignore[misc]
     other = _OTHER_NAMES.get(argument)
     renamed = [name for name, parameters in taken.items() if argument not in parameters and other in parameters]
@@ -437,7 +438,7 @@ def exchange_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
-    """Whether the candidate's output is another one of the reference's."""
+    """Return whether the candidate's output is another one of the reference's."""
     candidate = failure.candidate[one.kind, one.name]
     right = failure.golden[other.kind, other.name]
     if one is other or candidate.shape != right.shape:
@@ -450,7 +451,7 @@ def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
 
 
 def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator[Finding]:
-    """What is known of values that are not finite: whose fault they are."""
+    """Yield what is known of values that are not finite: whose fault they are."""
     for tensor in failed:
         errors, expected = tensor.errors, tensor.expected
         where = f"{tensor.label} of shape {_shape(tensor)}, first at {list(errors.first_non_finite or ())}"

@@ -95,7 +95,7 @@ class Effects:
         )
 
     def _large(self, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-        """The mistakes that do most, in the order in which they are known, and single calls last."""
+        """Return the mistakes that do most, in the order in which they are known, and single calls last."""
         sizes = {one: torch.linalg.vector_norm(effect).item() for one, effect in self.known.items()}
         size_of_error = torch.linalg.vector_norm(self.error).item()
         some = [one for one, size in sizes.items() if _SMALLEST * size_of_error < size < _LARGEST * size_of_error]
@@ -208,17 +208,17 @@ class Screen:
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
-        """Whether what is left is no more than a faithful port at the precision has."""
+        """Return whether what is left is no more than a faithful port at the precision has."""
         share, combination = entry
         return share < EXACT and share * self._before[self._is_alone(combination)] <= self._faithful
 
     def _is_alone(self, combination: tuple[Hypothesis, ...]) -> bool:
-        """Whether it is tried on one row."""
+        """Return whether it is tried on one row."""
         whole = combination in self._misfits or any(one.around for one in combination)
         return self._rows is not None and not whole
 
     def _worst_row(self) -> slice | None:
-        """The row of the batch with the largest error, if rows are computed independently; else None."""
+        """Return the row of the batch with the largest error, if rows are computed independently; else None."""
         counts = {x.shape[0] for x in self._candidate.values() if x.dim() > 1}
         if any(not x.dim() or (x.dim() == 1 and len(x) not in counts) for x in self._candidate.values()):
             return None
@@ -261,7 +261,7 @@ class Screen:
     def _error(
         self, outputs: dict[str, Tensor], alone: bool, truth: dict[str, Tensor] | None = None, cut: bool = True
     ) -> float:
-        """The largest relative error of an output, in units of its tolerance.
+        """Return the largest relative error of an output, in units of its tolerance.
 
         Args:
             outputs: whose error it is.
@@ -356,7 +356,7 @@ class FirstOrder:
         return self._gradients.get(value.number)
 
     def effect(self, hypothesis: Hypothesis) -> Tensor | None:
-        """What a mistake does along each direction; None where nothing says so."""
+        """Return what a mistake does along each direction; None where nothing says so."""
         if hypothesis.read is not None or hypothesis.around is not None or not hypothesis.edits:
             return None
         total = torch.zeros_like(self.error)
@@ -373,7 +373,7 @@ class FirstOrder:
         return ((effects @ self.error) / sizes.clamp(min=1e-30)).nan_to_num(nan=-1.0)
 
     def promising_first(self, known: Iterable[Hypothesis]) -> list[Hypothesis]:
-        """Those that may explain the error before the others, each in their order."""
+        """Return those that may explain the error before the others, each in their order."""
         ordered: tuple[list[Hypothesis], list[Hypothesis]] = ([], [])
         for one in known:
             effect = self.effect(one) if len(self.error) else None
@@ -393,7 +393,7 @@ class FirstOrder:
         return self._moved(call.result, was, result)
 
     def _moved(self, named: Any, was: Any, result: Any) -> Tensor | None:
-        """The effect of a call's other result."""
+        """Return the effect of a call's other result."""
         total = torch.zeros_like(self.error)
         for value, before, after in zip(*map(tree_leaves, (named, was, result)), strict=False):
             gradient = self.gradient(value) if isinstance(value, Value) else None
@@ -405,7 +405,7 @@ class FirstOrder:
 
 
 def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
-    """What a call returned, kept by its values' numbers, with a gradient also where none would be asked for."""
+    """Return what a call returned, kept by its values' numbers, with a gradient also where none would be asked for."""
     values = iter([leaf for leaf in tree_leaves(call.result) if isinstance(leaf, Value)])
 
     def one(tensor: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def explanations(
     screened: Screened | None = None,
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]] = lambda calls: calls,
 ) -> list[Explanation]:
-    """What explains the candidate's outputs, the best first; empty if nothing does.
+    """Return what explains the candidate's outputs, the best first; empty if nothing does.
 
     Known constants are tried before others, mistakes at several places before those at one, mistakes with a meaning
     before single calls that are computed otherwise, one mistake before two.
@@ -198,7 +198,7 @@ def _in_pairs(
 
 
 def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
-    """The explanations among the likeliest pairs, with the constants that they have or others."""
+    """Return the explanations among the likeliest pairs, with the constants that they have or others."""
     scaled = scaled_outputs(search.failure.prepared.reference, 2.0)
     next(search.screen.shares([(scaled,)], budget), None)  # its effect is known then; alone it needs no search
     likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
@@ -232,7 +232,7 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
 
 
 def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Those that are made near the parameter whose gradient is farthest off, before others; else in their order.
+    """Return those that are made near the parameter whose gradient is farthest off, before others; else in their order.
 
     A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
     mistakes with a parameter, which their name has, are among those that are near; what no name says a place of is
@@ -270,7 +270,7 @@ def _in_order(
 
 
 def _shared(path: str, name: str) -> int:
-    """How many modules two dotted paths lead through together."""
+    """Return how many modules two dotted paths lead through together."""
     pairs = zip(path.split("."), name.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -281,7 +281,7 @@ def _screened(
     ranked: list[Ranked],
     budget: Budget,
 ) -> list[Explanation]:
-    """The explanations among combinations; the search ends at one that leaves no more than the precision costs.
+    """Return the explanations among combinations; the search ends at one that leaves no more than the precision costs.
 
     ``ranked`` gets every combination that changes anything, the best first.
     """
@@ -322,7 +322,7 @@ def _helps_somewhere(share: float, one: Hypothesis) -> bool:
 
 
 def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hypothesis]:
-    """Those that are not among the tried ones, which they are then."""
+    """Yield those that are not among the tried ones, which they are then."""
     for one in some:
         if one not in tried:
             tried.add(one)
@@ -330,12 +330,12 @@ def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hyp
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
-    """Whether both can hold at once: they change different things."""
+    """Return whether both can hold at once: they change different things."""
     return first is not second and together(first.edits, second.edits) is not None
 
 
 def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
-    """The explanations among the best of the screened, those that fit best first."""
+    """Return the explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
     failure, by_gradients = search.failure, outputs_tell_little(search.failure)
     enough = HELPS if is_loud(failure) or by_gradients else HELPS_LITTLE
@@ -352,7 +352,7 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
 
 
 def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, ...]:
-    """One mistake where both are the same one at two places."""
+    """Return one mistake where both are the same one at two places."""
     first, second = pair
     alike = first.place and second.place and (first.title, first.family) == (second.title, second.family)
     return (at_places(pair),) if alike else pair

@@ -47,12 +47,12 @@ class Explanation:
 
 
 def is_loud(failure: Failure) -> bool:
-    """Whether the norm of an output's error alone is too large."""
+    """Return whether the norm of an output's error alone is too large."""
     return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-    """The explanation that a combination is.
+    """Return the explanation that a combination is.
 
     Returns:
         None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
@@ -111,7 +111,8 @@ def _is_explained(
     judged: Sequence[TensorResult],
     golden: Mapping[tuple[Kind, str], Tensor],
 ) -> bool:
-    """Whether every output passes, and gradients pass, or got better, or outputs are evidence enough without them.
+    """Return whether every output passes, and gradients pass, or got better, or outputs are evidence enough without
+    them.
 
     Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
     whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
@@ -160,12 +161,12 @@ def _is_far_off(result: TensorResult) -> bool:
 
 
 def _is_small(result: TensorResult) -> bool:
-    """Whether the norm of the error is within what the precision costs."""
+    """Return whether the norm of the error is within what the precision costs."""
     return result.errors.relative_l2 <= result.tolerance_relative_l2
 
 
 def _takes_most(was: TensorResult, result: TensorResult) -> bool:
-    """Whether most of an error goes that is more than a faithful port's; true where it is not more in norm."""
+    """Return whether most of an error goes that is more than a faithful port's; true where it is not more in norm."""
     before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
     return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
 
@@ -194,7 +195,7 @@ def _norm(x: Tensor) -> float:
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
-    """Whether the hypotheses explain what fails on the probing inputs too: much of it, or all but rounding."""
+    """Return whether the hypotheses explain what fails on the probing inputs too: much of it, or all but rounding."""
     if failure is None:
         return True
     outputs = outputs_under(failure.prepared, combination, torch.float64)
@@ -222,5 +223,5 @@ def row_by_row(one: Tensor, other: Tensor) -> float:
 
 
 def _shows(result: TensorResult) -> tuple[bool, bool, float]:
-    """How well a tensor shows what is wrong: a failed output best."""
+    """Return how well a tensor shows what is wrong: a failed output best."""
     return not result.passed, result.kind == "output", result.margin

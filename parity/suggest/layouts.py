@@ -118,7 +118,7 @@ class Geometry:
 
 
 def geometry_of(candidate: nn.Module, reference: nn.Module) -> Geometry:
-    """What the two modules say of their attention, in attributes that are numbers."""
+    """Return what the two modules say of their attention, in attributes that are numbers."""
     modules = (*candidate.modules(), *reference.modules())
     return Geometry(_numbers(modules, _HEAD_DIM), _numbers(modules, (*_GROUPS, *_HEADS)))
 
@@ -155,7 +155,7 @@ class Shapes:
     candidate: Mapping[str, Shape]
 
     def fit(self, entries: Entries) -> bool:
-        """Whether both sides of each entry pack to one shape."""
+        """Return whether both sides of each entry pack to one shape."""
         try:
             return all(shape_of(left, self.reference) == shape_of(right, self.candidate) for left, right in entries)
         except MisfitError:
@@ -163,7 +163,7 @@ class Shapes:
 
 
 def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
-    """Every layout whose shapes fit, the likeliest first; biases follow their weights.
+    """Return every layout whose shapes fit, the likeliest first; biases follow their weights.
 
     Where the reference has no bias, TE's is constant 0. Where order alone put the reference's units together, each
     other order is a layout too.
@@ -198,7 +198,7 @@ def constant_layouts(unit: Unit) -> list[Layout]:
 
 
 def copied_entries(entries: Entries, unit: Unit, twin: Unit) -> Entries:
-    """The entries of a unit's layout, its twin's parameters filled alike; a constant is one for each."""
+    """Return the entries of a unit's layout, its twin's parameters filled alike; a constant is one for each."""
     filled: list[tuple[Side, Side]] = []
     for left, right in entries:
         kind = next(kind for kind, name in unit.parameters.items() if name in names(right))
@@ -338,7 +338,7 @@ def _of_one_bias(
 def _of_query_beside_key_and_value(
     reference: Unit, candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Entries]:
-    """A weight of all three that TE's cross-attention holds in two, key and value stacked or head by head."""
+    """Yield a weight of all three that TE's cross-attention holds in two, key and value stacked or head by head."""
     query, fused = candidate
     for count in (None, *geometry.groups):
         entries: list[tuple[Side, Side]] = []
@@ -427,7 +427,7 @@ def _of_fused_experts(
 
 
 def _all_experts(units: Sequence[Unit], kind: str, order: tuple[int, ...], transposed: bool) -> Side:
-    """One term with all experts' parameters of a kind, gate over up in the given order."""
+    """Return one term with all experts' parameters of a kind, gate over up in the given order."""
     numbers = sorted({unit.expert for unit in units if unit.expert is not None})
     if numbers:  # an expert's own units, one expert after the other
         each = [[unit for unit in units if unit.expert == number] for number in numbers]
@@ -452,7 +452,7 @@ def _is_stacked(reference: Sequence[Unit], candidate: Sequence[Unit]) -> bool:
 
 
 def _sides(reference: Sequence[Unit], kind: str, transposed: bool) -> list[Side]:
-    """The reference's sides of one kind; a bias that only some of the units have is 0 in the others."""
+    """Return the reference's sides of one kind; a bias that only some of the units have is 0 in the others."""
     sides: list[Side] = []
     for unit in reference:
         name = unit.parameters.get(kind)

@@ -151,7 +151,7 @@ def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Uni
 
 
 def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], shared: set[Key]) -> set[Key]:
-    """The keys whose units hold one of these keys too, and those whose layouts are one question."""
+    """Return the keys whose units hold one of these keys too, and those whose layouts are one question."""
     found, front = {start}, [start]
     while front:
         key = front.pop()
@@ -234,7 +234,7 @@ def _halves_of(layers: Sequence[Unit], others: Iterable[Sequence[Unit]]) -> Part
 
 
 def _in_any_order(shape: Shape) -> Shape:
-    """The shape of a stack without a difference between rows and columns."""
+    """Return the shape of a stack without a difference between rows and columns."""
     return (shape[0], *sorted(shape[1:]))
 
 
@@ -243,7 +243,7 @@ def _transposed(shape: Shape) -> Shape:
 
 
 def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Group | None:
-    """A unit of TE that no single unit of the reference fits, and the two or three that fit together."""
+    """Return a unit of TE that no single unit of the reference fits, and the two or three that fit together."""
     for unit in candidate:
         if len(unit.shape) != 2 or any(_fit(other, unit) for other in reference):
             continue

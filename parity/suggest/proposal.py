@@ -38,7 +38,7 @@ from parity.user_error import UserError
 
 
 def parameters_of(pair: Pair) -> tuple[Parameters, Parameters]:
-    """What a map may name of the reference and of the candidate."""
+    """Return what a map may name of the reference and of the candidate."""
     reference, candidate = (
         Parameters(kind, parameter_shapes(module), other_names(module))
         for kind, module in (("reference", pair.reference), ("TE", pair.candidate))
@@ -60,7 +60,7 @@ def problems_of(
     candidate_left: Sequence[Unit],
     parameters: tuple[Parameters, Parameters],
 ) -> list[str]:
-    """What has no place in the map, that of layers that are alike together.
+    """Return what has no place in the map, that of layers that are alike together.
 
     Args:
         misfits: groups that no layout fits.
@@ -183,7 +183,7 @@ def suggest_map(
 
 
 def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:
-    """What there is to choose for the parameters that no kept entry names, and which of them have no place."""
+    """Return what there is to choose for the parameters that no kept entry names, and which of them have no place."""
     candidate_units = units_of(shapes.candidate)
     experts = 1 + max((unit.expert for unit in candidate_units if unit.expert is not None), default=-1)
     units = with_experts(units_of(shapes.reference), experts), candidate_units
@@ -206,7 +206,7 @@ def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Cho
 def _settled(
     pair: Pair, size: Size, seed: int, kernels: Kernels, kept: WeightMap, found: Sequence[Choice], max_runs: int
 ) -> Suggestion:
-    """The suggestion after running both modules under the alternatives, the usual ones first."""
+    """Return the suggestion after running both modules under the alternatives, the usual ones first."""
     likeliest = (0,) * len(found)
     try:
         trial = prepare_trial(pair, size, seed, kernels)
@@ -252,7 +252,7 @@ def _map(kept: WeightMap, found: Sequence[Choice], picks: Picks) -> WeightMap:
 
 
 def _in_order(weight_map: WeightMap, candidate: Sequence[str]) -> WeightMap:
-    """The entries in the order in which the candidate declares its parameters."""
+    """Return the entries in the order in which the candidate declares its parameters."""
     return dict(sorted(weight_map.items(), key=lambda entry: candidate.index(next(names(entry[1])))))
 
 

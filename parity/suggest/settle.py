@@ -57,18 +57,18 @@ class Choice:
         return tuple(name for _, right in self.first(self.layouts[0]) for name in names(right))
 
     def first(self, layout: Layout) -> Entries:
-        """An alternative's entries for the first layer."""
+        """Return an alternative's entries for the first layer."""
         return layout.entries[: len(layout.entries) // self.repeats]
 
     def usual(self) -> Choice:
-        """The choice without unusual alternatives."""
+        """Return the choice without unusual alternatives."""
         return replace(self, layouts=tuple(layout for layout in self.layouts if layout.usual))
 
 
 def choices(
     matching: Matching, shapes: Shapes, geometry: Geometry, stored: tuple[Stored, Stored]
 ) -> tuple[list[Choice], list[Group]]:
-    """What there is to choose, and the groups that no layout fits.
+    """Return what there is to choose, and the groups that no layout fits.
 
     Layers that repeat a group repeat its layout: they are one choice. Layouts that contradict what the reference and
     the candidate say of how they store their weights are unusual.
@@ -120,7 +120,7 @@ def _may_be_tied(one: Unit, other: Unit) -> bool:
 
 
 def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[Layout]:
-    """A norm's layouts, each with the same numbers in its twins, or with constants in them."""
+    """Return a norm's layouts, each with the same numbers in its twins, or with constants in them."""
     for twin in twins:
         copied = [replace(layout, entries=copied_entries(layout.entries, group.candidate[0], twin)) for layout in own]
         apart = [
@@ -169,7 +169,7 @@ def _families(found: Iterable[Sequence[Layout]]) -> Iterator[list[Sequence[Layou
 
 
 def _without_numbers(entries: Entries) -> str:
-    """The entries with each number in a name left open, as it counts layers or experts."""
+    """Return the entries with each number in a name left open, as it counts layers or experts."""
     written = "; ".join(f"{describe(left)}: {describe(right)}" for left, right in entries)
     return re.sub(r'"[^"]*"', lambda name: re.sub(r"\d+", "#", name[0]), written)
 
@@ -292,7 +292,7 @@ def _descend(start: Picks, counts: Sequence[int], search: _Search, limit: float)
 
 
 def _pairs(best: Picks, counts: Sequence[int]) -> Iterator[Picks]:
-    """The picks with two choices changed."""
+    """Yield the picks with two choices changed."""
     for i, j in combinations(range(len(counts)), 2):
         for one, other in product(range(counts[i]), range(counts[j])):
             picks = list(best)
@@ -353,7 +353,7 @@ class Trial:
             return _worst_error(self._run(), self.golden)
 
     def _run(self) -> dict[str, Tensor]:
-        """The outputs; with gradients only where it does not run without, as TE's offloading of activations."""
+        """Return the outputs; with gradients only where it does not run without, as TE's offloading of activations."""
         try:
             with torch.no_grad():
                 return _outputs("candidate", self.candidate, self.call, self.inputs)

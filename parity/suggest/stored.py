@@ -51,7 +51,7 @@ class Stored:
 
 
 def stored(module: nn.Module) -> Stored:
-    """What the module's parts say, those of PyTorch by their class and TE's by their attributes.
+    """Return what the module's parts say, those of PyTorch by their class and TE's by their attributes.
 
     A class that is derived from one of PyTorch's and computes otherwise says nothing.
     """
@@ -80,7 +80,7 @@ def stored(module: nn.Module) -> Stored:
 
 
 def _orders_in_te(attention: nn.Module) -> Iterator[tuple[str, Order]]:
-    """Those of a ``te.MultiheadAttention``; one group by itself is in both orders."""
+    """Yield those of a ``te.MultiheadAttention``; one group by itself is in both orders."""
     interleaved = getattr(attention, "qkv_weight_interleaved", None)
     if interleaved is not None and getattr(attention, "num_gqa_groups", 1) > 1:
         for name in (*_FUSED_BY_TE, *_FUSED_BY_TE_IN_CROSS_ATTENTION):
@@ -88,7 +88,7 @@ def _orders_in_te(attention: nn.Module) -> Iterator[tuple[str, Order]]:
 
 
 def with_doubts(layouts: Sequence[Layout], reference: Stored, candidate: Stored) -> list[Layout]:
-    """The layouts, those unusual and last that contradict what the modules say, unless all that are usual do."""
+    """Return the layouts, those unusual and last that contradict what the modules say, unless all that are usual do."""
     doubted = [
         replace(layout, usual=layout.usual and not _contradicts(layout.entries, reference, candidate))
         for layout in layouts
@@ -113,7 +113,7 @@ def _offsets_differ(left: Side, right: Side, reference: Stored, candidate: Store
 
 
 def _offset(side: Side, module: Stored) -> float | None:
-    """What was added to a norm's gain to become this side; None where that is not known."""
+    """Return what was added to a norm's gain to become this side; None where that is not known."""
     if isinstance(side, str):
         return module.offsets.get(side)
     if isinstance(side, Copies):
@@ -125,7 +125,7 @@ def _offset(side: Side, module: Stored) -> float | None:
 
 
 def _is_transposed(left: Side, right: Side, reference: Stored, candidate: Stored) -> bool:
-    """Whether a weight that lies ``[out, in]`` on both sides is transposed between them."""
+    """Return whether a weight that lies ``[out, in]`` on both sides is transposed between them."""
     return (
         candidate.matrices.issuperset(names(right))
         and _transposes(left, reference.matrices)

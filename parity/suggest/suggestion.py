@@ -98,13 +98,13 @@ _SHOWN_ALTERNATIVES = 6
 
 
 def python(weight_map: WeightMap) -> str:
-    """The argument ``weights=`` of ``parity.Pair``, an entry a line."""
+    """Return the argument ``weights=`` of ``parity.Pair``, an entry a line."""
     entries = "".join(f"    {_entry(left, right)},\n" for left, right in weight_map.items())
     return f"weights={{\n{entries}}},"
 
 
 def explain(suggestion: Suggestion) -> str:
-    """What was open, how it was settled, and what to look at next."""
+    """Return what was open, how it was settled, and what to look at next."""
     lines = list(suggestion.problems)
     for outcome, heading in (
         ("settled", "settled by running both modules in FP32, by the relative L2 error of the outputs:"),

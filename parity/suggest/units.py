@@ -65,18 +65,18 @@ class Unit:
         return weight.endswith(_QUERY_WEIGHT) and bias.endswith(_BIAS_OF_ALL)
 
     def without(self, names: Container[str]) -> Unit:
-        """The same unit, with those parameters left out."""
+        """Return the same unit, with those parameters left out."""
         kept = {kind: name for kind, name in self.parameters.items() if name not in names}
         return replace(self, parameters=kept, shapes={kind: self.shapes[kind] for kind in kept})
 
 
 def is_stack(unit: Unit) -> bool:
-    """Whether its weight has three dimensions, as that of all experts ``[experts, out, in]``."""
+    """Return whether its weight has three dimensions, as that of all experts ``[experts, out, in]``."""
     return unit.expert is None and len(unit.shapes.get(WEIGHT, ())) == 3
 
 
 def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
-    """The units of a module, in the order in which it declares their first parameters.
+    """Return the units of a module, in the order in which it declares their first parameters.
 
     Args:
         shapes: of its parameters, by name.
@@ -96,7 +96,7 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
 
 
 def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
-    """The units, numbered as experts where the last number in their path counts to as many as there are experts.
+    """Return the units, numbered as experts where the last number in their path counts to as many as there are experts.
 
     For a mixture whose list of experts has another name; units stay as they are where one has an expert's number.
     """
@@ -129,7 +129,8 @@ def _parse(name: str) -> tuple[str, str, int | None]:
 
 
 def _weight_of(name: str, shapes: Mapping[str, Shape]) -> str | None:
-    """The weight that a bias named ``b1`` or ``b_in`` belongs to, ``w1`` or ``w_in`` beside it; ``g`` for a norm's.
+    """Return the weight that a bias named ``b1`` or ``b_in`` belongs to, ``w1`` or ``w_in`` beside it; ``g`` for a
+    norm's.
 
     The bias of query, key and value belongs to the query, where each has a weight.
     """
@@ -194,7 +195,7 @@ _LAST_LAYER = {"c_proj", "wo", "proj", "dense", "out_proj", "linear_proj"}
 
 
 def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
-    """The parts that each unit's name tells; no entry where it tells none.
+    """Return the parts that each unit's name tells; no entry where it tells none.
 
     A unit of cross-attention has ``cross query`` and so on, also where it is one by what stands beside it. An MLP's
     first layer with twice the elements of its second holds gate and up.
@@ -208,7 +209,7 @@ def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
 
 
 def is_norm(unit: Unit) -> bool:
-    """Whether it is named as a norm is."""
+    """Return whether it is named as a norm is."""
     return bool(unit.words) and _IS_NORM.fullmatch(unit.words[-1]) is not None
 
 
@@ -245,7 +246,7 @@ def _norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit
 def _by_place(
     unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit], everything: Sequence[Unit]
 ) -> Parts:
-    """What a word means among its neighbours."""
+    """Return what a word means among its neighbours."""
     beside = {sibling.words[-1] for sibling in siblings if sibling.words}
     if word == "w1":
         return (GATE,) if "w3" in beside else (UP,)
@@ -268,7 +269,7 @@ def _by_place(
 
 
 def _has_a_row_for_each_expert(unit: Unit, everything: Sequence[Unit]) -> bool:
-    """Whether its rows are as many as the experts below its scope, in one weight or with a number each."""
+    """Return whether its rows are as many as the experts below its scope, in one weight or with a number each."""
     below = [other for other in everything if f"{other.path}.".startswith(unit.scope)]
     counts = {other.shape[0] for other in below if is_stack(other)}
     counts |= {1 + max((other.expert for other in below if other.expert is not None), default=-1)}
@@ -339,7 +340,7 @@ def flat(shape: Shape) -> Shape:
 
 
 def readings(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[Reading]:
-    """The ways to read the reference's weights that the candidate's shapes ask for, the likeliest first."""
+    """Yield the ways to read the reference's weights that the candidate's shapes ask for, the likeliest first."""
     if len(reference) == len(candidate) and all(map(_same_but_for_ones, reference, candidate)):
         yield _without_ones(reference, candidate)
         return

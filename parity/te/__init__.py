@@ -128,5 +128,5 @@ def _import() -> ModuleType:
 
 
 def version() -> str:
-    """The version of the installed TransformerEngine, without importing it."""
+    """Return the version of the installed TransformerEngine, without importing it."""
     return metadata.version("transformer-engine")

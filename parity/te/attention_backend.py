@@ -59,7 +59,7 @@ class NotOffered(Exception):
 
 
 def checked_choice(text: str) -> str:
-    """One of ``CHOICES``.
+    """Return one of ``CHOICES``.
 
     Raises:
         UserError: if it is none.
@@ -70,7 +70,7 @@ def checked_choice(text: str) -> str:
 
 
 def has_attention(module: nn.Module) -> bool:
-    """Whether TE picks an attention backend somewhere in the module."""
+    """Return whether TE picks an attention backend somewhere in the module."""
     return any(_is_of_te(part, "DotProductAttention") for part in module.modules())
 
 

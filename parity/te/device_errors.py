@@ -23,7 +23,7 @@ _BROKEN = re.compile(
 
 
 def classify(error: BaseException, context_works: Callable[[], bool] | None = None) -> DeviceError:
-    """What an exception says about the device.
+    """Return what an exception says about the device.
 
     Args:
         error: as it was caught.
@@ -45,7 +45,7 @@ def classify(error: BaseException, context_works: Callable[[], bool] | None = No
 
 
 def cuda_works() -> bool:
-    """Whether CUDA answers; a context that an error has broken repeats it at every call."""
+    """Return whether CUDA answers; a context that an error has broken repeats it at every call."""
     if not torch.cuda.is_initialized():
         return True
     try:

@@ -42,7 +42,7 @@ class Precision:
     warmup_passes: int = 0
 
     def autocast(self, kernels: Kernels) -> contextlib.AbstractContextManager[None]:
-        """The context in which TE's modules compute their forward pass; a new recipe each time."""
+        """Return the context in which TE's modules compute their forward pass; a new recipe each time."""
         if self.recipe is None:
             return contextlib.nullcontext()
         recipes = importlib.import_module("transformer_engine.common.recipe")

@@ -56,7 +56,7 @@ def fresh_quantization() -> Iterator[None]:
 
 
 def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
-    """The result of the first pass after the warm-up whose scales are those that its own numbers ask for.
+    """Return the result of the first pass after the warm-up whose scales are those that its own numbers ask for.
 
     With delayed scaling a tensor's scale comes from passes before, and is 1 at first. A gradient that is smaller than
     the format's least number then becomes 0, and so do all that are computed from it, of which no scale can be had:
@@ -88,7 +88,7 @@ def _scales() -> list[Tensor]:
 
 
 def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
-    """Whether a pass used scales like those that its own numbers ask for."""
+    """Return whether a pass used scales like those that its own numbers ask for."""
     if len(used) != len(asked_for):
         return False
     moves = [(x / y).log2() for x, y in zip(used, asked_for, strict=True)]
@@ -159,7 +159,7 @@ def fresh_caches() -> Iterator[None]:
 
 
 def _held(module: str, name: str) -> Any:
-    """The cache, or None where there is none."""
+    """Return the cache, or None where there is none."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -341,7 +341,7 @@ def clear(module: nn.Module) -> None:
 
 
 def gradient(parameter: Any) -> Tensor | None:
-    """A parameter's gradient, wherever it is; None where none arrived.
+    """Return a parameter's gradient, wherever it is; None where none arrived.
 
     A parameter that PyTorch uses as well, as a tied embedding does, has one part in ``main_grad`` and one in ``grad``.
     A port's own hook may have handed ``main_grad`` over to ``grad``.
@@ -365,7 +365,7 @@ def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:
 
 
 def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """The candidate itself, on the device or in the dtype that is given.
+    """Return the candidate itself, on the device or in the dtype that is given.
 
     Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired. Complex
     buffers, such as rotary tables, keep their dtype, as under ``module.bfloat16()``: ``module.to(dtype)`` would drop
@@ -389,7 +389,7 @@ def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: to
 
 
 def dequantized(candidate: nn.Module) -> nn.Module:
-    """The candidate itself, each quantized parameter replaced by one in FP32 of the same values."""
+    """Return the candidate itself, each quantized parameter replaced by one in FP32 of the same values."""
     for module in candidate.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if is_quantized(parameter):
@@ -399,7 +399,7 @@ def dequantized(candidate: nn.Module) -> nn.Module:
 
 
 def dequantized_tensor(parameter: Tensor) -> Tensor:
-    """The values that a parameter stands for; itself where it is not quantized."""
+    """Return the values that a parameter stands for; itself where it is not quantized."""
     return parameter.dequantize() if is_quantized(parameter) else parameter
 
 

@@ -67,7 +67,7 @@ class _Frames:
         self._stack.pop()
 
     def site(self, function: str) -> Site:
-        """The site of the next call, which is one of a function of this name."""
+        """Return the site of the next call, which is one of a function of this name."""
         module, invocation, calls = self._stack[-1]
         calls[function] += 1
         return module, invocation, function, calls[function] - 1
@@ -227,7 +227,7 @@ class _Editor(TorchFunctionMode):
 
 
 def _without_gradient(arguments: Any, position: int) -> Any:
-    """The arguments of a call, one tensor among them detached."""
+    """Return the arguments of a call, one tensor among them detached."""
     leaves, structure = tree_flatten(arguments)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     leaves[tensors[position]] = leaves[tensors[position]].detach()
@@ -262,14 +262,14 @@ def _is_recorded(result: Any, changed: Tensor | None) -> bool:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those among a call's arguments or results, in order."""
+    """Return those among a call's arguments or results, in order."""
     found: list[Tensor] = []
     _mapped(tree, found.append)
     return found
 
 
 def _named(tree: Any, values: Mapping[int, Value]) -> Any:
-    """The tree with each tensor's value, by the tensor's id, in its place."""
+    """Return the tree with each tensor's value, by the tensor's id, in its place."""
     return _mapped(tree, lambda tensor: values[id(tensor)])
 
 

@@ -22,7 +22,7 @@ Attributes = dict[str, tuple[Any, int]]
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """What each module's own attributes hold now, by ``name of the module.attribute``."""
+    """Return what each module's own attributes hold now, by ``name of the module.attribute``."""
     return {
         f"{name}.{key}".removeprefix("."): (value, _mark(value))
         for name, part in module.named_modules()
@@ -32,7 +32,7 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def changed_attributes(module: nn.Module, before: Attributes) -> list[str]:
-    """Names of the attributes that are new, or hold something else than before.
+    """Return names of the attributes that are new, or hold something else than before.
 
     Lists, dicts and sets count as changed where their length is another, tensors where they were written to.
     """
@@ -101,7 +101,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.gpu, device)
 
     def is_as(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two, which are of one device."""
+        """Return whether nothing was drawn between the two, which are of one device."""
         if self.gpu is not None and other.gpu is not None and not torch.equal(self.gpu, other.gpu):
             return False
         return torch.equal(self.cpu, other.cpu)
@@ -139,7 +139,7 @@ def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str
 
 
 def by_reference_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """What to know of a reference that does; empty where there is nothing. Arguments as above."""
+    """Return what to know of a reference that does; empty where there is nothing. Arguments as above."""
     changed = _only(reference, candidate)
     return changed and (
         f"the reference changes {changed} in place, which the candidate leaves as it was; no later reader of it was "

@@ -51,7 +51,7 @@ class _Product:
         self._versions = self._current()
 
     def is_intact(self) -> bool:
-        """Whether nothing was written to the tensors since."""
+        """Return whether nothing was written to the tensors since."""
         return self._versions == self._current()
 
     def _current(self) -> list[int]:
@@ -123,7 +123,7 @@ def _shapes(operands: tuple[Tensor, ...]) -> Shapes:
 
 
 def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tensor | None:
-    """The GEMM of these operands by way of golden's; None if that would be less exact, or no faster."""
+    """Return the GEMM of these operands by way of golden's; None if that would be less exact, or no faster."""
     *before, right = zip(operands, product.operands, strict=True)
     if not product.is_intact() or _change(*right) is not None:
         return None

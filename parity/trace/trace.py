@@ -58,7 +58,7 @@ def optimizers_recorded() -> Iterator[list[Stepped]]:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer knows of a group of parameters, but for these."""
+    """Return what an optimizer knows of a group of parameters, but for these."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -169,15 +169,15 @@ class Trace:
         return self._producers.get(value.number) if isinstance(value, Value) else None
 
     def users(self, value: Value) -> list[Call]:
-        """The calls that were given a value, in order."""
+        """Return the calls that were given a value, in order."""
         return self._users.get(value.number, [])
 
     def tensor(self, value: Value) -> Tensor:
-        """A value's tensor, detached."""
+        """Return a value's tensor, detached."""
         return self.tensors[value.number]
 
     def parameter(self, value: Any) -> str | None:
-        """The name of the parameter that a value is."""
+        """Return the name of the parameter that a value is."""
         return self.parameters.get(value.number) if isinstance(value, Value) else None
 
 

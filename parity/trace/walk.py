@@ -48,7 +48,7 @@ _SPELLINGS = {
 
 
 def binary(call: Call | None) -> tuple[str, Any, Any] | None:
-    """A function of two operands as its usual name and the two in order; None for anything else."""
+    """Return a function of two operands as its usual name and the two in order; None for anything else."""
     if call is None or len(call.args) < 2:
         return None
     name, (left, right) = call.name, call.args[:2]
@@ -69,13 +69,13 @@ def with_number(call: Call | None) -> tuple[str, Value, float] | None:
 
 
 def other(call: Call, value: Value) -> Any:
-    """The operand of a function of two that is not ``value``."""
+    """Return the operand of a function of two that is not ``value``."""
     _, left, right = binary(call) or ("", value, value)
     return right if left == value else left
 
 
 def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
-    """The value from which this one was made by calls of these names alone."""
+    """Return the value from which this one was made by calls of these names alone."""
     call = trace.producer(value)
     while call is not None and call.name in names and call.inputs:
         value = call.inputs[0]
@@ -104,12 +104,12 @@ def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterato
 
 
 def users(trace: Trace, value: Value, names: Collection[str] = CASTS) -> list[tuple[Call, Value]]:
-    """The calls that use a value, after calls of these names or not, each with what it is given."""
+    """Return the calls that use a value, after calls of these names or not, each with what it is given."""
     return [(call, made) for made in chain(trace, value, names) for call in trace.users(made) if call.name not in names]
 
 
 def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
-    """What a value is computed from, the nearest first, at most so many."""
+    """Return what a value is computed from, the nearest first, at most so many."""
     found: dict[int, Value] = {}
     queue = [value]
     while queue and len(found) < most:
@@ -122,7 +122,7 @@ def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
 
 
 def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:
-    """Whether two tensors are the same but for roundings of FP32, which a reference may use inside."""
+    """Return whether two tensors are the same but for roundings of FP32, which a reference may use inside."""
     if computed.shape != traced.shape or not computed.is_floating_point() or not traced.is_floating_point():
         return False
     computed, traced = computed.double(), traced.double()

@@ -85,7 +85,7 @@ _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 
 
 def users_frame(error: BaseException) -> FrameSummary | None:
-    """The innermost line of the user's own code that was running.
+    """Return the innermost line of the user's own code that was running.
 
     Where none was, as where a package's module is compared, the innermost line of that package; where PyTorch alone
     was running, as in a backward pass, None.
@@ -122,7 +122,7 @@ def _line(frame: FrameSummary | None) -> str:
 
 
 def first_paragraph(error: BaseException) -> str:
-    """What it says up to an empty line; below, PyTorch lists every kernel that it has."""
+    """Return what it says up to an empty line; below, PyTorch lists every kernel that it has."""
     return str(error).strip().partition("\n\n")[0]
 
 
@@ -150,7 +150,7 @@ def _told(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, O
 
 
 def _shown(frame: FrameSummary) -> str:
-    """The file, below the current folder or below where Python imports from; no name of a folder above."""
+    """Return the file, below the current folder or below where Python imports from; no name of a folder above."""
     file = Path(frame.filename)
     roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
     below = [file.relative_to(root).as_posix() for root in roots if file.is_relative_to(root)]

@@ -90,7 +90,7 @@ def backward(
     lse: Tensor,
     attention: Attention,
 ) -> Gradients:
-    """The gradients of ``forward``, from its inputs, its output and its log-sum-exp.
+    """Return the gradients of ``forward``, from its inputs, its output and its log-sum-exp.
 
     Args:
         output_grad: shaped and typed as the output.
@@ -155,7 +155,7 @@ def forward_of_batch(
 
 
 def backward_of_batch(problem: Problem, tensors: Tensors, formats: GradientFormats) -> list[Tensor | None]:
-    """The gradients of Q, K, V, the bias and the softmax offset."""
+    """Return the gradients of Q, K, V, the bias and the softmax offset."""
     qkv = (tensors.query, tensors.key, tensors.value)
     gradients = new_gradients(problem, formats.inputs, qkv, tensors.query.dtype)
     sink = problem.attention.sink

@@ -72,7 +72,7 @@ class Cast:
         return 1.0 / self.scale
 
     def of(self, values: Tensor) -> Tensor:
-        """What the codes of FP32 ``values`` stand for without the scale, FP32."""
+        """Return what the codes of FP32 ``values`` stand for without the scale, FP32."""
         return float8.rounded(values * self.scale, self.dtype)
 
 
@@ -135,7 +135,7 @@ def backward(
     probabilities: Cast,
     score_grads: Cast,
 ) -> tuple[Gradients, Tensor]:
-    """The gradients of ``forward``, from its inputs, its output and its log-sum-exp, and the amax of dS.
+    """Return the gradients of ``forward``, from its inputs, its output and its log-sum-exp, and the amax of dS.
 
     Args:
         probabilities: the cast of P, the forward's.
@@ -248,7 +248,7 @@ def backward_of_batch(
     dqkv_quantizer: Any,
     dtype: torch.dtype,
 ) -> list[Any]:
-    """The gradients of Q, K, V, the bias (None: FP8 has no bias) and the softmax offset."""
+    """Return the gradients of Q, K, V, the bias (None: FP8 has no bias) and the softmax offset."""
     q, k, v = (_operand(tensor) for tensor in (tensors.query, tensors.key, tensors.value))
     o, do = _operand(tensors.output), _operand(tensors.output_grad)
     probabilities, score_grads = _cast(s_quantizer, "S"), _cast(dp_quantizer, "dP")
@@ -304,7 +304,7 @@ class _Written:
         view.copy_(float8.encode(values, self.quantizer.scale, float8.fp8_dtype(self.quantizer)).data)
 
     def finished(self, buffer: Tensor) -> Any:
-        """The whole tensor, as TE's."""
+        """Return the whole tensor, as TE's."""
         if not self._makes_codes:
             return buffer
         codes = float8.Codes(buffer, self.quantizer.scale.detach().reshape(1).reciprocal())

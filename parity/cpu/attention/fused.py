@@ -90,7 +90,7 @@ def _from_object(parameters: Any) -> _Configuration:
 
 
 def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """The backend for these dtypes, or none and why cuDNN does not serve this."""
+    """Return the backend for these dtypes, or none and why cuDNN does not serve this."""
     is_fp8 = configuration.qkv_dtype in _FP8_DTYPES
     reason = next((_objections_in_fp8 if is_fp8 else _objections)(configuration), "")
     if reason:
@@ -100,7 +100,7 @@ def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str
 
 
 def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
-    """The rules for cuDNN 9.7 to 9.20; sliding windows and the recipes are up to TE's Python."""
+    """Yield the rules for cuDNN 9.7 to 9.20; sliding windows and the recipes are up to TE's Python."""
     c, architecture = configuration, _architecture()
     if architecture < 90:
         yield f"FP8 attention needs compute capability 9.0, and the GPU has {architecture / 10}"
@@ -337,7 +337,7 @@ def fused_attn_bwd(
     dqkv_quantizer: Any,
     cuda_graph: bool,
 ) -> list[Tensor | None]:
-    """The gradients of ``fused_attn_fwd``; arguments as there.
+    """Return the gradients of ``fused_attn_fwd``; arguments as there.
 
     Args:
         O: what the forward returned; with FP8 quantized, or FP16 and BF16.
@@ -408,7 +408,7 @@ def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> Tensor
 def _check_operands(
     kernel: str, query: Any, key: Any, value: Any, bias_type: int, return_max_logit: bool = False
 ) -> bool:
-    """Whether the operands are FP8."""
+    """Return whether the operands are FP8."""
     operands = (("Q", query), ("K", key), ("V", value))
     if all(float8.is_float8_tensor(tensor) for _, tensor in operands):
         if bias_type != NVTE_Bias_Type.NVTE_NO_BIAS or return_max_logit:

@@ -56,7 +56,7 @@ class Span:
                 return tensor[tokens].transpose(0, 1).unsqueeze(0)
 
     def in_format(self, name: str) -> Span:
-        """The same sequence in a tensor of another format."""
+        """Return the same sequence in a tensor of another format."""
         return self if name == self.format else replace(self, format=name)
 
 
@@ -87,7 +87,7 @@ class Sequences:
 
 
 def parse_layout(layout: int) -> Layout:
-    """The layout of ``NVTE_QKV_Layout``.
+    """Return the layout of ``NVTE_QKV_Layout``.
 
     Raises:
         ValueError: for a layout that is not set.
@@ -154,7 +154,7 @@ def lengths(cumulative: Tensor, padded: Tensor | None) -> Lengths:
 
 
 def whole_batch(layout: Layout, query: Tensor, key: Tensor) -> Iterator[Sequences]:
-    """All sequences at once: none is padded."""
+    """Yield all sequences at once, since none is padded."""
     everything = slice(None)
     queries, keys = query.shape[layout.query.index("s")], key.shape[layout.key.index("s")]
     yield Sequences(
@@ -165,7 +165,7 @@ def whole_batch(layout: Layout, query: Tensor, key: Tensor) -> Iterator[Sequence
 
 
 def each_sequence(layout: Layout, query: Lengths, key: Lengths, page_table: Tensor | None) -> Iterator[Sequences]:
-    """One sequence after the other, at its own length; those without queries are left out."""
+    """Yield one sequence after the other, at its own length; those without queries are left out."""
     for entry, (queries, keys) in enumerate(zip(query.length, key.length, strict=True)):
         if queries == 0:
             continue
@@ -217,7 +217,7 @@ class GradientFormats:
 
 
 def parts(problem: Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Sequences, Attention]]:
-    """The sequences to work on, each with its part of the bias and a seed of its own."""
+    """Yield the sequences to work on, each with its part of the bias and a seed of its own."""
     if problem.is_padded:
         query_lengths = lengths(problem.cumulative[0], problem.padded[0])
         key_lengths = lengths(problem.cumulative[1], problem.padded[1])
@@ -237,7 +237,7 @@ def part_of_bias(bias: Tensor, sequences: Sequences) -> Tensor:
 
 
 def new_output(problem: Problem, query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised O, or zeros where padding will stay."""
+    """Return an uninitialised O, or zeros where padding will stay."""
     shape = reshaped((*query.shape[:-1], value.shape[-1]), problem.layout.query, problem.output_format)
     return torch.zeros(shape, dtype=dtype) if problem.is_padded else torch.empty(shape, dtype=dtype)
 
@@ -264,6 +264,6 @@ def new_gradients(
 
 
 def in_gradients(gradients: list[Tensor], layout: Layout, sequences: Sequences) -> list[Tensor]:
-    """The views of ``new_gradients`` that belong to these sequences, ``[batch, heads, seq, features]``."""
+    """Return the views of ``new_gradients`` that belong to these sequences, ``[batch, heads, seq, features]``."""
     places = (sequences.query.in_format(layout.query), *(2 * [sequences.key.in_format(layout.key)]))
     return [place.of(gradient) for place, gradient in zip(places, gradients, strict=True)]

@@ -58,7 +58,7 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """The gradient of ``fused_rope_forward``: the rotation backwards. Arguments and errors as there."""
+    """Return the gradient of ``fused_rope_forward``: the rotation backwards. Arguments and errors as there."""
     angles = _token_angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotate_tokens(output_grads, angles, interleaved, inverse=True)
 
@@ -110,7 +110,7 @@ def fused_qkv_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """The gradient of ``fused_qkv_rope_forward``, ``[.., .., groups, q + k + v]``.
+    """Return the gradient of ``fused_qkv_rope_forward``, ``[.., .., groups, q + k + v]``.
 
     Arguments as there. TE's kernel takes no start positions here, so its gradient is right only where they are 0.
     """
@@ -133,7 +133,8 @@ def _token_angles(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """The angles of each token, FP32, to be broadcast over heads: ``[s, b or 1, 1, d2]`` in the order of ``tokens``.
+    """Return the angles of each token, FP32, to be broadcast over heads: ``[s, b or 1, 1, d2]`` in the order of
+    ``tokens``.
 
     For THD ``[tokens of all sequences, 1, d2]``.
     """
@@ -157,7 +158,7 @@ def _token_angles(
 def _packed_positions(
     tokens: Tensor, start_positions: Tensor | None, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
 ) -> Tensor:
-    """The position of each THD token in its sequence, ``[tokens of all sequences]``."""
+    """Return the position of each THD token in its sequence, ``[tokens of all sequences]``."""
     if cu_seqlens is None or tokens.dim() != 3:
         raise ValueError(f"THD needs cu_seqlens and tokens [t, h, d], got {cu_seqlens} and {list(tokens.shape)}")
     borders = cu_seqlens.long() // cp_size

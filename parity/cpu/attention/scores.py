@@ -45,12 +45,12 @@ def is_causal(mask_type: int) -> bool:
 
 
 def is_padding(mask_type: int) -> bool:
-    """Whether the sequences of a batch have lengths of their own."""
+    """Return whether the sequences of a batch have lengths of their own."""
     return "PADDING" in NVTE_Mask_Type(mask_type).name
 
 
 def visible_keys(band: Band, rows: range, queries: int, keys: int) -> range:
-    """The keys that at least one query of ``rows`` may attend to, out of ``queries`` and ``keys`` altogether."""
+    """Return the keys that at least one query of ``rows`` may attend to, out of ``queries`` and ``keys`` altogether."""
     offset = keys - queries if band.bottom_right else 0
     first = 0 if band.left is None else max(0, rows.start + offset - band.left)
     last = keys if band.right is None else min(keys, rows.stop + offset + band.right)
@@ -188,7 +188,7 @@ def _part_of_bias(bias: Tensor, block: Block) -> Tensor:
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """A contiguous FP32 copy, or the tensor itself if it is that already."""
+    """Return a contiguous FP32 copy, or the tensor itself if it is that already."""
     return tensor.to(torch.float32, memory_format=torch.contiguous_format)
 
 

@@ -129,13 +129,13 @@ def _backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 
 
 def _scaled(scores: Tensor, scale_factor: float) -> Tensor:
-    """A new FP32 tensor of scaled scores."""
+    """Return a new FP32 tensor of scaled scores."""
     scale = torch.tensor(float(scale_factor), dtype=scores.dtype).item()
     return scores.float().mul_(scale)
 
 
 def _future(scores: Tensor) -> Tensor:
-    """Which keys lie after each query, ``[queries, keys]``, if the last query is as old as the last key."""
+    """Return which keys lie after each query, ``[queries, keys]``, if the last query is as old as the last key."""
     queries, keys = scores.shape[-2:]
     return torch.ones(queries, keys, dtype=torch.bool).triu_(keys - queries + 1)
 

@@ -54,12 +54,12 @@ _DEVICE_WITH_INDEX = re.compile(r"cuda:\d*")
 
 
 def cuda_means_cpu(tree: ast.AST) -> ast.Module:
-    """The tree, changed in place as this module's docstring says."""
+    """Return the tree, changed in place as this module's docstring says."""
     return _CudaMeansCpu().visit(tree)
 
 
 def normalize_devices(tree: ast.AST) -> ast.Module:
-    """The tree, changed in place: ``"cuda:0"``, ``f"cuda:{rank}"`` and ``x.cuda(device)`` lose their index."""
+    """Return the tree, changed in place: ``"cuda:0"``, ``f"cuda:{rank}"`` and ``x.cuda(device)`` lose their index."""
     return _WithoutIndices().visit(tree)
 
 
@@ -129,7 +129,7 @@ _KEY_LENGTH = hashlib.sha256().digest_size
 
 
 def cached(source: bytes, path: str, compile_source: Callable[[], CodeType]) -> CodeType:
-    """The code of a module, from the cache, or compiled and entered there.
+    """Return the code of a module, from the cache, or compiled and entered there.
 
     A cache that cannot be read or written is none; ``PYTHONDONTWRITEBYTECODE`` leaves it as it is.
 
@@ -156,7 +156,7 @@ def _folder() -> Path:
 
 @cache
 def _rewriting() -> bytes:
-    """What tells this Python, its optimization, and the modules here, which say how sources are rewritten."""
+    """Return what tells this Python, its optimization, and the modules here, which say how sources are rewritten."""
     modules = sorted(Path(__file__).parent.glob("*.py"))
     flags = f"{sys.flags.optimize}".encode()
     return b"\0".join((importlib.util.MAGIC_NUMBER, flags, *(module.read_bytes() for module in modules)))
@@ -333,7 +333,7 @@ def _importing_without_cuda_libraries() -> Iterator[None]:
 
 
 def is_loaded() -> bool:
-    """Whether the ``transformer_engine`` in ``sys.modules`` is the one that computes on the CPU."""
+    """Return whether the ``transformer_engine`` in ``sys.modules`` is the one that computes on the CPU."""
     module = sys.modules.get(_ROOT)
     return module is not None and isinstance(getattr(module.__spec__, "loader", None), _CpuLoader)
 

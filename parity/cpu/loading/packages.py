@@ -14,7 +14,7 @@ _GPU_ONLY = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-fronten
 
 
 def version(distribution_name: str) -> str:
-    """The version of an installed distribution.
+    """Return the version of an installed distribution.
 
     Raises:
         PackageNotFoundError: if it is not installed, or runs on a GPU alone.

@@ -34,7 +34,7 @@ def show_traceback(error: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that Python shows with it, each once."""
+    """Yield the exception, and those that Python shows with it, each once."""
     found: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
     while waiting:

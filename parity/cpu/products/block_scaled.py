@@ -53,7 +53,7 @@ class BlockFactor:
         return self.values.shape[1] // self.scales.shape[1]
 
     def part(self, inner: slice) -> BlockFactor:
-        """A range of the inner dimension, of whole blocks."""
+        """Return a range of the inner dimension, of whole blocks."""
         scales = self.scales[:, inner.start // self.block : inner.stop // self.block]
         return dataclasses.replace(self, values=self.values[:, inner], scales=scales)
 
@@ -84,7 +84,7 @@ def _scaled(factor: BlockFactor) -> Tensor:
 
 
 def _add_mxfp8(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor:
-    """The running sum after one instruction, before it is cut to FP32."""
+    """Return the running sum after one instruction, before it is cut to FP32."""
     assert left.dtype is not None
     assert right.dtype is not None
     a, b = left.values.double(), right.values.double()
@@ -107,7 +107,7 @@ def _add_mxfp8(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor
 
 
 def _add_nvfp4(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor:
-    """The running sum after one instruction, before it is cut to FP32."""
+    """Return the running sum after one instruction, before it is cut to FP32."""
     terms, powers = [], []
     for index in range(left.scales.shape[1]):
         part = slice(index * left.block, (index + 1) * left.block)
@@ -123,23 +123,23 @@ def _add_nvfp4(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor
 
 
 def _powers(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two that each FP8 value's exponent stands for, 0 for 0."""
+    """Return the power of two that each FP8 value's exponent stands for, 0 for 0."""
     return torch.where(values == 0, 0.0, power_of_two(values).clamp_(min=torch.finfo(dtype).smallest_normal))
 
 
 def _largest(b_powers: Tensor, a_powers: Tensor) -> Tensor:
-    """A bound on the powers of each element's products, from above."""
+    """Return a bound on the powers of each element's products, from above."""
     return b_powers.amax(1)[:, None] * a_powers.amax(1)
 
 
 def _smallest(b_powers: Tensor, a_powers: Tensor) -> Tensor:
-    """A bound on the powers of each element's products that are not 0, from below."""
+    """Return a bound on the powers of each element's products that are not 0, from below."""
     b_least, a_least = (torch.where(powers == 0, torch.inf, powers).amin(1) for powers in (b_powers, a_powers))
     return b_least[:, None] * a_least
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """The largest power of two up to ``|values|``, FP64 normal numbers; 0 for 0."""
+    """Return the largest power of two up to ``|values|``, FP64 normal numbers; 0 for 0."""
     return (values.view(torch.int64) & _EXPONENT_FIELD).view(torch.float64)
 
 

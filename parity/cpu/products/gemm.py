@@ -162,7 +162,7 @@ def _check_flags(transA: bool, transB: bool, D: Any, accumulate: bool, beta: flo
 
 
 def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
-    """The operand as ``[outer, inner]``: it lies so in memory unless it is read ``columnwise``."""
+    """Return the operand as ``[outer, inner]``: it lies so in memory unless it is read ``columnwise``."""
     entry = formats.of_tensor(value)
     if entry is not None:
         values, scale_inv = formats.operand(entry, value, columnwise, name)
@@ -184,7 +184,7 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
 def _block_factor(
     entry: formats.Format, value: Any, columnwise: bool
 ) -> tensor_cores.Factor | block_scaled.BlockFactor | None:
-    """What tensor cores multiply of values with a scale a block, if their sums are emulated."""
+    """Return what tensor cores multiply of values with a scale a block, if their sums are emulated."""
     if entry.kernels is block_scaling:
         if tensor_cores.core(block_scaled=True) is None:
             return None
@@ -248,7 +248,7 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
 
 
 def _emulated_product(left: _Operand, right: _Operand, split: bool) -> Callable[[slice], Tensor] | None:
-    """What multiplies a range of the inner dimension as tensor cores do, ``[n, m]``; None for FP32 sums."""
+    """Return what multiplies a range of the inner dimension as tensor cores do, ``[n, m]``; None for FP32 sums."""
     a, b = left.factor, right.factor
     if isinstance(a, block_scaled.BlockFactor) and isinstance(b, block_scaled.BlockFactor):
         return lambda part: block_scaled.product(a.part(part), b.part(part))
@@ -268,7 +268,7 @@ def _compute(
     result_dtype: torch.dtype,
     emulated: Callable[[slice], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
+    """Return the result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
     if left.matrix.numel() == 0 or right.matrix.numel() == 0:
         return _without_product(left, right, epilogue, result_dtype)
     splits = (
@@ -318,7 +318,8 @@ def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -
 
 
 def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype) -> bool:
-    """Whether PyTorch's own BF16 product does the same, in a quarter of the time on a CPU with BF16 instructions.
+    """Return whether PyTorch's own BF16 product does the same, in a quarter of the time on a CPU with BF16
+    instructions.
 
     It sums in FP32, applies alpha, beta and the one addend there, and rounds once. Its FP16 product would be as
     faithful, but is up to 60 times slower than one in FP32; so would this one be where oneDNN does not do it.

@@ -126,7 +126,7 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The split sizes as int64, and ``splits_to_offsets`` for each stride, with or without the leading zero."""
+    """Return the split sizes as int64, and ``splits_to_offsets`` for each stride, with or without the leading zero."""
     offsets = [
         splits_to_offsets(split_sizes, stride)[0 if leading else 1 :].to(dtype)
         for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
@@ -183,7 +183,7 @@ te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_t
 
 
 def _members(operand: Any) -> Sequence[Any]:
-    """Each group's matrix: of a list, or of a grouped tensor, whose data they are views of."""
+    """Return each group's matrix: of a list, or of a grouped tensor, whose data they are views of."""
     return operand if isinstance(operand, (list, tuple)) else grouped.members(operand)
 
 

@@ -36,7 +36,7 @@ def parts(inner: int, step: int = SHORTEST) -> list[slice]:
 
 
 def added(partial: Callable[[slice], Tensor], inner: int, dtype: torch.dtype, step: int = SHORTEST) -> Tensor:
-    """The sum of the parts in ``dtype``.
+    """Return the sum of the parts in ``dtype``.
 
     Args:
         partial: makes one part's result, FP32.
@@ -95,7 +95,7 @@ def round_to_tf32(values: Tensor) -> Tensor:
 
 
 def _kept(values: Tensor, bits: Tensor) -> Tensor:
-    """The numbers of the upper bits, and the NaNs of ``values``; ``bits`` is written to."""
+    """Return the numbers of the upper bits, and the NaNs of ``values``; ``bits`` is written to."""
     bits &= -1 << _DROPPED_BITS
     result = bits.view(torch.float32)
     # A NaN's payload may be lost by a carry, or with the lower bits. A sum tells whether there is any at the cost of
@@ -182,12 +182,12 @@ def emulated(core: TensorCore = HOPPER) -> Iterator[None]:
 
 
 def current() -> TensorCore | None:
-    """The core of ``emulated`` in this thread; None outside of it."""
+    """Return the core of ``emulated`` in this thread; None outside of it."""
     return _current.get()
 
 
 def core(block_scaled: bool) -> TensorCore | None:
-    """How FP8 GEMMs of this thread add; None for FP32 sums.
+    """Return how FP8 GEMMs of this thread add; None for FP32 sums.
 
     Args:
         block_scaled: whether each block of 128 has a scale, or each tensor.
@@ -214,7 +214,7 @@ class Factor:
     scales: Tensor | None = None
 
     def part(self, inner: slice) -> Factor:
-        """A range of the inner dimension, which begins at a block."""
+        """Return a range of the inner dimension, which begins at a block."""
         blocks = slice(inner.start // _SCALED_BLOCK, -(-inner.stop // _SCALED_BLOCK))
         scales = None if self.scales is None else self.scales[:, blocks]
         return dataclasses.replace(self, values=self.values[:, inner], scales=scales)
@@ -273,7 +273,7 @@ def _terms(factor: Factor) -> _Terms:
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """The largest power of two up to ``|values|``, FP32 normal numbers; 0 for 0."""
+    """Return the largest power of two up to ``|values|``, FP32 normal numbers; 0 for 0."""
     return (values.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
 
 
@@ -298,7 +298,7 @@ def _tile(core: TensorCore, a: _Terms, b: _Terms, interval: int) -> Tensor:
 
 
 def _instruction(core: TensorCore, running: Tensor, a: _Terms, b: _Terms, products: range) -> Tensor:
-    """The running sum ``[n, m]`` after one instruction."""
+    """Return the running sum ``[n, m]`` after one instruction."""
     largest = torch.maximum(_largest_power(a, b, products), power_of_two(running))
     unit = torch.where(largest > 0, largest, 1.0).mul_(2.0 ** (1 - core.bits))
     per_unit = unit.reciprocal()
@@ -313,7 +313,7 @@ def _instruction(core: TensorCore, running: Tensor, a: _Terms, b: _Terms, produc
 
 
 def _largest_power(a: _Terms, b: _Terms, products: range) -> Tensor:
-    """The largest power of two that the exponents of these products stand for, ``[n, m]``; 0 where all are 0."""
+    """Return the largest power of two that the exponents of these products stand for, ``[n, m]``; 0 where all are 0."""
     sums = torch.empty(b.values.shape[1], a.values.shape[1], dtype=torch.int8)
     largest = torch.full_like(sums, 2 * _NO_EXPONENT)
     for k in products:

@@ -25,7 +25,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def directions(quantizer: Any) -> list[str]:
-    """The directions that a TE quantizer is to make data for: ``rowwise``, ``columnwise``."""
+    """Return the directions that a TE quantizer is to make data for: ``rowwise``, ``columnwise``."""
     return [name for name in ("rowwise", "columnwise") if getattr(quantizer, f"{name}_usage")]
 
 
@@ -35,7 +35,7 @@ def as_matrix(values: Tensor) -> Tensor:
 
 
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """The size of ``matrix`` of a tensor of this shape."""
+    """Return the size of ``matrix`` of a tensor of this shape."""
     rows = 1
     for size in shape[:-1]:
         rows *= size
@@ -43,7 +43,7 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def amax(values: Tensor, block: Block) -> Tensor:
-    """The largest magnitude in each block of ``[m, n]``, FP32; NaNs do not count, as in CUDA's ``fmaxf``."""
+    """Return the largest magnitude in each block of ``[m, n]``, FP32; NaNs do not count, as in CUDA's ``fmaxf``."""
     magnitudes = _tiles(values, block).abs()
     # Without signs, the bits of numbers are ordered as the numbers, NaNs last; PyTorch's maximum of integers is several
     # times faster over short rows, and over one dimension at a time.
@@ -63,13 +63,13 @@ def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
 
 
 def expand(numbers: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
-    """The number of its block for each element of a matrix of this shape."""
+    """Return the number of its block for each element of a matrix of this shape."""
     spread = numbers.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return spread[: shape[0], : shape[1]]
 
 
 def fill_up(numbers: Tensor, shape: Sequence[int]) -> Tensor:
-    """A contiguous matrix of this shape, with zeros after the rows and columns of ``numbers``."""
+    """Return a contiguous matrix of this shape, with zeros after the rows and columns of ``numbers``."""
     missing = (0, shape[1] - numbers.shape[1], 0, shape[0] - numbers.shape[0])
     return pad(numbers, missing).contiguous() if any(missing) else numbers.contiguous()
 
@@ -108,7 +108,7 @@ _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
 
 
 def settings(quantizer: Any) -> dict[str, Any]:
-    """What a ``Float8BlockwiseQTensor`` is constructed with, beside its buffers."""
+    """Return what a ``Float8BlockwiseQTensor`` is constructed with, beside its buffers."""
     return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
 
 
@@ -144,14 +144,14 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 
 
 def decode(tensor: Any) -> Tensor:
-    """The values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
+    """Return the values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
     columnwise = tensor._rowwise_data is None
     matrix = operand(tensor, columnwise)[0].float()
     return (matrix.t() if columnwise else matrix).reshape(logical_shape(tensor))
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """What a GEMM multiplies, ``[outer, inner]``, and 1, the factor that is left to it.
+    """Return what a GEMM multiplies, ``[outer, inner]``, and 1, the factor that is left to it.
 
     The values are BF16, which holds them exactly, if all scales are powers of two, and FP32 else.
     """
@@ -163,8 +163,8 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
-    ``[outer, ceil(inner / 128)]``.
+    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's
+    blocks, ``[outer, ceil(inner / 128)]``.
     """
     codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
     scales = scale_inv.repeat_interleave(block[0], 0)[: codes.shape[0]]
@@ -172,7 +172,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
 
 
 def logical_shape(tensor: Any) -> torch.Size:
-    """The shape of the values that a TE tensor holds."""
+    """Return the shape of the values that a TE tensor holds."""
     if tensor._rowwise_data is not None:
         return tensor._rowwise_data.shape
     columnwise = tensor._columnwise_data.shape

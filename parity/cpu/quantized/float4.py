@@ -76,7 +76,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def decode(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values ``[..., n]`` of bytes ``[..., n / 2]``, exact in FP32 and in BF16."""
+    """Return the values ``[..., n]`` of bytes ``[..., n / 2]``, exact in FP32 and in BF16."""
     pairs = _pairs(dtype).index_select(0, packed.reshape(-1).int())
     return pairs.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
@@ -87,14 +87,14 @@ def transpose(packed: Tensor) -> Tensor:
 
 
 def _is_negative(values: Tensor) -> Tensor:
-    """Which values have a sign to keep: all but NaNs, which lose theirs."""
+    """Return which values have a sign to keep: all but NaNs, which lose theirs."""
     negative = values.signbit()
     return negative & ~values.isnan() if values.numel() and values.sum().isnan() else negative
 
 
 @functools.cache
 def _codes() -> Tensor:
-    """The code of each number that the upper 12 bits of an FP32 number spell."""
+    """Return the code of each number that the upper 12 bits of an FP32 number spell."""
     numbers = (torch.arange(_INDICES, dtype=torch.int32) << _INDEX_SHIFT).view(torch.float32)
     codes = torch.bucketize(numbers.abs(), _midpoints(), out_int32=True, right=True).to(torch.uint8)
     return codes.add_(_is_negative(numbers), alpha=_SIGN_BIT)
@@ -113,7 +113,7 @@ def _midpoints() -> Tensor:
 
 @functools.cache
 def _pairs(dtype: torch.dtype) -> Tensor:
-    """The two values of each of the 256 bytes."""
+    """Return the two values of each of the 256 bytes."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=dtype)
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256)
@@ -131,12 +131,12 @@ LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 def e4m3_limit(of: Any) -> float:
-    """The largest block scale of a TE quantizer or tensor: 448, or 256 to leave room for 4over6."""
+    """Return the largest block scale of a TE quantizer or tensor: 448, or 256 to leave room for 4over6."""
     return float(getattr(of, "nvfp4_e4m3_max", getattr(of, "_nvfp4_e4m3_max", 448)))
 
 
 def global_scale(amax: Tensor, limit: float) -> Tensor:
-    """What maps an amax to the largest code times the largest block scale (``limit``), FP32.
+    """Return what maps an amax to the largest code times the largest block scale (``limit``), FP32.
 
     1 where the amax is 0 or infinite, and at most the largest FP32.
     """
@@ -145,7 +145,7 @@ def global_scale(amax: Tensor, limit: float) -> Tensor:
 
 
 def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
-    """What multiplies the values of each block before they are cast, at most the largest FP32.
+    """Return what multiplies the values of each block before they are cast, at most the largest FP32.
 
     Args:
         decoding: E4M3 bytes, one a block.

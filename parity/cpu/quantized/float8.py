@@ -36,18 +36,18 @@ class Codes:
 
 
 def fp8_dtype(of: Any) -> torch.dtype:
-    """The FP8 dtype of a TE quantizer (``dtype``) or tensor (``_fp8_dtype``)."""
+    """Return the FP8 dtype of a TE quantizer (``dtype``) or tensor (``_fp8_dtype``)."""
     dtype = of.dtype if hasattr(of, "rowwise_usage") else of._fp8_dtype
     return TORCH_DTYPE[int(dtype)]
 
 
 def is_float8_tensor(value: Any) -> bool:
-    """Whether ``value`` is TE's ``Float8Tensor`` or ``Float8TensorStorage``."""
+    """Return whether ``value`` is TE's ``Float8Tensor`` or ``Float8TensorStorage``."""
     return any(base.__name__ == "Float8TensorStorage" for base in type(value).__mro__)
 
 
 def amax_of(values: Tensor) -> Tensor:
-    """The largest magnitude, an FP32 scalar; NaNs do not count, as in CUDA's ``fmaxf``, and no values give 0."""
+    """Return the largest magnitude, an FP32 scalar; NaNs do not count, as in CUDA's ``fmaxf``, and no values give 0."""
     if values.numel() == 0:
         return torch.zeros((), dtype=torch.float32)
     low, high = torch.aminmax(values)
@@ -71,7 +71,8 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
 
 
 def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """The uint8 codes of FP32 values, which are overwritten: nearest even, saturating (infinities too), NaN as 0x7F.
+    """Return the uint8 codes of FP32 values, which are overwritten: nearest even, saturating (infinities too), NaN as
+    0x7F.
 
     The conversion is CUDA's ``__nv_cvt_float_to_fp8(..., __NV_SATFINITE, ...)``, which TE's ``cast_transpose`` and
     ``unary_kernel`` (``common/util/vectorized_pointwise.h``, 2.20.2) use.
@@ -84,7 +85,8 @@ def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the codes of ``cast`` stand for, without the codes: FP32 values, which are overwritten; NaN stays NaN.
+    """Return what the codes of ``cast`` stand for, without the codes: FP32 values, which are overwritten; NaN stays
+    NaN.
 
     Adding and taking away 1.5 times a large enough power of two rounds off what lies below the format's last bit. It
     is several times faster than PyTorch's conversions.
@@ -99,7 +101,8 @@ def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_from_amax(
     amax: Tensor, limit: float, epsilon: float = 0.0, power_of_two: bool = False, largest: float = _LARGEST_FP32
 ) -> Tensor:
-    """The scale that takes ``amax`` to ``limit`` (``compute_scale_from_amax`` in ``recipe_common.cuh``, TE 2.20.2).
+    """Return the scale that takes ``amax`` to ``limit`` (``compute_scale_from_amax`` in ``recipe_common.cuh``, TE
+    2.20.2).
 
     Args:
         amax: FP32, any shape.
@@ -120,13 +123,13 @@ def scale_from_amax(
 
 
 def decode(codes: Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> Tensor:
-    """The FP8 values, unscaled, of uint8 codes; exact in FP32 and in BF16."""
+    """Return the FP8 values, unscaled, of uint8 codes; exact in FP32 and in BF16."""
     return _values(dtype, to).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @functools.cache
 def _values(dtype: torch.dtype, to: torch.dtype) -> Tensor:
-    """What each of the 256 codes stands for: a table, as PyTorch's own conversion is several times slower."""
+    """Return what each of the 256 codes stands for: a table, as PyTorch's own conversion is several times slower."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).to(to)
 
 
@@ -138,7 +141,7 @@ def transpose(codes: Tensor) -> Tensor:
 
 
 def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """A TE tensor with the buffers that the quantizer's usages ask for; its scale_inv is 1."""
+    """Return a TE tensor with the buffers that the quantizer's usages ask for; its scale_inv is 1."""
     shape = torch.Size(shape)
     data = torch.empty(shape, dtype=torch.uint8) if needs_codes(quantizer) else None
     columnwise = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8) if _needs_transpose(quantizer) else None
@@ -146,7 +149,7 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def new(quantizer: Any, dtype: torch.dtype, codes: Codes) -> Any:
-    """A TE tensor that holds ``codes``, and their transpose if the quantizer asks for it."""
+    """Return a TE tensor that holds ``codes``, and their transpose if the quantizer asks for it."""
     columnwise = transpose(codes.data) if _needs_transpose(quantizer) else None
     return _te_tensor(quantizer, codes.data.shape, dtype, codes.data, columnwise, codes.scale_inv)
 
@@ -170,7 +173,7 @@ def _te_tensor(
 
 
 def needs_codes(quantizer: Any) -> bool:
-    """Whether a tensor of this quantizer holds codes in the order of its values."""
+    """Return whether a tensor of this quantizer holds codes in the order of its values."""
     return quantizer.rowwise_usage or cuda.has_gemm_without_transposes()
 
 
@@ -211,7 +214,7 @@ def write(output: Any, codes: Codes) -> None:
 
 
 def rowwise_shape(tensor: Any) -> torch.Size:
-    """The shape of a TE tensor in the order of its high-precision values."""
+    """Return the shape of a TE tensor in the order of its high-precision values."""
     if tensor._data is not None:
         return tensor._data.shape
     columnwise = tensor._transpose.shape
@@ -219,7 +222,7 @@ def rowwise_shape(tensor: Any) -> torch.Size:
 
 
 def operand(tensor: Any, columnwise: bool, name: str) -> Tensor:
-    """The codes that a GEMM reads: a matrix ``[outer, inner]``.
+    """Return the codes that a GEMM reads: a matrix ``[outer, inner]``.
 
     Raises:
         RuntimeError: if the tensor does not hold that direction (``CanonicalizeGemmInput`` in TE's

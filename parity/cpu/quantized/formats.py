@@ -52,19 +52,19 @@ FORMATS = (
 
 
 def of_quantizer(quantizer: Any) -> Format | None:
-    """The format that a TE quantizer makes, or None if it is not block-scaled."""
+    """Return the format that a TE quantizer makes, or None if it is not block-scaled."""
     name = type(quantizer).__name__
     return next((entry for entry in FORMATS if entry.quantizer == name), None)
 
 
 def of_tensor(tensor: Any) -> Format | None:
-    """The format of a TE quantized tensor or storage, or None if it is not block-scaled."""
+    """Return the format of a TE quantized tensor or storage, or None if it is not block-scaled."""
     names = {base.__name__ for base in type(tensor).__mro__}
     return next((entry for entry in FORMATS if f"{entry.tensor}Storage" in names), None)
 
 
 def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """A TE tensor with the buffers that the quantizer's usages ask for, filled with zeros.
+    """Return a TE tensor with the buffers that the quantizer's usages ask for, filled with zeros.
 
     Raises:
         RuntimeError: for shapes that the format does not have.
@@ -78,7 +78,7 @@ def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtyp
 def quantize(
     entry: Format, values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amaxes: Mapping[str, Tensor]
 ) -> Any:
-    """A new TE tensor of ``dtype`` that holds the values; or ``output``, filled.
+    """Return a new TE tensor of ``dtype`` that holds the values; or ``output``, filled.
 
     Args:
         values: FP32, FP16 or BF16, any shape that the format has.
@@ -100,7 +100,7 @@ def quantize(
 
 
 def operand(entry: Format, tensor: Any, columnwise: bool, name: str) -> tuple[Tensor, float]:
-    """What a GEMM multiplies, ``[outer, inner]``, FP32 or BF16, and the factor that is left to it.
+    """Return what a GEMM multiplies, ``[outer, inner]``, FP32 or BF16, and the factor that is left to it.
 
     Raises:
         RuntimeError: if the tensor does not hold that direction.

@@ -121,7 +121,7 @@ def nvfp4_group_quantize_with_amax(
 
 @torch.no_grad()
 def group_dequantize(input: Any, otype: int) -> Any:
-    """The values of a grouped tensor, as one of high precision: each group's, rounded once to ``otype``."""
+    """Return the values of a grouped tensor, as one of high precision: each group's, rounded once to ``otype``."""
     dtype = TORCH_DTYPE[int(otype)]
     values = torch.cat([quantize.dequantize(member, otype).view(-1) for member in members(input)])
     data = values.new_zeros(input.logical_shape[0] * input.logical_shape[1])
@@ -172,7 +172,7 @@ def group_requantize_inplace(
 
 
 def members(grouped: Any) -> list[Any]:
-    """Each group as a TE tensor, or a plain one; views of the grouped tensor's buffers."""
+    """Return each group as a TE tensor, or a plain one; views of the grouped tensor's buffers."""
     return grouped.split_into_quantized_tensors()
 
 
@@ -197,7 +197,7 @@ def _nvfp4(quantizer: Any) -> formats.Format:
 
 
 def _empty(tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Tensor | None) -> Any:
-    """A grouped tensor with the buffers that the quantizer's usages ask for.
+    """Return a grouped tensor with the buffers that the quantizer's usages ask for.
 
     Raises:
         RuntimeError: for numbers of rows that block scales do not fit.
@@ -223,7 +223,7 @@ def _te_class(name: str) -> Any:
 
 
 def _parts(tensor: Tensor, grouped: Any) -> list[Tensor]:
-    """The rows of each group."""
+    """Return the rows of each group."""
     sizes = [shape[0] for shape in grouped.tensor_shapes]
     return list(tensor.detach()[: sum(sizes)].split(sizes))
 

@@ -35,7 +35,7 @@ _SMALLEST_BITS = 0x400000
 
 
 def settings(quantizer: Any) -> dict[str, Any]:
-    """What an ``MXFP8Tensor`` is constructed with, beside its buffers."""
+    """Return what an ``MXFP8Tensor`` is constructed with, beside its buffers."""
     return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
 
 
@@ -90,7 +90,7 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 
 
 def decode(tensor: Any) -> Tensor:
-    """The values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
+    """Return the values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
     return _values(tensor, tensor._rowwise_data is None, torch.float32).view(logical_shape(tensor))
 
 
@@ -101,8 +101,8 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
-    ``[outer, inner / 32]``.
+    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's
+    blocks, ``[outer, inner / 32]``.
     """
     codes, scales = _codes_and_scales(tensor, columnwise)
     values = float8.decode(codes, float8.fp8_dtype(tensor), torch.bfloat16)
@@ -110,7 +110,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
 
 
 def logical_shape(tensor: Any) -> torch.Size:
-    """The shape of the values that a TE tensor holds."""
+    """Return the shape of the values that a TE tensor holds."""
     return (tensor._columnwise_data if tensor._rowwise_data is None else tensor._rowwise_data).shape
 
 
@@ -124,19 +124,19 @@ def to_e8m0(values: Tensor) -> Tensor:
 
 
 def from_e8m0(codes: Tensor) -> Tensor:
-    """The FP32 numbers of E8M0 bytes."""
+    """Return the FP32 numbers of E8M0 bytes."""
     bits = codes.int() << _MANTISSA_BITS
     bits.masked_fill_(codes == 0, _SMALLEST_BITS)
     return bits.view(torch.float32).masked_fill(codes == _NAN_CODE, float("nan"))
 
 
 def encoding_scale(exponents: Tensor) -> Tensor:
-    """The reciprocals of E8M0 bytes, exact: 2**127 down to 2**-127."""
+    """Return the reciprocals of E8M0 bytes, exact: 2**127 down to 2**-127."""
     return from_e8m0(_LARGEST_CODE - exponents.int()).masked_fill(exponents == _NAN_CODE, float("nan"))
 
 
 def reciprocal_limit(dtype: torch.dtype) -> Tensor:
-    """An FP32 number, as in CUDA: the product with an amax is rounded differently from a quotient."""
+    """Return an FP32 number as CUDA does: the product with an amax is rounded differently from a quotient."""
     return torch.tensor(1.0 / torch.finfo(dtype).max)
 
 

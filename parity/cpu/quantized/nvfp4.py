@@ -23,7 +23,7 @@ from parity.cpu.quantized.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding
 
 
 def transform(values: Tensor, matrix: Tensor) -> Tensor:
-    """Each group of 16 neighbours in a row of ``[rows, n]`` times the 16 x 16 ``matrix``: BF16, rounded once.
+    """Return each group of 16 neighbours in a row of ``[rows, n]`` times the 16 x 16 ``matrix``: BF16, rounded once.
 
     Raises:
         RuntimeError: for values that are not BF16, which TE's kernels refuse, and rows that are not full groups.
@@ -65,7 +65,7 @@ _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 
 
 def settings(quantizer: Any) -> dict[str, Any]:
-    """What an ``NVFP4Tensor`` is constructed with, beside its buffers."""
+    """Return what an ``NVFP4Tensor`` is constructed with, beside its buffers."""
     options = {name: getattr(quantizer, name) for name in _OPTIONS if hasattr(quantizer, name)}
     return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False, **options}
 
@@ -125,7 +125,7 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 
 
 def decode(tensor: Any) -> Tensor:
-    """The values in FP32, ``[*leading, k]``, from the rowwise data.
+    """Return the values in FP32, ``[*leading, k]``, from the rowwise data.
 
     Raises:
         RuntimeError: if there are none: TE dequantizes no others.
@@ -140,7 +140,8 @@ def decode(tensor: Any) -> Tensor:
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """What a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and the factor left to the GEMM.
+    """Return what a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and the factor left to the
+    GEMM.
 
     Raises:
         RuntimeError: for a row-scaled tensor: TE's Python applies the amax of each row, and hands over an amax of 1.
@@ -156,8 +157,8 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """The values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's blocks,
-    ``[outer, inner / 16]``, without the factor of the whole tensor.
+    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's
+    blocks, ``[outer, inner / 16]``, without the factor of the whole tensor.
     """
     packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
@@ -165,7 +166,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
 
 
 def logical_shape(tensor: Any) -> torch.Size:
-    """The shape of the values that a TE tensor holds, as a matrix if there are columnwise data alone."""
+    """Return the shape of the values that a TE tensor holds, as a matrix if there are columnwise data alone."""
     if tensor._rowwise_data is not None:
         packed = tensor._rowwise_data.shape
         return torch.Size((*packed[:-1], 2 * packed[-1]))
@@ -189,7 +190,7 @@ class _Cast:
 
 
 def _is_symmetric(quantizer: Any) -> bool:
-    """Whether columnwise codes and scales are the transposes of the rowwise ones.
+    """Return whether columnwise codes and scales are the transposes of the rowwise ones.
 
     4over6 sums the errors of a block in another order for each direction, and may choose differently.
     """
@@ -198,7 +199,7 @@ def _is_symmetric(quantizer: Any) -> bool:
 
 
 def _read(flat: Tensor, direction: str, quantizer: Any) -> Tensor:
-    """The matrix ``[outer, inner]`` that is cast for a direction of the values ``[m, k]``."""
+    """Return the matrix ``[outer, inner]`` that is cast for a direction of the values ``[m, k]``."""
     if direction == "rowwise":
         return flat
     columns = flat.t().contiguous()
@@ -234,7 +235,7 @@ def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
 
 
 def _block_scales(stored: Tensor, packed: Tensor) -> Tensor:
-    """The FP32 scales of the blocks of ``packed``, without padding."""
+    """Return the FP32 scales of the blocks of ``packed``, without padding."""
     return float8.decode(stored[: packed.shape[0], : packed.shape[1] * 2 // _LENGTH], E4M3)
 
 

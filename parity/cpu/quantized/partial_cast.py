@@ -189,7 +189,7 @@ def nvfp4_2d_multi_tensor_transpose(
 
 
 def _embedded(part: Tensor, h: int, w: int, start_offset: int) -> Tensor:
-    """The part in its place in a matrix ``[h, w]`` of zeros, which add nothing to an amax."""
+    """Return the part in its place in a matrix ``[h, w]`` of zeros, which add nothing to an amax."""
     if part.numel() == h * w:
         return part.reshape(h, w)
     whole = part.new_zeros(h * w)

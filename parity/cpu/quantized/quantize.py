@@ -36,12 +36,12 @@ def is_delayed(quantizer: Any) -> bool:
 
 
 def is_current(quantizer: Any) -> bool:
-    """Whether the quantizer computes its scale from the very values it casts."""
+    """Return whether the quantizer computes its scale from the very values it casts."""
     return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
 
 
 def is_mxfp8(quantizer: Any) -> bool:
-    """Whether the quantizer makes MXFP8: then a bias gradient is summed by the kernel that casts."""
+    """Return whether the quantizer makes MXFP8: then a bias gradient is summed by the kernel that casts."""
     return type(quantizer).__name__ == "MXFP8Quantizer"
 
 
@@ -65,7 +65,7 @@ def store(
     amax_before_rounding: bool = False,
     kernel: str = "store",
 ) -> Any:
-    """What a TE kernel does with its FP32 results.
+    """Return what a TE kernel does with its FP32 results.
 
     ========================  ======================================================================================
     no quantizer              rounded once, to ``dtype``
@@ -156,7 +156,7 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
-    """The scale to cast with; delayed scaling also raises the amax that it keeps for later steps."""
+    """Return the scale to cast with; delayed scaling also raises the amax that it keeps for later steps."""
     amax = float8.amax_of(values) if amax is None else amax
     if not is_delayed(quantizer):
         return current_scale(amax, quantizer)
@@ -188,7 +188,7 @@ def dequantize(input: Any, otype: int) -> Tensor:
 
 @torch.no_grad()
 def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """The bias gradient of an output gradient, and that gradient quantized (``csrc/extensions/bias.cpp``).
+    """Return the bias gradient of an output gradient, and that gradient quantized (``csrc/extensions/bias.cpp``).
 
     Args:
         input: the output gradient ``[*leading, features]``.
@@ -229,7 +229,7 @@ def create_empty_quantized_tensor(
     device: torch.device | str = "cpu",
     pin_memory: bool = False,
 ) -> Any:
-    """A TE quantized tensor whose buffers hold nothing yet, with those that the quantizer's usages ask for."""
+    """Return a TE quantized tensor whose buffers hold nothing yet, with those that the quantizer's usages ask for."""
     check_quantizer(quantizer, "create_empty_quantized_tensor")
     return _empty(quantizer, shape, dtype)
 
@@ -271,6 +271,6 @@ def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tile
 
 @torch.no_grad()
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """A contiguous copy with the first two dimensions swapped, in ``out`` if it is given."""
+    """Return a contiguous copy with the first two dimensions swapped, in ``out`` if it is given."""
     swapped = tensor.transpose(0, 1)
     return swapped.contiguous() if out is None else out.copy_(swapped)

@@ -41,7 +41,7 @@ def cross_entropy_forward(
     ignore_idx: int,
     overwrite_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int]:
-    """The loss of each row, or their mean over the rows that count.
+    """Return the loss of each row, or their mean over the rows that count.
 
     Args:
         _input: this rank's part of the logits, ``[batch, sequence, vocabulary]``, FP32 or BF16.
@@ -80,7 +80,7 @@ def cross_entropy_backward(
     world_size: int,
     ignore_idx: int,
 ) -> Tensor:
-    """The gradient of the logits, in FP32 and rounded once, in place of the saved logits."""
+    """Return the gradient of the logits, in FP32 and rounded once, in place of the saved logits."""
     rows = saved_input.view(-1, saved_input.shape[-1])
     factor = grad_output.reshape(-1, 1).float()
     if n_non_ignore is not None:
@@ -98,7 +98,7 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def counted_rows(tokens: Tensor, ignore_idx: int) -> Tensor:
-    """How many rows are not ignored, at least 1: int64 ``[1]``."""
+    """Return how many rows are not ignored, at least 1: int64 ``[1]``."""
     return (tokens != ignore_idx).sum().clamp_(min=1).view(1)
 
 
@@ -135,7 +135,7 @@ def gradient_without_target(rows: Tensor, stats: Tensor, label_smoothing: float,
 
 
 def targets_here(tokens: Tensor, columns: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The rows whose target is in this rank's part of the vocabulary, and its column there."""
+    """Return the rows whose target is in this rank's part of the vocabulary, and its column there."""
     column = tokens - rank * columns
     (rows,) = ((column >= 0) & (column < columns)).nonzero(as_tuple=True)
     return rows, column[rows]

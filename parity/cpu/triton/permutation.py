@@ -124,7 +124,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     num_out_tokens: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows ``[num_out_tokens, hidden_size]`` and of ``merging_probs``, computed in FP32.
+    """Return the gradients of the rows ``[num_out_tokens, hidden_size]`` and of ``merging_probs``, computed in FP32.
 
     Args:
         fwd_output_grad: gradient of the tokens, ``[num_tokens, hidden_size]``.
@@ -182,7 +182,7 @@ def _routes(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) ->
 
 @torch.no_grad()
 def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
-    """A matrix with zeros below and to the right, up to multiples of 128 rows and 4 columns; any dtype."""
+    """Return a matrix with zeros below and to the right, up to multiples of 128 rows and 4 columns; any dtype."""
     rows, columns = inp.shape
     return pad(inp, (0, -columns % 4, 0, -rows % 128))
 
@@ -239,5 +239,5 @@ def compute_grouped_dbias_dscales(
 
 
 def _groups(offsets: Tensor) -> Tensor:
-    """The group of each row, int64."""
+    """Return the group of each row, int64."""
     return torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())

@@ -19,7 +19,7 @@ _FAMILIES: dict[str, ModuleType] = {
 
 
 def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
-    """The functions of TE's ``module`` to replace, by name; none for most modules."""
+    """Return the functions of TE's ``module`` to replace, by name; none for most modules."""
     family = _FAMILIES.get(module)
     if family is None:
         return {}

@@ -58,7 +58,7 @@ def cdiv(x: int, y: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below ``n``."""
+    """Return the smallest power of two that is not below ``n``."""
     return 1 << (n - 1).bit_length()
 
 

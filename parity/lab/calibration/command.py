@@ -71,7 +71,7 @@ def told(strays: Sequence[Difference]) -> str:
 
 
 def summary(table: Table, precisions: Sequence[str]) -> Iterator[str]:
-    """A line for each of these precisions of a table: how its limits compare with the packaged ones."""
+    """Yield a line for each of these precisions of a table: how its limits compare with the packaged ones."""
     for found in differences.compared(table):
         if found.precision in precisions:
             yield f"{found.precision}: {'; '.join(_facts(found))}"
@@ -202,7 +202,7 @@ def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
 
 
 def measure(settings: Settings, workers: int) -> Measured:
-    """All samples of all cases, whatever becomes of single ones."""
+    """Return all samples of all cases, whatever becomes of single ones."""
     measured = Measured()
     with processes(workers) as pool:
         jobs = [
@@ -216,7 +216,7 @@ def measure(settings: Settings, workers: int) -> Measured:
 
 
 def _measure_case(settings: Settings, file: str, name: str) -> Measured:
-    """All samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
+    """Return all samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
     kernels = te.kernels(settings.backend)
     case = right_ports.case(file, name)
     precisions = [precision for precision in _available(settings, kernels) if case.runs_at(precision.name)]

@@ -165,7 +165,7 @@ def draw(
 
 
 def laws(samples: Iterable[Sample]) -> dict[Key, Law]:
-    """The law of every precision, kind of tensor and statistic that was sampled."""
+    """Return the law of every precision, kind of tensor and statistic that was sampled."""
     grouped: dict[Key, list[Sample]] = defaultdict(list)
     for sample in samples:
         grouped[sample.precision, sample.kind, sample.statistic].append(sample)

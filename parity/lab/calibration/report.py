@@ -71,7 +71,7 @@ def _provenance(provenance: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _left_out(ports: Sequence[LeftOut]) -> str:
-    """Which cases could not run, each once a precision, with the first reason."""
+    """Return which cases could not run, each once a precision, with the first reason."""
     reasons = {(port.case, port.precision): port.reason for port in reversed(ports)}
     counts = Counter((port.case, port.precision) for port in ports)
     rows = [[*key, count, reasons[key]] for key, count in counts.items()]

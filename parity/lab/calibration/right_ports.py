@@ -26,13 +26,13 @@ _LARGEST_FREE_BATCH = 8
 
 
 def drawn(case: Case, precision: Precision, seed: int) -> Size:
-    """A size of a case for a seed: one for all recipes, and one for the other precisions, which share golden."""
+    """Return a size of a case for a seed: one for all recipes, and one for the other precisions, which share golden."""
     quantized = precision.recipe is not None
     return like(case.sizes[0], quantized, random.Random(f"{case.name} {seed} {quantized}"))
 
 
 def like(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
-    """A size like another, with every dimension drawn anew.
+    """Return a size like another, with every dimension drawn anew.
 
     Args:
         size: batch, seq, heads, groups, head_dim, seq_kv, hidden and other widths, each optional; the rest stays.
@@ -81,7 +81,7 @@ _UNFIT = ("trained_linear", "mixture")
 
 
 def cases(file: str) -> list[Case]:
-    """Those of a file, or the one that a pytest id names.
+    """Return those of a file, or the one that a pytest id names.
 
     Raises:
         UserError: as ``registry.load``.
@@ -90,7 +90,7 @@ def cases(file: str) -> list[Case]:
 
 
 def fitted(file: str) -> list[Case]:
-    """Those of ``cases`` that limits are fitted to.
+    """Return those of ``cases`` that limits are fitted to.
 
     Raises:
         UserError: as ``registry.load``.
@@ -99,7 +99,7 @@ def fitted(file: str) -> list[Case]:
 
 
 def case(file: str, name: str) -> Case:
-    """One of these, by its name.
+    """Return one of these, by its name.
 
     Raises:
         UserError: as ``registry.load_case``.

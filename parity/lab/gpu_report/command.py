@@ -68,7 +68,7 @@ def make(step: Step, limit: float, folder: Path) -> Outcome:
 
 
 def share_of(seconds: float, left: Sequence[Step]) -> float:
-    """What the first of the steps that are left gets of the seconds, at least ``LEAST_SECONDS``."""
+    """Return what the first of the steps that are left gets of the seconds, at least ``LEAST_SECONDS``."""
     return max(LEAST_SECONDS, seconds * left[0].share / sum(step.share for step in left))
 
 

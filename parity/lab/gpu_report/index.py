@@ -21,7 +21,7 @@ from parity.te.precision import PRECISIONS
 
 
 def doctor(folder: Path) -> str:
-    """Which precisions run on real kernels, from the table that ``parity doctor`` prints."""
+    """Return which precisions run on real kernels, from the table that ``parity doctor`` prints."""
     lines = (folder / "logs" / "doctor.txt").read_text(encoding="utf-8").splitlines()
     answers = [words for words in map(str.split, lines) if len(words) > 1 and words[0] in PRECISIONS]
     if not answers:
@@ -31,7 +31,7 @@ def doctor(folder: Path) -> str:
 
 
 def suite(folder: Path) -> str:
-    """The report's own verdict; draws the report if the run was ended before it could."""
+    """Return the report's own verdict; draws the report if the run was ended before it could."""
     file = folder / "suite.jsonl"
     run = digest(record.read(file))
     report = file.with_suffix(".md")
@@ -41,17 +41,17 @@ def suite(folder: Path) -> str:
 
 
 def on_limits(folder: Path) -> str:
-    """How many statistics lie beyond the packaged limits."""
+    """Return how many statistics lie beyond the packaged limits."""
     return limits.verdict(limits.read(folder / "suite.jsonl"))
 
 
 def kernels(folder: Path) -> str:
-    """How much of the table is equal to the bit, and where it is not."""
+    """Return how much of the table is equal to the bit, and where it is not."""
     return table.verdict(table.read(folder / "kernel-table.jsonl"))
 
 
 def throughput(folder: Path) -> str:
-    """How many rows were measured, and the fastest."""
+    """Return how many rows were measured, and the fastest."""
     found = read(folder / "throughput.jsonl")
     measured = [row for row in found.rows if row.times is not None]
     shares = [(share, row) for row in measured if (share := found.peak_share(row)) is not None]
@@ -65,7 +65,7 @@ def throughput(folder: Path) -> str:
 
 
 def calibration(folder: Path) -> str:
-    """How the limits that this machine's kernels would set compare with the packaged ones."""
+    """Return how the limits that this machine's kernels would set compare with the packaged ones."""
     widest, key = limits.widest(folder / "calibration.json")
     return f"limits measured here are at most {short(widest)} times the packaged ones ({', '.join(key)})"
 
@@ -88,7 +88,7 @@ def write(
 def draw(
     folder: Path, steps: Sequence[Step], outcomes: Sequence[Outcome], machine: Environment, why_no_gpu: str
 ) -> str:
-    """The page, markdown; links lead only to files that exist.
+    """Return the page, markdown; links lead only to files that exist.
 
     Args:
         folder: of the report.

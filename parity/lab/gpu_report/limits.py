@@ -70,7 +70,7 @@ def deviations(results: Iterable[Result]) -> dict[Key, Deviations]:
 
 
 def widest(file: Path) -> tuple[float, Key]:
-    """The largest ratio of a limit of another table to the packaged one, and whose it is.
+    """Return the largest ratio of a limit of another table to the packaged one, and whose it is.
 
     Raises:
         UserError: if the file is no table, or shares no law with the packaged one.
@@ -84,7 +84,7 @@ def widest(file: Path) -> tuple[float, Key]:
 
 
 def verdict(found: Mapping[Key, Deviations]) -> str:
-    """The largest margin, and how many values lie beyond their limit."""
+    """Return the largest margin, and how many values lie beyond their limit."""
     values = sum(len(each.values) for each in found.values())
     beyond = sum(each.beyond for each in found.values())
     if not values:
@@ -95,7 +95,7 @@ def verdict(found: Mapping[Key, Deviations]) -> str:
 
 
 def draw(found: Mapping[Key, Deviations], kernels: str) -> str:
-    """The report, markdown; ``kernels`` says whose errors these are."""
+    """Return the report, markdown; ``kernels`` says whose errors these are."""
     rows = [(*key, *_figures(each)) for key, each in sorted(found.items())]
     parts = [
         "# A run against the packaged limits",
@@ -114,7 +114,7 @@ def _figures(found: Deviations) -> tuple[str, ...]:
 
 
 def _main(file: str, report: str) -> int:
-    """The exit code: 0 where every value lies within its limit, 1 where one does not, 2 where there is none."""
+    """Return the exit code: 0 where every value lies within its limit, 1 where one does not, 2 where there is none."""
     try:
         run = record.read(Path(file))
     except UserError as error:

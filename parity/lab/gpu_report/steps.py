@@ -14,7 +14,7 @@ _SMALL = "a small part"
 
 
 def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]:
-    """All steps.
+    """Return all steps.
 
     Args:
         folder: of the report.

@@ -59,7 +59,7 @@ def _backward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None
 
 
 def _scaled(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Each row's result times a number of its own, such as its router's probability; forward and backward."""
+    """Return each row's result times a number of its own, such as its router's probability; forward and backward."""
     x, grad = bench.normal(_ROWS, _SCALED[name] * _COLUMNS, dtype=dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
     scales = bench.normal(_ROWS).abs()
     result = getattr(bench.tex, f"scaled_{name}")(x, scales, None)

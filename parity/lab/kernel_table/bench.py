@@ -54,7 +54,7 @@ _SCALE_DTYPES = {"MXFP8Tensor": torch.float8_e8m0fnu, "NVFP4Tensor": torch.float
 
 
 def unpack(results: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every buffer of every result, by name.
+    """Return every buffer of every result, by name.
 
     FP8 codes and scales have their own dtype; FP4 codes, of which torch's kernels know nothing, are int8 numbers from
     -7 to 7 in the order of the values that they stand for, one for each value.
@@ -119,7 +119,7 @@ class Tape:
     again: list[Tensor] | None = None
 
     def next(self, draw: Callable[[], Tensor]) -> Tensor:
-        """A tensor of the call's own, which it may write to: drawn, or what was drawn in this place before."""
+        """Return a tensor of the call's own, which it may write to: drawn, or what was drawn in this place before."""
         if self.again is not None:
             return self.again.pop(0)
         drawn = draw()
@@ -210,7 +210,7 @@ class Bench:
         return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
 
     def quantizer(self, name: str, codes: str = E4M3) -> Any:
-        """A TE quantizer for both directions, by its name in ``QUANTIZERS``; ``codes`` is E4M3 or E5M2."""
+        """Return a TE quantizer for both directions, by its name in ``QUANTIZERS``; ``codes`` is E4M3 or E5M2."""
         return QUANTIZERS[name].make(self, getattr(self.tex.DType, codes))
 
     def why_unavailable(self, quantizer: str) -> str | None:
@@ -220,7 +220,7 @@ class Bench:
 
 
 def bench(kernels: Kernels, seed: int) -> Bench:
-    """A bench on these kernels; the same seed makes the same inputs on all."""
+    """Return a bench on these kernels; the same seed makes the same inputs on all."""
     tex = importlib.import_module("transformer_engine_torch")
     return Bench(kernels.te, tex, kernels.device, torch.Generator().manual_seed(seed))
 

@@ -102,7 +102,7 @@ CALLS: tuple[KernelCall, ...] = (
 
 
 def select(keyword: str) -> tuple[KernelCall, ...]:
-    """The calls whose name contains the keyword; an empty one is in all.
+    """Return the calls whose name contains the keyword; an empty one is in all.
 
     Raises:
         UserError: if it is in none.

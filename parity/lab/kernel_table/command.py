@@ -38,7 +38,7 @@ LONGEST_CALL = 120.0
 
 
 def outcomes_of(start: Callable[[int], int | None], count: int, folder: Path) -> list[Outcome]:
-    """The outcome of each call.
+    """Return the outcome of each call.
 
     Args:
         start: ``start(first)`` runs a process that makes the calls from this index on, writes each outcome into the

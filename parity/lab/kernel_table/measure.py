@@ -55,7 +55,7 @@ def make(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
 
 
 def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
-    """The median time of the GPU for the call on the inputs that it had; None on the CPU.
+    """Return the median time of the GPU for the call on the inputs that it had; None on the CPU.
 
     The GPU sleeps until the host has launched the call, so that small kernels follow each other without gaps.
     """
@@ -101,7 +101,7 @@ def write(outcome: Outcome, index: int, folder: Path) -> None:
 
 
 def read(index: int, folder: Path) -> Outcome | None:
-    """The outcome of the call with this index, or None if there is none."""
+    """Return the outcome of the call with this index, or None if there is none."""
     if not file(index, folder).exists():
         return None
     return Outcome(**torch.load(file(index, folder), weights_only=True))

@@ -49,7 +49,8 @@ class Distance:
 
 
 def measure(x: Tensor, y: Tensor) -> Distance:
-    """The distance of two tensors of the same shape and dtype: floating-point, FP8 and E8M0 included, or integers.
+    """Return the distance of two tensors of the same shape and dtype: floating-point, FP8 and E8M0 included, or
+    integers.
 
     Raises:
         ValueError: if shapes or dtypes differ.
@@ -114,12 +115,12 @@ def write(comparisons: Iterable[Comparison], environment: Environment, emulated_
 
 
 def read(file: Path) -> list[Entry]:
-    """The results' lines; a distance that is infinite or no number is None."""
+    """Return the results' lines; a distance that is infinite or no number is None."""
     return [line for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()) if "kernel" in line]
 
 
 def verdict(entries: Sequence[Entry]) -> str:
-    """How many results are equal to the bit, the farthest of the others, and what could not be compared."""
+    """Return how many results are equal to the bit, the farthest of the others, and what could not be compared."""
     compared = [entry for entry in entries if entry["why_none"] is None]
     equal = sum(entry["different"] == 0 for entry in compared)
     parts = [f"{equal} of {len(compared)} results equal to the bit"]
@@ -178,7 +179,7 @@ class Comparison:
 
 
 def compare(call: KernelCall, real: Outcome, emulated: Outcome) -> Comparison:
-    """The distances of two outcomes of one call."""
+    """Return the distances of two outcomes of one call."""
     for side, outcome in (("GPU", real), ("CPU", emulated)):
         if outcome.error is not None:
             return Comparison(call, {}, f"{side}: {outcome.error}")
@@ -198,7 +199,7 @@ def _distance(name: str, real: Outcome, emulated: Outcome) -> Distance | str:
 
 
 def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str) -> str:
-    """The report, markdown.
+    """Return the report, markdown.
 
     Args:
         environment: of the process with the real kernels.
@@ -237,7 +238,7 @@ def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def fraction(distance: Distance) -> str:
-    """The fraction of equal elements, in percent; only what is wholly equal shows as 100."""
+    """Return the fraction of equal elements, in percent; only what is wholly equal shows as 100."""
     if distance.different == 0:
         return "100 %"
     percent = 100 * (1 - distance.different / distance.elements)

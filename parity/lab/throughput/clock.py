@@ -32,7 +32,7 @@ class Clock(Generic[Mark]):
 
 
 def clock_of(device: torch.device) -> Clock[Any]:
-    """The clock that measures what a device does."""
+    """Return the clock that measures what a device does."""
     if device.type == "cuda":
         return Clock(_cuda_mark, _cuda_seconds, torch.cuda.synchronize, is_asynchronous=True)
     return Clock(time.perf_counter, lambda start, end: end - start, lambda: None, is_asynchronous=False)

@@ -80,14 +80,14 @@ def run(settings: Settings, folder: Path) -> Path:
 def _rounds(
     workloads: Sequence[Workload], chosen: Sequence[Implementation]
 ) -> Iterator[tuple[Workload, list[Implementation]]]:
-    """What is compiled comes after everything else: compilation takes longest, and time may end."""
+    """Yield what is compiled comes after everything else: compilation takes longest, and time may end."""
     for is_compiled in (False, True):
         some = [each for each in chosen if (each.kind == COMPILED) == is_compiled]
         yield from ((workload, some) for workload in workloads if some)
 
 
 def _formats(settings: Settings) -> list[str]:
-    """Those whose peaks are needed, be it on a GPU."""
+    """Return those whose peaks are needed, be it on a GPU."""
     chosen = implementations(settings.precisions, settings.compiled, on_gpu=True)
     return list(dict.fromkeys(each.peak_format for each in chosen if each.peak_format is not None))
 

@@ -39,7 +39,7 @@ class GpuState:
 
 
 def query(uuid: str, ask: Callable[[Sequence[str]], str | None] = devices.ask) -> GpuState | None:
-    """The state of the GPU with this UUID; None if ``nvidia-smi`` is not there or does not know it.
+    """Return the state of the GPU with this UUID; None if ``nvidia-smi`` is not there or does not know it.
 
     Args:
         uuid: as PyTorch gives it, ``GPU-...`` or without the prefix.
@@ -55,7 +55,7 @@ def query(uuid: str, ask: Callable[[Sequence[str]], str | None] = devices.ask) -
 
 
 def parse(answer: str) -> GpuState | None:
-    """A state from ``1980, 2619, 45, 310.20, 0x0000000000000004``; None for anything else."""
+    """Return a state from ``1980, 2619, 45, 310.20, 0x0000000000000004``; None for anything else."""
     cells = [cell.strip() for cell in answer.strip().split(",")]
     if len(cells) != len(_FIELDS) + 1:
         return None

@@ -73,7 +73,7 @@ def measure(
     kernels: Kernels,
     clock: Clock[Any] | None = None,
 ) -> Iterator[Row]:
-    """One row for each implementation, as soon as it is measured; ``why_none`` says why one could not be.
+    """Yield one row for each implementation, as soon as it is measured; ``why_none`` says why one could not be.
 
     Args:
         workload: what is computed.
@@ -157,7 +157,7 @@ def _module(
 
 
 def _error(repeated: Passes, shared: Subject) -> tuple[float | None, str]:
-    """The error of a pass over the first inputs, or why there is none."""
+    """Return the error of a pass over the first inputs, or why there is none."""
     if not shared.golden:
         return None, shared.why_no_golden
     try:
@@ -201,7 +201,7 @@ def _restart_peak(device: torch.device) -> int | None:
 
 
 def _memory_above(begin: int, repeated: Passes, device: torch.device) -> int:
-    """What the passes took at their peak, had they not rotated the gradients that they start from."""
+    """Return what the passes took at their peak, had they not rotated the gradients that they start from."""
     return torch.cuda.max_memory_allocated(device) - begin - repeated.rotating_bytes()
 
 
@@ -213,7 +213,7 @@ def _state(device: torch.device) -> GpuState | None:
 
 
 def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuState | None:
-    """The GPU's state while it works: the driver is asked before the passes, launched in advance, are done."""
+    """Return the GPU's state while it works: the driver is asked before the passes, launched in advance, are done."""
     if device.type != "cuda":
         return None
     for i in range(max(1, math.ceil(_LOADED_SECONDS / times.both))):

@@ -26,7 +26,7 @@ _REPEATS = {"cuda": 10, "cpu": 3}
 
 
 def measure(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
-    """The best median over the device's sizes; a format that cannot be multiplied here comes with the reason.
+    """Return the best median over the device's sizes; a format that cannot be multiplied here comes with the reason.
 
     FP8 is E4M3 with a scale a tensor, by ``torch._scaled_mm`` with fast accumulation.
     """

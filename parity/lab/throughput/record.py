@@ -181,7 +181,7 @@ def append(file: Path, content: Environment | Peak | Row) -> None:
 
 
 def read(file: Path) -> Record:
-    """What the lines say; one that was cut short is left out."""
+    """Return what the lines say; one that was cut short is left out."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     entries = [entry for entry in map(_parse, text.splitlines()) if entry]
     found = [entry["environment"] for entry in entries if "environment" in entry]

@@ -91,7 +91,7 @@ def write(found: Record, path: Path) -> None:
 
 
 def draw(found: Record, plot: str | None) -> str:
-    """The report, markdown.
+    """Return the report, markdown.
 
     Args:
         found: what has been measured.
@@ -180,7 +180,7 @@ def _cells(row: Row, found: Record) -> list[str]:
 
 
 def notes(row: Row) -> Iterator[str]:
-    """What keeps a row's numbers from being what they seem."""
+    """Yield what keeps a row's numbers from being what they seem."""
     if row.times is not None and row.times.launch_bound:
         yield "launch-bound: the GPU waits for the host"
     throttles = [state.throttles for state in (row.before, row.after) if state is not None]

@@ -43,7 +43,7 @@ from parity.user_error import UserError, one_line
 
 
 def with_fused_attention(module: nn.Module) -> nn.Module:
-    """The module itself, in which every ``CoreAttention`` now calls ``F.scaled_dot_product_attention``."""
+    """Return the module itself, in which every ``CoreAttention`` now calls ``F.scaled_dot_product_attention``."""
     for part in module.modules():
         if isinstance(part, CoreAttention):
             part.forward = functools.partial(_attend, part)  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ class Workload:
         return f"{self.case} ({self.size_text})"
 
     def load(self) -> Case:
-        """The case, from its file.
+        """Return the case, from its file.
 
         Raises:
             UserError: as ``registry.load_case``.
@@ -121,7 +121,7 @@ class Workload:
 
 
 def built_in(large: bool) -> list[Workload]:
-    """The default workloads: at large sizes, or at those that the cases are compared at."""
+    """Return the default workloads: at large sizes, or at those that the cases are compared at."""
     files = sorted(built_in_folder().glob("[!_]*.py"))
     cases = {case.name: case for file in files for case in registry.load_file(file)}
     return [
@@ -137,7 +137,8 @@ def declared(cases: Iterable[Case]) -> list[Workload]:
 
 
 def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
-    """Those whose name contains one of the words of the keyword, which are separated by commas; an empty one is in all.
+    """Return those whose name contains one of the words of the keyword, which are separated by commas; an empty one is
+    in all.
 
     Raises:
         UserError: if none does.
@@ -186,7 +187,7 @@ class Implementation:
         return torch.float32 if self.precision == "tf32" else PRECISIONS[self.precision].dtype
 
     def forward_context(self, kernels: Kernels) -> contextlib.AbstractContextManager[None]:
-        """A new context of a forward pass."""
+        """Return a new context of a forward pass."""
         if self.kind == TE:
             return PRECISIONS[self.precision].autocast(kernels)
         return contextlib.nullcontext()
@@ -202,7 +203,7 @@ class Implementation:
 
 
 def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: bool) -> Iterator[Implementation]:
-    """Those of the precisions, by dtype.
+    """Yield those of the precisions, by dtype.
 
     The plain FP32 module is measured in PyTorch's default, where products are in FP32, and on a GPU also in TF32, which
     is what TE computes.
@@ -223,7 +224,7 @@ def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: 
 
 
 def compile_afresh(module: nn.Module) -> nn.Module:
-    """The module under ``torch.compile``, which forgets what it compiled before, so that no limit is reached."""
+    """Return the module under ``torch.compile``, which forgets what it compiled before, so that no limit is reached."""
     torch._dynamo.reset()
     return torch.compile(module)  # type: ignore[return-value]
 
@@ -261,7 +262,7 @@ class Subject:
         return with_fused_attention(self.pair.reference).to(self.dtype)
 
     def worst_error(self, outputs: Sequence[Tensor]) -> float:
-        """The largest relative L2 error of any output against golden; NaN or infinite where an output is.
+        """Return the largest relative L2 error of any output against golden; NaN or infinite where an output is.
 
         Raises:
             ValueError: if there are not as many outputs, or not of the same shapes.
@@ -359,7 +360,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 def _sets(inputs: Any, device: torch.device) -> int:
-    """How many inputs rotate: on a GPU as many as its last cache cannot hold."""
+    """Return how many inputs rotate: on a GPU as many as its last cache cannot hold."""
     if device.type != "cuda":
         return _SETS_ON_CPU
     size = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))

@@ -25,7 +25,7 @@ BUGS: dict[str, Bug] = {bug.name: bug for module in _SUBJECTS for bug in module.
 
 
 def chosen(pattern: str) -> tuple[Bug, ...]:
-    """The bugs whose names match a shell pattern such as ``rope-*``.
+    """Return the bugs whose names match a shell pattern such as ``rope-*``.
 
     Raises:
         UserError: if none does.
@@ -37,5 +37,5 @@ def chosen(pattern: str) -> tuple[Bug, ...]:
 
 
 def subject(bug: Bug) -> str:
-    """The file that has it, e.g. ``rope``."""
+    """Return the file that has it, e.g. ``rope``."""
     return next(module.__name__.rpartition(".")[2] for module in _SUBJECTS if bug in module.BUGS)

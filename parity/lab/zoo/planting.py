@@ -51,12 +51,12 @@ class Bug:
     precisions: tuple[str, ...] | None = None
 
     def occurs_at(self, precision: str) -> bool:
-        """Whether the mistake can be made at a precision."""
+        """Return whether the mistake can be made at a precision."""
         return self.precisions is None or precision in self.precisions
 
 
 def planted(bug: Bug, host: Case) -> Case:
-    """The host's case with the mistake in its candidate.
+    """Return the host's case with the mistake in its candidate.
 
     The case keeps the host's name, since the reference and so the expected error are the host's.
     """
@@ -83,7 +83,7 @@ def construct(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.
 
 
 def reconstructed(module: nn.Module, **changes: Any) -> nn.Module:
-    """A new module like one that ``construct`` built, but for some keyword arguments.
+    """Return a new module like one that ``construct`` built, but for some keyword arguments.
 
     Raises:
         TypeError: if ``construct`` did not build it.
@@ -93,7 +93,7 @@ def reconstructed(module: nn.Module, **changes: Any) -> nn.Module:
 
 
 def construction_of(module: nn.Module) -> Construction:
-    """The call of ``construct`` that built a module.
+    """Return the call of ``construct`` that built a module.
 
     Raises:
         TypeError: if there was none.
@@ -145,7 +145,7 @@ def edited(edit: Callable[[nn.Module], None]) -> Plant:
 
 
 def both(first: Plant, second: Plant) -> Plant:
-    """One plant after the other."""
+    """Return one plant after the other."""
     return lambda pair, te: second(first(pair, te), te)
 
 
@@ -225,7 +225,7 @@ def parameter(suffix: str, change: Change) -> Change:
 
 
 def exchanged(first: str, second: str) -> Plant:
-    """The parameters whose names end so go to each other's place."""
+    """Return the parameters whose names end so go to each other's place."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         named = {suffix: left for left in pair.weights for suffix in (first, second) if str(left).endswith(suffix)}
@@ -237,7 +237,7 @@ def exchanged(first: str, second: str) -> Plant:
 
 
 def attention_of(pair: Pair) -> Attention:
-    """The reference's attention.
+    """Return the reference's attention.
 
     Raises:
         StopIteration: if it has none.

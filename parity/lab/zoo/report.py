@@ -68,12 +68,12 @@ class Strength:
 
 
 def rejects(verdict: Verdict, method: str) -> bool:
-    """Whether a rule rejects the port."""
+    """Return whether a rule rejects the port."""
     return verdict.detected if method == PARITY else verdict.rejected[method] > 0
 
 
 def judged(verdicts: Verdicts, clean: bool, precision: str) -> list[tuple[Trial, Verdict]]:
-    """The trials at a precision that ended with a verdict."""
+    """Return the trials at a precision that ended with a verdict."""
     return [
         (trial, verdict)
         for trial, verdict in verdicts.items()

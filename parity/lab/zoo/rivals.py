@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 def candidate(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
 ) -> Tensors:
-    """The candidate's, in the reference's layout and in the dtypes that it returns."""
+    """Return the candidate's, in the reference's layout and in the dtypes that it returns."""
     tensors, _ = all_passes.run_candidate(case, checked, prepared, precision, seed, kernels)
     return {
         _label(*key): tensor.to(precision.dtype) if key[0] == "weight gradient" else tensor
@@ -38,7 +38,7 @@ def candidate(
 
 
 def golden(prepared: Prepared) -> Tensors:
-    """The reference's, in FP64."""
+    """Return the reference's, in FP64."""
     return _labelled(all_passes.golden_tensors(prepared))
 
 
@@ -67,7 +67,7 @@ def difference(one: Tensors, other: Tensors) -> Tensors:
 
 
 def is_output(label: str) -> bool:
-    """Whether a tensor is an output, probed or not; the others are gradients."""
+    """Return whether a tensor is an output, probed or not; the others are gradients."""
     return not label.startswith("d ")
 
 
@@ -120,7 +120,7 @@ def assert_close_rejects(compared: Compared, name: str) -> bool:
 
 
 def te_tests_reject(compared: Compared, name: str) -> bool:
-    """The tolerances of TE's own tests, against low-precision PyTorch.
+    """Return the tolerances of TE's own tests, against low-precision PyTorch.
 
     Source: ``tests/pytorch/test_numerics.py`` (commit 00c727f) by module and dtype, and for a recipe
     ``quantization_tols`` of ``tests/pytorch/utils.py`` (commit 009e651).
@@ -132,7 +132,7 @@ def te_tests_reject(compared: Compared, name: str) -> bool:
 
 
 def twice_error_rejects(compared: Compared, name: str) -> bool:
-    """The largest error exceeds twice that of low-precision PyTorch by more than 3e-5; 40 times for a recipe.
+    """Return the largest error exceeds twice that of low-precision PyTorch by more than 3e-5; 40 times for a recipe.
 
     Source: flash-attention, ``hopper/test_flash_attn.py`` as of 2024, which has 40 for FP8.
     """
@@ -169,17 +169,17 @@ RULES: dict[str, Rule] = {
 
 
 def rejected(rule: Rule, compared: Compared) -> tuple[str, ...]:
-    """Names of the tensors that the rule rejects; any is a rejection of the port."""
+    """Return names of the tensors that the rule rejects; any is a rejection of the port."""
     return tuple(name for name in compared.golden if rule(compared, name))
 
 
 def rejects(rule: Rule, compared: Compared) -> bool:
-    """Whether the rule rejects the port."""
+    """Return whether the rule rejects the port."""
     return bool(rejected(rule, compared))
 
 
 def module_of(candidate: nn.Module) -> str:
-    """The largest of the modules that TE's tests know that is part of the candidate.
+    """Return the largest of the modules that TE's tests know that is part of the candidate.
 
     Raises:
         ValueError: if there is none.

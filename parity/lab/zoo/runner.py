@@ -109,12 +109,12 @@ def _judge_here(trial: Trial) -> Verdict:
 
 
 def occurs(trial: Trial) -> bool:
-    """Whether its host runs at its precision, and its bug can be made there."""
+    """Return whether its host runs at its precision, and its bug can be made there."""
     if not HOSTS[trial.host].runs_at(trial.precision):
         return False
     return trial.bug == CLEAN or BUGS[trial.bug].occurs_at(trial.precision)
 
 
 def hosts_of(bugs: Iterable[Bug]) -> tuple[str, ...]:
-    """Each host of the bugs once."""
+    """Return each host of the bugs once."""
     return tuple(dict.fromkeys(host for bug in bugs for host in bug.hosts))

@@ -89,7 +89,7 @@ def measure_added(error: Tensor, noise: Tensor) -> Signal:
 
 
 def filter_ratio(coefficients: Sequence[float]) -> float:
-    """The matched filter's signal to noise ratio from its readings without the bug; NaN for too few seeds."""
+    """Return the matched filter's signal to noise ratio from its readings without the bug; NaN for too few seeds."""
     finite = [coefficient for coefficient in coefficients if math.isfinite(coefficient)]
     if len(finite) < LEAST_SEEDS:
         return math.nan
@@ -245,7 +245,7 @@ def _signals(
 
 
 def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
-    """The candidate in FP32, without TF32, on the weights and inputs that were rounded to the precision."""
+    """Return the candidate in FP32, without TF32, on the weights and inputs that were rounded to the precision."""
     inputs, probe = (cast(drawn, torch.float32) for drawn in (ran.prepared.inputs, ran.prepared.probe))
     prepared = dataclasses.replace(ran.prepared, inputs=inputs, probe=probe)
     with tensor_cores.left_out():
@@ -263,7 +263,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Verdict:
-    """The inverse of ``to_json``."""
+    """Return the inverse of ``to_json``."""
     signals = {name: Signal(*map(float, entry)) for name, entry in record["signals"].items()}
     texts = {name: tuple(record.get(name, ())) for name in ("findings", "messages")}
     return Verdict(**{**record, **texts, "margin": float(record["margin"]), "signals": signals})

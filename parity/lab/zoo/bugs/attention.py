@@ -49,7 +49,7 @@ def _with_scale(scale: Callable[[int], float]) -> Plant:
 
 
 def _next_key_visible(call: Call) -> Call:
-    """A mask made with ``diagonal=2`` where 1 is due: each query also sees the key after it."""
+    """Return a port whose mask is made with ``diagonal=2`` where 1 is due: each query also sees the key after it."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ones = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)

@@ -17,7 +17,7 @@ LAYERS = ("gpt_layer", "llama_layer")
 
 
 def _first_norm_last(pair: Pair, te: ModuleType) -> Pair:
-    """The map for ``output_layernorm=True``, which has the norm in front of attention behind the layer."""
+    """Return the map for ``output_layernorm=True``, which has the norm in front of attention behind the layer."""
     names = {
         right: f"layernorm.{right.rpartition('_')[2]}"
         if "layernorm_qkv.layer_norm" in right

@@ -15,7 +15,7 @@ def _centred(x: Tensor) -> tuple[Tensor]:
 
 
 def _scaled_by_bf16_statistics(module: Any, x: Tensor, output: Tensor) -> Tensor:
-    """What the norm returns if its reciprocal root mean square was rounded to BF16."""
+    """Return what the norm returns if its reciprocal root mean square was rounded to BF16."""
     rms = x.detach().float().square().mean(-1, keepdim=True).add(module.eps).sqrt()
     rounded = rms.reciprocal().bfloat16().float()
     return (output.float() * (rounded * rms)).to(output.dtype)

@@ -17,7 +17,7 @@ HOSTS = ("trained_linear",)
 
 
 def _with(**changes: Any) -> Plant:
-    """The port with other settings of FusedAdam."""
+    """Return the port with other settings of FusedAdam."""
     return _by(lambda te, weights: te.optimizers.FusedAdam(weights, **{**SETTINGS, "master_weights": True, **changes}))
 
 

@@ -17,7 +17,7 @@ RIGHT_BASE, WRONG_BASE = 10_000.0, 500_000.0
 
 
 def _rope(change: Callable[[Tensor], object]) -> Plant:
-    """The argument ``rotary_pos_emb`` ``[seq, 1, 1, head_dim]``, phases twice over, is another one."""
+    """Return the port with another ``rotary_pos_emb`` ``[seq, 1, 1, head_dim]``, phases twice over."""
     return with_argument("rotary_pos_emb", change)
 
 
@@ -38,13 +38,13 @@ def _of_next_position(phases: Tensor) -> Tensor:
 
 
 def _half(phases: Tensor) -> Tensor:
-    """The phases of ``rotary_percent=0.5``: half of the channels, with the frequencies of that many."""
+    """Return the phases of ``rotary_percent=0.5``: half of the channels, with the frequencies of that many."""
     quarter = phases[..., : phases.shape[-1] // 2 : 2]
     return torch.cat((quarter, quarter), dim=-1)
 
 
 def _whole(phases: Tensor) -> Tensor:
-    """The phases of all channels, where half of them are rotated."""
+    """Return the phases of all channels, where half of them are rotated."""
     head_dim = 2 * phases.shape[-1]
     positions = torch.arange(phases.shape[0], device=phases.device)
     half = _phases_of_base(RIGHT_BASE, positions, head_dim)

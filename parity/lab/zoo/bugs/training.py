@@ -65,7 +65,7 @@ def _sum_in_bf16(module: nn.Module) -> None:
 
 
 def _step_truncated(weight: Tensor, update: Tensor) -> Tensor:
-    """The master weight cut off to the dtype's mantissa, as by taking the upper half of an FP32."""
+    """Return the master weight cut off to the dtype's mantissa, as by taking the upper half of an FP32."""
     master = weight.float() - STEPS * LEARNING_RATE * update.float()
     dropped_bits = {torch.bfloat16: 16, torch.float16: 13}.get(weight.dtype, 0)
     cut = (master.detach().view(torch.int32) & (-1 << dropped_bits)).view(torch.float32)

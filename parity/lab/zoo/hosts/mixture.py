@@ -88,7 +88,7 @@ def mixture(te: ModuleType, hidden: int, ffn: int, experts: int, **_: Any) -> Pa
 
 
 def weights_in(order: Iterable[int]) -> weight_map.WeightMap:
-    """The map that fills TE's experts in this order."""
+    """Return the map that fills TE's experts in this order."""
     order = list(order)
     return {
         "router.weight": "router.weight",

@@ -89,7 +89,7 @@ class WithLoss(nn.Module):
 
 
 def mean_of_counted(losses: Tensor, counts: Tensor) -> Tensor:
-    """The mean over the tokens that count."""
+    """Return the mean over the tokens that count."""
     return losses.sum() / counts.sum()
 
 
@@ -119,7 +119,7 @@ def model_with_loss(te: ModuleType, vocabulary: int, hidden: int, ffn: int, head
 
 
 def _weights(prefix: str) -> dict[Side, Side]:
-    """The map of a model whose parameters' names begin with a prefix."""
+    """Return the map of a model whose parameters' names begin with a prefix."""
     return under(
         {**under(LLAMA_WEIGHTS, "layer."), "tokens.weight": "tokens.weight", "norm.weight": "norm.weight"}, prefix
     )

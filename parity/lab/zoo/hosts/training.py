@@ -72,7 +72,7 @@ class Stepped(nn.Module):
 
 
 def stepped(weight: Tensor, update: Tensor) -> Tensor:
-    """All steps in FP32, then rounded to nearest."""
+    """Return all steps in FP32, then rounded to nearest."""
     return (weight.float() - STEPS * LEARNING_RATE * update.float()).to(weight.dtype)
 
 
