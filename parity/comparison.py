@@ -355,11 +355,11 @@ def _run(asked: Asked) -> _Ran:
                 *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
             )
         draws = not RandomState.now(kernels.device).is_as(before)
-        left_out = te_modules.left_out(
-            prepared.weights, prepared.golden.weight_gradients, partial(run_again, asked, prepared)
-        )
-        again = partial(run_again, asked, prepared, recalled=Recalled())
-        repeated = repeat(again, candidate, before, kernels.device) if asked.determinism else None
+        again = partial(run_again, asked, prepared)
+        left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, again)
+        repeated = None
+        if asked.determinism:
+            repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
     prepared = as_returned(prepared, candidate)
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
@@ -555,7 +555,6 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         _searched(tensors, gradients_of(asked.case, by_average)),
         ran.candidate,
         prepared,
-        precision,
         unexplained.seconds,
         asked,
         run_on=prepared,

@@ -22,7 +22,7 @@ from parity.judge.differences import Difference, OfPrecision
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import environment, failure, markdown, numbers, record
-from parity.report.items import Item, draw
+from parity.report.items import Item, draw_matrix
 from parity.report.markdown import MOST_RESULTS, Digest, digest
 from parity.report.record import Record, Uncollected
 from parity.result import Finding, Result
@@ -267,7 +267,7 @@ def test_the_report_of_a_long_run_says_how_many_items_it_leaves_out() -> None:
 
 
 def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
-    text = draw(
+    text = draw_matrix(
         gathered(
             *[
                 result(margin=0.2),

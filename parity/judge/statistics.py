@@ -15,7 +15,7 @@ from scipy import special
 from torch import Tensor
 
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
-from parity.numerics.errors import Summed, over_rows
+from parity.numerics.errors import Summed, norm_of, over_rows
 from parity.result import TensorResult
 
 # The error's component along a direction, golden's or that of a mistake's change, next to those of the models.
@@ -69,7 +69,7 @@ class Component:
         leaning = _LEANING * expected_norm * direction.norm
         self._granted = math.hypot(leaning, _UNIT * abs(golden.dot(direction)))
         if _UNIT * golden.norm * direction.norm > _NEGLIGIBLE * leaning:
-            self._granted = math.hypot(self._granted, _UNIT * _norm(golden.dots_in_rows(direction)))
+            self._granted = math.hypot(self._granted, _UNIT * norm_of(golden.dots_in_rows(direction)))
 
     @property
     def at_most(self) -> float:
@@ -100,7 +100,7 @@ class Component:
         residual = self._error.values - self._nearest.values
         direction = self._direction.values.to(residual.dtype)
         residual.sub_(direction, alpha=self.coefficient)
-        leaning = self._drawn_leaning(_norm(residual)) if len(self._drawn) > 1 else 0.0
+        leaning = self._drawn_leaning(norm_of(residual)) if len(self._drawn) > 1 else 0.0
         size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
         scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
         if leaning > _BY_RUNS_ALONE * scatter:
@@ -124,7 +124,7 @@ class Component:
         leverage = direction.values.square() / direction.total
         squares = model.values.square()
         left = ((1.0 - leverage) * squares).sum().item()
-        share = _norm(residual) / math.sqrt(left) if left > _LEVERAGE * model.total else math.sqrt(2.0)
+        share = norm_of(residual) / math.sqrt(left) if left > _LEVERAGE * model.total else math.sqrt(2.0)
         taken_out = math.sqrt((leverage.square() * squares).sum().item()) * direction.norm
         return min(share, math.sqrt(2.0)) * taken_out
 
@@ -140,7 +140,7 @@ class Component:
             difference: the norm of what candidate and model differ by, but for their components.
         """
         values = torch.stack([model.values for model in self._drawn])
-        varies = _norm(values - values.mean(0)) / math.sqrt(len(self._drawn) - 1)
+        varies = norm_of(values - values.mean(0)) / math.sqrt(len(self._drawn) - 1)
         leans = float(np.std([model.dot(self._direction) for model in self._drawn], ddof=1))
         beside = varies**2 - (leans / self._direction.norm) ** 2
         return leans * min(difference / math.sqrt(beside), math.sqrt(2.0)) if beside > 0 else 0.0
@@ -165,18 +165,14 @@ def _scatter(products: Tensor) -> float:
     are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
     clusters: Liang and Zeger, Biometrika 73(1), 1986). Few clusters do not tell how their sums scatter.
     """
-    scatter = _norm(products)
+    scatter = norm_of(products)
     if products.dim() > 1:
         rows = products.sum(-1)
         first = rows.flatten(1).sum(1) if rows.dim() > 1 else rows
         for sums in (rows, first, over_rows(products)):
             if sums.numel() >= _FEWEST_CLUSTERS:
-                scatter = max(scatter, _norm(sums))
+                scatter = max(scatter, norm_of(sums))
     return scatter
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
 
 
 # What runs whose roundings are drawn independently tell of the size of an error: how much it is a matter of chance.
@@ -456,7 +452,7 @@ def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Sta
 
 def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
     """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
-    shifted, *modelled = [_norm(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
+    shifted, *modelled = [norm_of(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
     return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
 
 

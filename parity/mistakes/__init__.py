@@ -1,1 +1,1 @@
-"""What ports get wrong, a page a subject: how to recognise it in a trace, and how the reference computes it wrongly."""
+"""Know what ports get wrong, a page a subject: recognise it in a trace, and compute the reference with it."""

@@ -101,6 +101,11 @@ class Summed:
         return (self.values * other.values).sum(-1) if self.values.dim() else self.values * other.values
 
 
+def norm_of(x: Tensor) -> float:
+    """Return the L2 norm of all elements."""
+    return torch.linalg.vector_norm(x).item()
+
+
 def over_rows(x: Tensor) -> Tensor:
     """The sums over all dimensions but the last, of two or more, as a product: in half the time that ``sum`` takes."""
     rows = x.flatten(0, -2)

@@ -30,7 +30,7 @@ _COLUMNS = (
 )
 
 
-def told(file: str, compared: Sequence[OfPrecision] | None) -> str:
+def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
     """Say by how much a table's limits differ from the packaged ones; empty without a table.
 
     Args:
@@ -57,7 +57,7 @@ def told(file: str, compared: Sequence[OfPrecision] | None) -> str:
     )
 
 
-def section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
+def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
     """Yield a table with a row a precision; nothing where limits are the packaged ones, or not known."""
     if compared:
         yield "## Limits"
@@ -154,7 +154,7 @@ class Environment:
             "cuBLAS": self.cublas,
             "cuDNN": self.cudnn,
             "driver": self.driver,
-            "limits": told(self.limits, self.limits_compared),
+            "limits": limits_in_words(self.limits, self.limits_compared),
             "Python": self.python,
             "parity": self.parity,
             "date": self.date,

@@ -90,7 +90,7 @@ def precisions(items: Sequence[Item]) -> list[str]:
 PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
 
-def draw(items: Sequence[Item]) -> str:
+def draw_matrix(items: Sequence[Item]) -> str:
     """Return a markdown table; a cell is empty where the case does not ask for the precision."""
     columns = precisions(items)
     cases = dict.fromkeys(item.case for item in items)

@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parity.judge.limits import describe
-from parity.report import environment as limits
 from parity.report import failure
-from parity.report import items as matrix
-from parity.report.environment import Environment
-from parity.report.items import WORST_FIRST, Item, in_order
+from parity.report.environment import Environment, limits_in_words, limits_section
+from parity.report.items import ERROR, FAILED, PASSED, SKIPPED, WORST_FIRST, Item, draw_matrix, in_order, verdict_of
 from parity.report.numbers import cosine, markdown_table, plural, ratio, seeds, short
 from parity.report.record import Record, Uncollected
 from parity.result import Determinism, Result, Status, TensorResult
@@ -162,9 +160,9 @@ def draw(run: Digest, name: str) -> str:
         f"# Parity report: {name}",
         f"**{verdict(run)}**",
         _environment(run.environment),
-        *limits.section(run.environment.limits_compared),
+        *limits_section(run.environment.limits_compared),
         "## Cases by precision",
-        matrix.draw(items),
+        draw_matrix(items),
         _how_to_read(items),
         *_uncollected(run),
         *_failures(failed, run.environment.limits),
@@ -184,14 +182,14 @@ def verdict(run: Digest) -> str:
     ran = counts.total() - counts["skipped"]
     if run.failed:
         worst = _worst([item for item in items if item.status in ("failed", "error")])
-        head = f"{matrix.FAILED} {run.failed} of {plural(ran, 'item')} failed{worst}"
+        head = f"{FAILED} {run.failed} of {plural(ran, 'item')} failed{worst}"
     elif ran:
         worst = _worst([item for item in items if item.status == "passed"])
-        head = f"{matrix.PASSED if run.complete else '⚠️'} {ran} of {plural(ran, 'item')} passed{worst}"
+        head = f"{PASSED if run.complete else '⚠️'} {ran} of {plural(ran, 'item')} passed{worst}"
     else:
         head = "⚠️ nothing was compared"
     kernels = "real kernels" if run.environment.backend == "gpu" else "emulated kernels"
-    told = limits.told(run.environment.limits, run.environment.limits_compared)
+    told = limits_in_words(run.environment.limits, run.environment.limits_compared)
     return "; ".join([head, *_not_compared(run), kernels, *([f"limits of {told}"] if told else [])])
 
 
@@ -229,8 +227,8 @@ def _environment(environment: Environment) -> str:
 def _how_to_read(items: Sequence[Item]) -> str:
     lines = [
         "A cell holds the worst **margin** over all sizes and seeds: the largest error divided by its tolerance. "
-        f"Up to 1 passes ({matrix.PASSED}), above 1 fails ({matrix.FAILED}); {matrix.ERROR} could not be compared, "
-        f"{matrix.SKIPPED} was skipped, an empty cell was not asked for.",
+        f"Up to 1 passes ({PASSED}), above 1 fails ({FAILED}); {ERROR} could not be compared, "
+        f"{SKIPPED} was skipped, an empty cell was not asked for.",
         "",
         "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
         "- **expected**: the error of that reference under the precision's rounding model: what a faithful port costs.",
@@ -260,7 +258,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
     if failed:
         yield "## Failed"
     for item in failed:
-        yield f"### {matrix.verdict_of(item)} `{item.name}`"
+        yield f"### {verdict_of(item)} `{item.name}`"
         findings = failure.findings(item)
         if findings:
             yield "\n".join(f"- **{finding.code} {finding.title}**: {finding.message}" for finding in findings)
@@ -334,7 +332,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
             continue
         worst = max(of_case, key=lambda item: item.worst.margin)
         yield "<details>"
-        yield f"<summary><code>{case}</code>: worst {matrix.verdict_of(worst)} at {worst.precision}</summary>"
+        yield f"<summary><code>{case}</code>: worst {verdict_of(worst)} at {worst.precision}</summary>"
         yield from _expected_fp32(of_case)
         yield from _attention(of_case)
         many_seeds = any(len(item.results) > 1 for item in of_case)
@@ -397,7 +395,7 @@ def _row(result: Result, tensor: TensorResult) -> list[str]:
         cosine(errors.cosine),
         short(errors.sqnr_db),
         failure.non_finite(tensor),
-        f"{matrix.PASSED if tensor.passed else matrix.FAILED} {short(tensor.margin)}",
+        f"{PASSED if tensor.passed else FAILED} {short(tensor.margin)}",
     ]
 
 

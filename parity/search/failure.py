@@ -107,7 +107,6 @@ class Failure:
         results: of all compared tensors.
         candidate: its tensors, in the reference's layout.
         prepared: what was compared.
-        precision: at which.
         seconds: of processor time that the comparison took.
         asked: what the comparison was asked for.
         run_on: what the candidate is run on; ``prepared`` but where the failure is on the probing inputs.
@@ -123,7 +122,6 @@ class Failure:
     results: Sequence[TensorResult]
     candidate: Tensors
     prepared: Prepared
-    precision: Precision
     seconds: float
     asked: Asked
     run_on: Prepared
@@ -137,6 +135,11 @@ class Failure:
     def budget(self, checks: float) -> Budget:
         """Return what so many comparisons like this one take, from now on."""
         return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
+
+    @property
+    def precision(self) -> Precision:
+        """The precision at which was compared."""
+        return self.asked.precision
 
     @property
     def is_on_probes(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parity.mistakes.codes import CODES, finding
 from parity.mistakes.trial import tensors_under
-from parity.numerics.errors import Tolerance, difference, margin, measure, relative_l2
+from parity.numerics.errors import Tolerance, difference, margin, measure, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
 from parity.result import Finding, Kind, TensorResult
@@ -273,14 +273,13 @@ def _rows(kept: Tensor, output: Tensor) -> Tensor | None:
 def _is_nearly_right(failure: Failure, output: str, rows: Tensor) -> bool:
     result = next(one for one in failure.outputs if one.name == output)
     error, right = _error(failure, output), failure.golden["output", output]
-    return _norm(right * rows) > 0.0 and _norm(error * rows) <= _NEARLY_RIGHT * result.tolerance_relative_l2 * _norm(
-        right
-    )
+    allowed = _NEARLY_RIGHT * result.tolerance_relative_l2 * norm_of(right)
+    return norm_of(right * rows) > 0.0 and norm_of(error * rows) <= allowed
 
 
 def _share_outside(failure: Failure, output: str, rows: Tensor) -> float:
     error = _error(failure, output)
-    return 1.0 - (_norm(error * rows) / max(_norm(error), TINY)) ** 2
+    return 1.0 - (norm_of(error * rows) / max(norm_of(error), TINY)) ** 2
 
 
 def _error(failure: Failure, output: str) -> Tensor:
@@ -315,10 +314,6 @@ def _read_what_is_hidden(golden: Tensors, kept: dict[str, Tensor]) -> bool:
     return any(bool((x * ~shapes[x.shape[:-1]]).any()) for x in gradients)
 
 
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
-
-
 # A candidate whose results depend on random numbers, found by running it again with others.
 
 
@@ -340,10 +335,10 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
     for result in sorted(telling, key=lambda result: result.margin, reverse=True):
         key = (result.kind, result.name)
         candidate, golden = failure.candidate[key].double(), failure.golden[key]
-        moved, error = _norm(difference(again[key], candidate)), _norm(difference(candidate, golden))
-        rounding = result.expected.relative_l2 * max(_norm(golden), _norm(candidate))
+        moved, error = norm_of(difference(again[key], candidate)), norm_of(difference(candidate, golden))
+        rounding = result.expected.relative_l2 * max(norm_of(golden), norm_of(candidate))
         if moved > max(share * error, _OF_THE_EXPECTED * rounding):
-            apart = relative_l2(moved, _norm(golden))
+            apart = relative_l2(moved, norm_of(golden))
             yield finding(
                 "not-reproducible",
                 f"the candidate draws random numbers: with others {result.label} moves by {apart:.2g} of its norm, "

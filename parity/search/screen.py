@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import BACKWARD, differentiable_outputs, outputs_under
+from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 
@@ -256,7 +257,7 @@ class Screen:
 
     def _size(self, name: str, golden: dict[str, Tensor]) -> float:
         """Of an output's tolerance."""
-        return max(_norm(golden[name]), TINY) * self._tolerances[name]
+        return max(norm_of(golden[name]), TINY) * self._tolerances[name]
 
     def _error(
         self, outputs: dict[str, Tensor], alone: bool, truth: dict[str, Tensor] | None = None, cut: bool = True
@@ -272,11 +273,7 @@ class Screen:
         truth = self._of_rows(self._candidate if truth is None else truth, alone)
         golden = self._of_rows(self._golden, alone)
         outputs = self._of_rows(outputs, alone) if cut else outputs
-        return max(_norm(outputs[name].double() - x) / self._size(name, golden) for name, x in truth.items())
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
+        return max(norm_of(outputs[name].double() - x) / self._size(name, golden) for name, x in truth.items())
 
 
 # What mistakes do to a module's outputs, to first order: from one forward pass, and a few backward ones.

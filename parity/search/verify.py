@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import outputs_under, tensors_under
+from parity.numerics.errors import norm_of
 from parity.numerics.kernel_choices import leaning
 from parity.passes.all_passes import Tensors
 from parity.result import Kind, TensorResult
@@ -187,11 +188,7 @@ def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float
     candidate, was = failure.candidate[key].double(), failure.golden[key]
     if right.shape != was.shape:
         return math.inf
-    return _norm(candidate - right.double()) / max(_norm(candidate - was), TINY)
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
+    return norm_of(candidate - right.double()) / max(norm_of(candidate - was), TINY)
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:

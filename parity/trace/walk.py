@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -127,9 +127,3 @@ def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:
         return False
     computed, traced = computed.double(), traced.double()
     return bool(torch.linalg.vector_norm(computed - traced) <= relative * torch.linalg.vector_norm(traced))
-
-
-def in_module(calls: Sequence[Call]) -> str:
-    """Where calls are made, for a message: `` in mlp.norm``; empty in the module itself."""
-    modules = sorted({call.module for call in calls})
-    return f" in {', '.join(modules)}" if modules != [""] else ""
