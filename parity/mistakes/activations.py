@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, Scope, everywhere_and_somewhere
+from parity.mistakes.constants import GATE_LIMITS, LEAKY_SLOPE, numbers, tunable
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, Scope, each_place, everywhere_and_somewhere
 from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, agree, back, binary, other, users, with_number
+from parity.trace.walk import CASTS, agree, back, binary, other, unnumbered, users, with_number
 
 # Activations and gated units, called or written out, and what ports get wrong about them.
 #
@@ -24,7 +26,6 @@ from parity.trace.walk import CASTS, agree, back, binary, other, users, with_num
 
 Pointwise = Callable[[Tensor], Tensor]
 
-_NUMBER = re.compile(r"\d+")
 
 QUICK_ALPHA = 1.702
 """Of GELU's sigmoid approximation, and of gpt-oss's gated unit."""
@@ -48,8 +49,6 @@ GELUS = ("gelu (erf)", "gelu (tanh)", "quick gelu")
 OF_TE = ("gelu (erf)", "gelu (tanh)", "quick gelu", "silu", "relu", "squared relu", "sigmoid")
 """What TE's modules compute; the others are the reference's alone, or a plain module's."""
 
-GPT_OSS_LIMIT = 7.0
-_SLOPE = 0.01  # PyTorch's, of leaky ReLU
 
 _NONLINEAR = frozenset(
     {"gelu", "silu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_min", "maximum"}
@@ -147,15 +146,15 @@ def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
             yield from _made_with(alike, module, "kind", f" for {name}")
     by_module: dict[str, list[Activation]] = defaultdict(list)
     for one in found:
-        by_module[_NUMBER.sub("#", one.call.module)].append(one)
+        by_module[unnumbered(one.call.module)].append(one)
     for path, alike in by_module.items() if len(by_module) > 1 else ():
         if len(alike) > 1 and "#" in path:
             yield from _made_with(
                 alike, module, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it"
             )
     if 1 < len(found) <= MOST_PLACES:
-        for one in found:
-            yield from _made_with([one], module, "one", f" in {_place(one, found)}")
+        for place, one in zip(each_place([one.call.module for one in found]), found, strict=True):
+            yield from _made_with([one], module, "one", f" in {place}")
     yield from everywhere_and_somewhere(_unit_mistakes(units), units, module, lambda one: one.call.module)
 
 
@@ -163,14 +162,6 @@ def _made_with(some: list[Activation], module: nn.Module, scope: Scope, where: s
     """Mistakes with some of the reference's activations; messages name no other ones."""
     for one in everywhere_and_somewhere(_others(some), some, module):
         yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
-
-
-def _place(one: Activation, found: list[Activation]) -> str:
-    """Return the submodule that computes an activation, and which of those that it computes."""
-    there = [other.call.site for other in found if other.call.module == one.call.module]
-    if len(there) == 1:
-        return one.call.module
-    return f"{one.call.module}, at activation {there.index(one.call.site) + 1} of {len(there)} there"
 
 
 def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
@@ -182,8 +173,8 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             f"give TE the reference's activation, {right}; it computes {name}",
             _named(name),
             subtle=name in GELUS and all(one.name in GELUS for one in found),
-            value=_SLOPE if name == "leaky relu" else None,
-            tuned=_leaky if name == "leaky relu" else None,
+            value=LEAKY_SLOPE if name == "leaky relu" else None,
+            tuned=tunable(_leaky) if name == "leaky relu" else None,
         )
     yield Mistake(
         "activation",
@@ -199,8 +190,6 @@ def _leaky(slope: float) -> Mistake[Activation]:
         f"activation leaky relu of slope {slope:.4g}",
         f"give TE the reference's activation; it computes a leaky relu of slope {slope:.4g}",
         lambda one: (edit(one.call, (one.x,), lambda was, x: F.leaky_relu(x, slope).to(was.dtype)),),
-        value=slope,
-        tuned=_leaky,
     )
 
 
@@ -219,26 +208,24 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             _swapped_with(name),
         )
     right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
+    own = sorted({unit.limit for unit in units})
 
-    # Near the reference's own, from where another one is looked for.
-    near = sorted({part * unit.limit for unit in units if math.isfinite(unit.limit) for part in (0.8, 1.25)})
-
-    def clamped(activation: str, limit: float, offset: float) -> Mistake[GatedUnit]:
+    def clamped(activation: str, offset: float, limit: float) -> Mistake[GatedUnit]:
         computed = _clamping(activation, limit, offset)
         return Mistake(
             "activation",
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
             _clamped(activation, limit, offset),
-            subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units} and limit not in near,
-            value=limit if math.isfinite(limit) else None,
-            tuned=lambda value: clamped(activation, value, offset),
+            subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units}
+            and limit in (math.inf, *GATE_LIMITS),
         )
 
     for activation in ("silu", "quick gelu"):
-        for limit in (math.inf, GPT_OSS_LIMIT, 10.0, *near):
-            for offset in (0.0, 1.0):
-                yield clamped(activation, limit, offset)
+        for offset in (0.0, 1.0):
+            another = partial(clamped, activation, offset)
+            yield another(math.inf)
+            yield from numbers(another, own, GATE_LIMITS)
 
 
 def _named(name: str) -> Callable[[Activation], tuple[Edit, ...]]:
@@ -473,9 +460,6 @@ def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 # Activations that are clamped to a range, such as queries, keys and values by OLMo's ``clip_qkv``.
 
 
-_NEAR = (0.9, 1.1)  # times the reference's limit: from one of them the port's own is looked for
-
-
 @dataclass(frozen=True, eq=False)
 class Clamp:
     """``call`` returns ``x`` between ``-limit`` and ``limit``."""
@@ -501,8 +485,8 @@ def clamp_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     for one in filter(None, (_clamp(trace, call) for call in trace.calls)):
         by_limit.setdefault(one.limit, []).append(one)
     for right, alike in by_limit.items():
-        others = (math.inf, *(near * right for near in _NEAR))
-        yield from everywhere_and_somewhere(map(_limit_instead_of(right), others), alike, module)
+        another = partial(_limit_instead, right)
+        yield from everywhere_and_somewhere(chain([another(math.inf)], numbers(another, [right])), alike, module)
 
 
 def _clamp(trace: Trace, call: Call) -> Clamp | None:
@@ -517,16 +501,11 @@ def _clamp(trace: Trace, call: Call) -> Clamp | None:
     return Clamp(call, call.args[0], float(high)) if x.dim() > 1 and high > 0.0 and low == -high else None
 
 
-def _limit_instead_of(right: float) -> Callable[[float], Mistake[Clamp]]:
-    def with_limit(limit: float) -> Mistake[Clamp]:
-        what = "none are clamped" if math.isinf(limit) else f"they are clamped to {limit:.4g}"
-        return Mistake(
-            "operation",
-            "clamp missing" if math.isinf(limit) else f"clamp to {limit:.4g}",
-            f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}",
-            lambda one: one.edits(limit),
-            value=limit if math.isfinite(limit) else None,
-            tuned=with_limit,
-        )
-
-    return with_limit
+def _limit_instead(right: float, limit: float) -> Mistake[Clamp]:
+    what = "none are clamped" if math.isinf(limit) else f"they are clamped to {limit:.4g}"
+    return Mistake(
+        "operation",
+        "clamp missing" if math.isinf(limit) else f"clamp to {limit:.4g}",
+        f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}",
+        lambda one: one.edits(limit),
+    )

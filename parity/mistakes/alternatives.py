@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from parity.mistakes.constants import numbers
 from parity.trace.trace import Call, Trace, Value
 from parity.trace.walk import CASTS, RESHAPES, binary, with_number
 
@@ -65,14 +66,9 @@ def _numbers(call: Call) -> Iterator[Alternative]:
     }
 
     def with_another(value: float) -> Alternative:
-        return Alternative(
-            f"its number is {value:.4g} for {number:.4g}",
-            lambda was, x: functions[name](x, value),
-            value,
-            with_another,
-        )
+        return Alternative(f"its number is {value:.4g} for {number:.4g}", lambda was, x: functions[name](x, value))
 
-    yield from map(with_another, (0.9 * number, 1.1 * number))
+    yield from numbers(with_another, [number])
 
 
 def _parameters(call: Call) -> Iterator[Alternative]:
@@ -83,16 +79,12 @@ def _parameters(call: Call) -> Iterator[Alternative]:
     number = float(call.args[1] if len(call.args) > 1 else call.kwargs.get(name, default))
 
     def with_another(value: float) -> Alternative:
-        return Alternative(
-            f"its {name} is {value:.4g} for {number:.4g}",
-            lambda was, x: getattr(functional, call.name)(x, value),
-            value,
-            with_another,
-        )
+        compute = lambda was, x: getattr(functional, call.name)(x, value)  # noqa: E731
+        return Alternative(f"its {name} is {value:.4g} for {number:.4g}", compute)
 
     yield Alternative("it is relu", lambda was, x: x.relu())
     if number > 0.0:
-        yield from map(with_another, (0.9 * number, 1.1 * number))
+        yield from numbers(with_another, [number])
 
 
 # A call of a trace computed again, as a function of its operands or of its arguments.

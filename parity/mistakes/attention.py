@@ -138,6 +138,10 @@ class Attention:
         of = Changed(self, changes)
         return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
 
+    def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
+        """Return the edits under which another mask is added to the scores: ``bias`` of the reference's."""
+        return self.edits(mask=bias)
+
 
 @once_a_trace
 def attentions(trace: Trace) -> list[Attention]:

@@ -26,6 +26,7 @@ from parity.mistakes.attention import (
     heads_of,
     traced_bias,
 )
+from parity.mistakes.constants import SOFTCAPS, numbers, tunable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, ModuleCall, everywhere_and_somewhere
 from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes, segment_mistakes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
@@ -33,11 +34,6 @@ from parity.trace.walk import CASTS, LINEAR, ancestors, users, with_number
 
 # What ports get wrong about attention: scale, mask, softcap, the order of heads.
 
-
-USUAL_CAPS = (30.0, 50.0)
-"""Gemma 2's of logits and of scores."""
-
-_NEAR = (0.9, 1.1)  # times the reference's number; no known mistakes: from one of them the port's own is looked for
 
 _TES_HIDDEN_SCORE = -10000.0
 
@@ -99,8 +95,8 @@ def _masks_of_others(
 
 
 def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
-    for mistake in chain(mask_mistakes(bias), segment_mistakes(bias)):
-        yield mistake.made_by(lambda bias: _with(mask=bias))
+    """Yield what ports make of a mask, a band or another one."""
+    return chain(mask_mistakes(bias), segment_mistakes(bias))
 
 
 def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
@@ -144,10 +140,10 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
         f"1/(sqrt(head_dim) * {n}), as query-key layer scaling leaves it": 1 / math.sqrt(head_dim) / n for n in layers
     }
     right = attention.scale * attention.earlier_scale
+    another = partial(_scale, right)
     for described, scale in named.items():
-        yield _scale(right, scale, described)
-    for factor in _NEAR:
-        yield _scale(right, factor * right)
+        yield replace(_scale(right, scale, described), value=scale, tuned=tunable(another))
+    yield from numbers(another, [right])
 
 
 def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention]:
@@ -163,14 +159,13 @@ def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention
         f"softmax scale {described}",
         f"give TE softmax_scale={right:.4g}, as the reference has; it is {described}",
         edits,
-        value=scale,
-        tuned=partial(_scale, right),
     )
 
 
 def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
-    near = tuple(factor * attention.softcap for factor in _NEAR) if math.isfinite(attention.softcap) else USUAL_CAPS
-    yield from map(_softcap_of(attention.softcap), (math.inf, *near))
+    another = partial(_softcap, attention.softcap)
+    yield another(math.inf)
+    yield from numbers(another, [attention.softcap], SOFTCAPS)
     if attention.sinks is None:
         yield Mistake(
             "softmax-sink",
@@ -190,18 +185,13 @@ def _to_be_capped(right: float) -> str:
     return f"cap the scores as the reference does, softcap={right:g}"
 
 
-def _softcap_of(right: float) -> Callable[[float], Mistake[Attention]]:
-    def softcap(cap: float) -> Mistake[Attention]:
-        return Mistake(
-            "softcap",
-            "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
-            f"{_to_be_capped(right)}; {'it caps none' if math.isinf(cap) else f'it has {cap:.4g}'}",
-            _with(softcap=cap),
-            value=cap if math.isfinite(cap) else None,
-            tuned=softcap,
-        )
-
-    return softcap
+def _softcap(right: float, cap: float) -> Mistake[Attention]:
+    return Mistake(
+        "softcap",
+        "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
+        f"{_to_be_capped(right)}; {'it caps none' if math.isinf(cap) else f'it has {cap:.4g}'}",
+        _with(softcap=cap),
+    )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
@@ -334,10 +324,9 @@ def softcap_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     for one in found or _uncapped(trace):
         by_cap.setdefault(one.cap, []).append(one)
     for right, alike in by_cap.items():
-        others = (math.inf, *(0.9 * right, 1.1 * right)) if math.isfinite(right) else USUAL_CAPS
-        yield from everywhere_and_somewhere(
-            map(_cap_instead_of(right), others), alike, module, lambda one: one.call.module
-        )
+        another = partial(_cap_instead, right)
+        mistakes = chain([another(math.inf)], numbers(another, [right], SOFTCAPS))
+        yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module)
 
 
 def caps(trace: Trace) -> list[Cap]:
@@ -382,21 +371,15 @@ def _capped(x: Tensor, cap: float) -> Tensor:
     return x if math.isinf(cap) else cap * torch.tanh(x / cap)
 
 
-def _cap_instead_of(right: float) -> Callable[[float], Mistake[Cap]]:
+def _cap_instead(right: float, cap: float) -> Mistake[Cap]:
     should = "leave activations uncapped" if math.isinf(right) else f"cap activations at {right:g} by tanh"
-
-    def with_cap(cap: float) -> Mistake[Cap]:
-        return Mistake(
-            "softcap",
-            "cap missing" if math.isinf(cap) else f"cap {cap:.4g}",
-            f"{should}, as the reference does; "
-            + ("none are capped" if math.isinf(cap) else f"they are capped at {cap:.4g}"),
-            lambda one: one.edits(cap),
-            value=cap if math.isfinite(cap) else None,
-            tuned=with_cap,
-        )
-
-    return with_cap
+    return Mistake(
+        "softcap",
+        "cap missing" if math.isinf(cap) else f"cap {cap:.4g}",
+        f"{should}, as the reference does; "
+        + ("none are capped" if math.isinf(cap) else f"they are capped at {cap:.4g}"),
+        lambda one: one.edits(cap),
+    )
 
 
 # Attention to keys of several streams that are joined, and ports in which a stream does not see all of them.

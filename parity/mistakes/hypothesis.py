@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -97,13 +97,14 @@ def _by_numbers(place: str) -> list[tuple[str, int]]:
 
 
 Operation = TypeVar("Operation")
+_Changed = TypeVar("_Changed", contravariant=True)
 
 MOST_PLACES = 8
 """Of an operation that occurs oftener, no single occurrence is tried: ports repeat their mistakes layer by layer."""
 
 
 @dataclass(frozen=True)
-class Mistake(Generic[Operation]):
+class Mistake(Generic[_Changed]):
     """What a port computes in the place of an operation.
 
     Attributes:
@@ -115,10 +116,10 @@ class Mistake(Generic[Operation]):
     title: str
     name: str
     repair: str
-    edits: Callable[[Operation], Sequence[Edit]]
+    edits: Callable[[_Changed], Sequence[Edit]]
     subtle: bool = False
     value: float | None = None
-    tuned: Callable[[float], Mistake[Operation]] | None = None
+    tuned: Callable[[float], Mistake[_Changed]] | None = None
 
 
 def everywhere_and_somewhere(
@@ -148,8 +149,25 @@ def everywhere_and_somewhere(
         for name, some in _by_kind(changed, kinds).items():
             yield _made(mistake, some, module, "kind", f" in {name}")
         if place is not None and 1 < len(changed) <= MOST_PLACES:
-            for operation in changed:
-                yield _made(mistake, [operation], module, "one", place=place(operation))
+            for name, operation in zip(each_place([place(one) for one in changed]), changed, strict=True):
+                yield _made(mistake, [operation], module, "one", place=name)
+
+
+def each_place(places: Sequence[str]) -> list[str]:
+    """Return names that tell places apart: of several in one module, each says which of them it is."""
+    seen: Counter[str] = Counter()
+    named = []
+    for place in places:
+        seen[place] += 1
+        count = places.count(place)
+        named.append(place if count == 1 else f"{place}, the {ordinal(seen[place])} of {count} there")
+    return named
+
+
+def ordinal(count: int) -> str:
+    """Return ``1st``, ``2nd``, and so on."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"
 
 
 def _by_kind(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parity.mistakes.constants import LABEL_SMOOTHINGS, Z_LOSSES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, RESHAPES, back, binary
@@ -66,8 +67,6 @@ def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
 
 _SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
 _REDUCTIONS = {"mean": OF_COUNTED, "sum": SUM, "none": None}
-_SMOOTHING = 0.1  # what most who smooth labels take
-_Z_LOSSES = (1e-4, 1e-3, 1e-2)
 _IGNORES_NONE = -100  # PyTorch's default, which is no label
 _PAD_IDS = (0, 1, 2)
 
@@ -180,14 +179,11 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
             f"label smoothing {value:.4g}",
             f"smooth labels by {smoothing}, as the reference does; they are smoothed by {value:.4g}",
             lambda one: one.edits(smoothing=value) if value < 1.0 else (),
-            value=value or None,
-            tuned=smoothed if value else None,
         )
 
     yield smoothed(0.0)
-    yield smoothed(_SMOOTHING)
-    yield from map(smoothed, sorted({2.0 * one.smoothing for one in found if one.smoothing}))
-    yield from map(_with_z_loss, _Z_LOSSES)
+    yield from numbers(smoothed, sorted({one.smoothing for one in found}), LABEL_SMOOTHINGS)
+    yield from numbers(_with_z_loss, usual=Z_LOSSES)
 
 
 def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
@@ -221,8 +217,6 @@ def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
         f"add nothing to the cross entropy, as the reference does; the logits' squared logsumexp times {factor:.4g} "
         "is added",
         lambda one: one.edits(z_loss=factor),
-        value=factor,
-        tuned=_with_z_loss,
     )
 
 

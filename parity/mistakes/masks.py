@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Mistake, Operation
+from parity.mistakes.constants import numbers, tunable
+from parity.mistakes.hypothesis import Mistake
 from parity.numerics.blocked_attention import Band, distance_of
 from parity.trace.trace import Edit
 
@@ -73,39 +76,19 @@ distance, which is no mask, comes so far at 10,000 keys."""
 Bias = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class MaskMistake:
-    """Another mask.
+class Masked(Protocol):
+    """An operation with a mask: one attention, or several to sequences of their own."""
 
-    Attributes:
-        title: of the finding.
-        name: short, for the hypothesis.
-        repair: what to change, the end of a sentence.
-        bias: from what is added to the scores, ``[..., queries, keys]``, to what is added instead.
-        value, tuned: as in ``Hypothesis``.
-    """
-
-    title: str
-    name: str
-    repair: str
-    bias: Bias
-    value: float | None = None
-    tuned: Callable[[float], MaskMistake] | None = None
-
-    def made_by(self, edits: Callable[[Bias], Callable[[Operation], Sequence[Edit]]]) -> Mistake[Operation]:
-        """Return the mistake in an operation, whose edits follow from the mask that it has instead."""
-        family = self.tuned
-        return Mistake(
-            self.title,
-            self.name,
-            self.repair,
-            edits(self.bias),
-            value=self.value,
-            tuned=None if family is None else lambda value: family(value).made_by(edits),
-        )
+    def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
+        """Return the edits under which ``bias`` of what is added to the scores is added instead."""
 
 
-def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
+def _mask_mistake(title: str, name: str, repair: str, bias: Bias) -> Mistake[Masked]:
+    """Return the mistake of adding ``bias`` of the reference's mask, ``[..., queries, keys]``, to the scores."""
+    return Mistake(title, name, repair, lambda one: one.masked_by(bias))
+
+
+def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     """Yield what ports make of a mask.
 
     Args:
@@ -116,22 +99,24 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     yield from _of_a_cache(band, *hidden.shape[-2:])
     if band is not None:
         for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
-            yield MaskMistake(title, name, repair, _band_instead(other, padded))
+            yield _mask_mistake(title, name, repair, _band_instead(other, padded))
             if other.right < band.right:  # queries that would see nothing may have been spared
-                yield MaskMistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
+                yield _mask_mistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
         own = _own_key(band, *hidden.shape[-2:])
-        yield from map(_window_instead(band, own, padded), _other_windows(_moved_by(band, -own), hidden.shape[-1]))
+        moved, keys = _moved_by(band, -own), hidden.shape[-1]
+        window = partial(_window_instead, band, own, padded, keys)
+        yield from numbers(window, [moved.left], _other_windows(moved, keys))
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
-            yield MaskMistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
+            yield _mask_mistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
         if not padded and hidden.shape[-1] == hidden.shape[-2] and not torch.equal(hidden, hidden.mT):
-            yield MaskMistake(
+            yield _mask_mistake(
                 "mask",
                 "mask transposed",
                 "give TE the reference's mask, [..., queries, keys]; queries and keys are exchanged",
                 lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias).mT, HIDDEN),
             )
-        yield MaskMistake(
+        yield _mask_mistake(
             "mask-polarity",
             "mask inverted",
             "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible",
@@ -140,25 +125,25 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     yield from _other_biases(bias)
     if padded:
         yield from _of_other_keys(bias)
-        yield MaskMistake(
+        yield _mask_mistake(
             "padding-mask",
             "padding ignored",
             'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; padded keys are attended to',
             lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) & ~_padding(bias), HIDDEN),
         )
-        yield MaskMistake(
+        yield _mask_mistake(
             "mask-polarity",
             "padding mask inverted",
             "invert the padding mask: for TE True means that a key is hidden",
             lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
         )
-        yield MaskMistake(
+        yield _mask_mistake(
             "mask-polarity",
             "padding mask inverted, for queries too",
             "invert the padding mask: for TE True means that a key is hidden; no query sees any",
             lambda bias: torch.full_like(bias, HIDDEN),
         )
-        yield MaskMistake(
+        yield _mask_mistake(
             "mask-polarity",
             "padding mask inverted, lengths counted from it",
             "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
@@ -166,18 +151,18 @@ def mask_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
         )
 
 
-def _of_other_keys(bias: Tensor) -> Iterator[MaskMistake]:
+def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
     """Padding at the sequences' other end, or one key more or less of it."""
     right = "hide the keys that the reference hides, and no others"
     last = bool(_padding(bias)[..., -1].any())
     end, other = ("last", "first") if last else ("first", "last")
-    yield MaskMistake(
+    yield _mask_mistake(
         "padding-mask",
         f"padding taken to be {other}",
         f"{right}: padding is the {end} keys of a sequence; as many of the {other} ones are hidden",
         lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1)),
     )
-    yield MaskMistake(
+    yield _mask_mistake(
         "padding-mask",
         f"padding taken to be {other}, queries too",
         f"{right}: padding is the {end} keys of a sequence; it is taken to be the {other} ones, as where lengths alone "
@@ -187,7 +172,7 @@ def _of_other_keys(bias: Tensor) -> Iterator[MaskMistake]:
     )
     lacks, seen = "each sequence lacks a token", "one padded key of each sequence is attended to"
     for described, by, queries_too in ((seen, 1, False), (lacks, -1, False), (lacks, -1, True)):
-        yield MaskMistake(
+        yield _mask_mistake(
             "padding-mask",
             f"padding off by {by:+d}{', queries too' if queries_too else ''}",
             f"{right}; {described}",
@@ -214,7 +199,7 @@ def _padded_otherwise(bias: Tensor, change: Callable[[Tensor], Tensor], queries_
     return without_hiding(bias).masked_fill(hidden, HIDDEN)
 
 
-def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[MaskMistake]:
+def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[Mistake[Masked]]:
     """Of queries that come after most keys, as in a step of decoding: keys that are lost at either end."""
     if keys <= queries or band is None or min(band.right, keys - 1) < keys - queries:
         return
@@ -227,7 +212,7 @@ def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[MaskMist
     }
     for described, some in lost.items() if queries > 1 else list(lost.items())[::2]:
         repair = f"{right} (cache's length, cu_seqlens_kv, the mask's offset); {described}"
-        yield MaskMistake("cache-step", described, repair, _without_keys(some))
+        yield _mask_mistake("cache-step", described, repair, _without_keys(some))
 
 
 def _without_keys(some: slice) -> Bias:
@@ -239,7 +224,7 @@ def _without_keys(some: slice) -> Bias:
     return instead
 
 
-def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
+def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
     """Yield what ports make of a bias by position, which is added where no key is hidden."""
     if not bool((without_hiding(bias) != 0.0).any()):
         return
@@ -248,17 +233,17 @@ def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
         return lambda bias: torch.where(hidden_keys(bias), bias, change(without_hiding(bias)))
 
     repair = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
-    yield MaskMistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
-    yield MaskMistake("attention-bias", "bias subtracted", f"{repair}; it is subtracted", changed(torch.neg))
+    yield _mask_mistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
+    yield _mask_mistake("attention-bias", "bias subtracted", f"{repair}; it is subtracted", changed(torch.neg))
     if bias.shape[-1] == bias.shape[-2]:
-        yield MaskMistake(
+        yield _mask_mistake(
             "attention-bias",
             "bias transposed",
             f"{repair}; that of query and key is exchanged",
             changed(lambda shown: shown.transpose(-2, -1)),
         )
     for described, dims in (("keys", (-1,)), ("queries and keys", (-2, -1))):
-        yield MaskMistake(
+        yield _mask_mistake(
             "attention-bias",
             f"bias of {described} in reverse order",
             f"{repair}; it is that of {described} in reverse order",
@@ -266,23 +251,17 @@ def _other_biases(bias: Tensor) -> Iterator[MaskMistake]:
         )
     for described, move in _moved_heads(bias).items():
         name = f"bias of {described}"
-        yield MaskMistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))
+        yield _mask_mistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))
     for described, change in other_slopes(without_hiding(bias)):
         slopes = f"give TE the reference's slopes as alibi_slopes; it has {described}"
-        yield MaskMistake("attention-bias", f"slopes {described}", slopes, changed(change))
+        yield _mask_mistake("attention-bias", f"slopes {described}", slopes, changed(change))
 
-    def times(factor: float) -> MaskMistake:
+    def times(factor: float) -> Mistake[Masked]:
         name = f"bias times {factor:.3g}"
-        return MaskMistake(
-            "attention-bias",
-            name,
-            f"{repair}, added after the scores are scaled; it is {factor:.3g} times that",
-            changed(lambda shown: shown * factor),
-            factor,
-            times,
-        )
+        told = f"{repair}, added after the scores are scaled; it is {factor:.3g} times that"
+        return _mask_mistake("attention-bias", name, told, changed(lambda shown: shown * factor))
 
-    yield from map(times, (0.5, 2.0))
+    yield from numbers(times, [1.0], (0.5, 2.0))
 
 
 def _moved_heads(bias: Tensor) -> dict[str, Bias]:
@@ -365,22 +344,13 @@ def _other_windows(band: Band, keys: int) -> Iterator[float]:
     yield from (size for size in sizes if 1 <= size < keys)
 
 
-def _window_instead(band: Band, own: int, padded: bool) -> Callable[[float], MaskMistake]:
+def _window_instead(band: Band, own: int, padded: bool, keys: int, size: float) -> Mistake[Masked]:
     """Return a window of so many keys before a query's own one; on both sides where later keys are seen."""
     right = _moved_by(band, -own)
-
-    def of_size(size: float) -> MaskMistake:
-        left = max(round(size), 1)
-        return MaskMistake(
-            "window",
-            f"window of {left}",
-            f"{_right_window(right)}; it sees {left}",
-            _band_instead(_moved_by(Band(left, 0 if right.right == 0 else left), own), padded),
-            size,
-            of_size,
-        )
-
-    return of_size
+    left = min(max(round(size), 1), keys)
+    other = _moved_by(Band(left, 0 if right.right == 0 else left), own)
+    repair = f"{_right_window(right)}; it sees {left}"
+    return _mask_mistake("window", f"window of {left}", repair, _band_instead(other, padded))
 
 
 def _right_window(band: Band) -> str:
@@ -441,7 +411,7 @@ def without_hiding(bias: Tensor) -> Tensor:
 _FEW_BORDERS = 8  # of which each is tried elsewhere
 
 
-def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
+def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     """Yield what ports make of a mask that is no band.
 
     Args:
@@ -450,7 +420,7 @@ def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     hidden = hidden_keys(bias)
     if band_of(hidden)[0] is not None or not bool(hidden.any()):
         return
-    yield MaskMistake(
+    yield _mask_mistake(
         "mask",
         "causal mask alone",
         'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); it has the '
@@ -461,7 +431,7 @@ def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
     if lengths is not None:
         yield from _other_segments(lengths, bool((hidden | ~_future(hidden)).all()))
     if bool(_padded_before(hidden).any()):
-        yield MaskMistake(
+        yield _mask_mistake(
             "padding-mask",
             "padding before sequences taken for padding after them",
             'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); it '
@@ -470,12 +440,12 @@ def segment_mistakes(bias: Tensor) -> Iterator[MaskMistake]:
         )
 
 
-def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[MaskMistake]:
+def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake[Masked]]:
     borders = [0, *accumulate(lengths)]
     right = f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
 
-    def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> MaskMistake:
-        return MaskMistake("mask", name, f"{right}; it has {name}", _segments_instead(other, causal))
+    def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
+        return _mask_mistake("mask", name, f"{right}; it has {name}", _segments_instead(other, causal))
 
     yield of_lengths("one sequence, across all borders", [sum(lengths)])
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
@@ -499,7 +469,7 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[MaskMis
                     moved = [*around[0], before + by, after - by, *around[1]]
                     yield of_lengths(f"sequence {number} beginning at {sum(moved[:number])}", moved)
     if is_causal:
-        yield _window_for_segments(max(lengths) - 1, right)
+        yield tunable(partial(_window_for_segments, right))(max(lengths) - 1)
 
 
 def is_of_sequences(hidden: Tensor) -> bool:
@@ -514,15 +484,13 @@ def sequences_instead(lengths: Sequence[int]) -> Bias:
     return _segments_instead(lengths, True)
 
 
-def _window_for_segments(size: float, right: str) -> MaskMistake:
+def _window_for_segments(right: str, size: float) -> Mistake[Masked]:
     left = max(round(size), 1)
-    return MaskMistake(
+    return _mask_mistake(
         "window",
         f"window of {left}, not sequences",
         f"{right}; it has a window of {left} keys before the query's own",
         _instead(lambda like: Band(left, 0).hidden(range(like.shape[-2]), range(like.shape[-1]), like.device)),
-        size,
-        lambda other: _window_for_segments(other, right),
     )
 
 

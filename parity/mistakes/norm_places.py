@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.attention import Attention, attentions, heads_of
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, ordinal
 from parity.mistakes.norms import Norm, norms
-from parity.mistakes.operations import ordinal
 from parity.mistakes.residuals import Residual, residuals
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, users
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, unnumbered, users
 
 # Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, that a port has
 # before its branches, as TE's layers do.
@@ -221,9 +219,6 @@ def _computed(norm: Norm, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
 # another model, with weights that say nothing; in all layers, or in some.
 
 
-_NUMBER = re.compile(r"\d+")
-
-
 def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Yield a norm in each place where ports have one that the reference lacks."""
     for calls in _alike(trace):
@@ -283,7 +278,7 @@ def _alike(trace: Trace) -> list[list[Call]]:
     alike: dict[tuple[str, ...], list[Call]] = defaultdict(list)
     for number, calls in _readers(trace).items():
         if number not in normed:
-            where = tuple(_NUMBER.sub("#", trace.parameter(x) or "") for call in calls for x in call.inputs)
+            where = tuple(unnumbered(trace.parameter(x) or "") for call in calls for x in call.inputs)
             alike[where].extend(calls)
     return list(alike.values())
 

@@ -11,18 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parity.mistakes.constants import LARGE_NORM_EPS, NORM_EPS, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, rounded_to, short
 from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
 from parity.trace.walk import RESHAPES, agree, back, binary, chain, other, users, with_number
 
 # Norms, called or written out, and what ports get wrong about them.
 
-
-EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
-"""What TE's modules and the configurations of well-known models have for eps."""
-
-_LARGE_EPSILONS = (1e-4, 1e-3)
-"""Those of others, as of Keras. No matched filter of outputs looks for them: they change what the usual ones change."""
 
 _IN_LIST = re.compile(r"(.+?)\.\d+\.")  # the path of what is in a list of layers
 
@@ -31,7 +26,8 @@ _IN_LIST = re.compile(r"(.+?)\.\d+\.")  # the path of what is in a list of layer
 class Norm:
     """``(x - mean) / sqrt(mean of squares + eps) * gain + bias`` over the last dimension.
 
-    Where squares are summed instead of averaged, this is what TE calls L2Normalization.
+    Where squares are summed instead of averaged, this is what TE calls L2Normalization. TE divides by the number of
+    channels and adds eps inside the root; ``x.std(-1)`` divides by one less, and many a reference adds eps to it.
 
     Attributes:
         call: the last of those that compute it.
@@ -41,6 +37,8 @@ class Norm:
         gain: ``[width]``, or None.
         bias: ``[width]``, or None.
         summed: whether the sum of squares takes the place of their mean: every row has the length 1.
+        unbiased: whether the squares are divided by one less than there are channels; of LayerNorm alone.
+        eps_outside: whether eps is added to the root and not inside it.
         statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
         root: dtype to which the reciprocal root is rounded; None for the computation's own.
         before_gain: dtype to which the normalised value is rounded before it is scaled; None for the computation's own.
@@ -53,6 +51,8 @@ class Norm:
     gain: Value | None = None
     bias: Value | None = None
     summed: bool = False
+    unbiased: bool = False
+    eps_outside: bool = False
     statistics: torch.dtype | None = None
     root: torch.dtype | None = None
     before_gain: torch.dtype | None = None
@@ -68,7 +68,11 @@ class Norm:
             x = x - rounded_to(x.mean(-1, keepdim=True), self.statistics)
         squares = x.square()
         size = squares.sum(-1, keepdim=True) if self.summed else squares.mean(-1, keepdim=True)
-        reciprocal = rounded_to(torch.rsqrt(rounded_to(size, self.statistics) + eps), self.root)
+        if self.unbiased:
+            size = size * (x.shape[-1] / max(x.shape[-1] - 1, 1))
+        size = rounded_to(size, self.statistics)
+        root = 1.0 / (size.sqrt() + eps) if self.eps_outside else torch.rsqrt(size + eps)
+        reciprocal = rounded_to(root, self.root)
         return rounded_to(x * reciprocal, self.before_gain)
 
     def scaled(self, y: Tensor, *parameters: Tensor) -> Tensor:
@@ -94,12 +98,17 @@ class Norm:
 @once_a_trace
 def norms(trace: Trace) -> list[Norm]:
     """Return every norm over the last dimension that the trace computes, in order."""
-    found = [norm for call in trace.calls if (norm := _called(call) or _written_out(trace, call)) is not None]
-    return [
-        norm
-        for norm in found
-        if agree(norm.compute(*map(trace.tensor, norm.needs)), trace.tensor(norm.call.outputs[0]))
-    ]
+    seeming = [norm for call in trace.calls if (norm := _called(call) or _written_out(trace, call)) is not None]
+    return [norm for one in seeming if (norm := _as_computed(trace, one)) is not None]
+
+
+def _as_computed(trace: Trace, norm: Norm) -> Norm | None:
+    """Return what looks like a norm with the divisor that its result shows; None if it is none."""
+    result = trace.tensor(norm.call.outputs[0])
+    for one in (norm, replace(norm, unbiased=True)) if norm.centred else (norm,):
+        if agree(one.compute(*map(trace.tensor, one.needs)), result):
+            return one
+    return None
 
 
 def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
@@ -134,9 +143,9 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
 
     def with_eps(eps: float) -> Mistake[Norm]:
         repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
-        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), eps in EPSILONS, eps, with_eps)
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), subtle=eps in NORM_EPS)
 
-    yield from map(with_eps, (*EPSILONS, *_LARGE_EPSILONS))
+    yield from numbers(with_eps, named, (*NORM_EPS, *LARGE_NORM_EPS))
     # BF16 in an FP16 port is no subtle mistake.
     for low in low_dtypes(dtype):
         yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
@@ -174,6 +183,40 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
         "of their sum",
         _for(lambda norm: norm.summed, summed=False),
+    )
+    scaled = "or multiply the weight of TE's LayerNorm"
+    yield Mistake(
+        "norm-statistics",
+        "norm variance over n, not n - 1",
+        f"divide the sum of squares by n - 1, one less than there are channels, as the reference's std or var does, "
+        f"{scaled} by sqrt((n - 1) / n): TE divides by n",
+        _for(lambda norm: norm.unbiased, unbiased=False),
+    )
+    yield Mistake(
+        "norm-statistics",
+        "norm variance over n - 1, not n",
+        f"divide the sum of squares by the number of channels (unbiased=False), as the reference does, {scaled} by "
+        "sqrt(n / (n - 1)) where that cannot be; it is divided by n - 1",
+        _for(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
+    )
+    yield Mistake(
+        "norm-eps",
+        "norm eps inside the root, not outside",
+        "add eps to the root, as the reference does; TE adds it to the variance, inside the root",
+        _for(lambda norm: norm.eps_outside, eps_outside=False),
+    )
+    yield Mistake(
+        "norm-eps",
+        "norm eps outside the root, not inside",
+        "add eps to the variance, inside the root, as the reference and TE's norms do; it is added to the root",
+        _for(lambda norm: not norm.eps_outside, eps_outside=True),
+    )
+    yield Mistake(
+        "norm-statistics",
+        "norm variance over n and eps inside the root",
+        "write the norm as the reference has it, in plain PyTorch: TE divides the sum of squares by n, not n - 1, and "
+        "adds eps inside the root, not outside",
+        _for(lambda norm: norm.unbiased and norm.eps_outside, unbiased=False, eps_outside=False),
     )
     yield Mistake(
         "norm-missing",
@@ -240,30 +283,43 @@ def _normalized(call: Call) -> Norm | None:
 
 
 def _written_out(trace: Trace, call: Call) -> Norm | None:
-    """Return a norm whose reciprocal root is ``call``: its mean of squares before it, scaling after it."""
+    """Return a norm whose root is ``call``, reciprocal or not: its mean of squares before it, scaling after it."""
     eps = 0.0
     match with_number(call):
         case ("pow", variance, exponent) if abs(exponent) == 0.5:
             pass
         case _ if call.name in ("rsqrt", "sqrt") and call.inputs:
             variance = call.inputs[0]
+        case _ if call.name == "std" and call.inputs and call.outputs:
+            variance = call.outputs[0]
         case _:
             return None
-    match with_number(trace.producer(variance)):
-        case ("add", variance, eps):
-            pass
+    if call.name != "std":
+        match with_number(trace.producer(variance)):
+            case ("add", variance, eps):
+                pass
     source = _averaged(trace, back(trace, variance))
     if source is None:
         return None
     x, centred, summed, differences = source
-    for user, root in users(trace, call.outputs[0]):
+    for user, _ in users(trace, call.outputs[0]):
+        match with_number(user):
+            case ("add", _, number) if not eps and user.outputs:
+                norm = _scaled_by(trace, user.outputs[0], Norm(user, x, centred, number, summed=summed), differences)
+                return None if norm is None else replace(norm, eps_outside=True)
+    return _scaled_by(trace, call.outputs[0], Norm(call, x, centred, eps, summed=summed), differences)
+
+
+def _scaled_by(trace: Trace, root: Value, norm: Norm, differences: set[Value]) -> Norm | None:
+    """Return the norm in which one of these differences is multiplied by a root, or divided by it."""
+    for user, value in users(trace, root):
         named = binary(user)
-        if named and named[0] in ("mul", "div") and back(trace, other(user, root)) in differences:
-            return _with_parameters(trace, Norm(user, x, centred, eps, summed=summed))
+        if named and named[0] in ("mul", "div") and back(trace, other(user, value)) in differences:
+            return _with_parameters(trace, replace(norm, call=user))
         if named and named[0] == "div" and isinstance(named[1], float | int):  # 1 / sqrt(...)
             for scaled, by in users(trace, user.outputs[0]):
                 if back(trace, other(scaled, by)) in differences:
-                    return _with_parameters(trace, Norm(scaled, x, centred, eps, summed=summed))
+                    return _with_parameters(trace, replace(norm, call=scaled))
     return None
 
 
@@ -276,7 +332,7 @@ def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Val
     call = trace.producer(variance)
     if call is None or not call.inputs:
         return None
-    if call.name == "var":
+    if call.name in ("var", "std"):
         x = back(trace, call.inputs[0])
         centred = {made.outputs[0] for made, _ in users(trace, x) if made.name == "sub" and made.outputs}
         return x, True, False, centred

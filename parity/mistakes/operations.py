@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, Alternative, alternatives
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.constants import numbers
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, ordinal
 from parity.trace.trace import Call, Edit, Site, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, users, with_number
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, unnumbered, users, with_number
 
 # Single calls of a reference that a port computes otherwise, tried where no mistake with a known meaning explains.
 #
@@ -25,7 +26,6 @@ from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, users, with
 # module makes alike.
 
 
-_NUMBER = re.compile(r"\d+")
 _LONG = 12  # rounds of a loop, of which a single one is hardly wrong alone
 
 
@@ -70,7 +70,7 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
         others = tree_map_only(Value, lambda value: None, (call.args, call.kwargs))
         of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
         path, invocation = call.site[:2]
-        key = _NUMBER.sub("#", path), invocation, call.name, shapes, of_parameters, _NUMBER.sub("#", repr(others))
+        key = unnumbered(path), invocation, call.name, shapes, of_parameters, unnumbered(repr(others))
         groups.setdefault(key, []).append(calls)
     for same in groups.values():
         if len(same) > 1:
@@ -87,7 +87,7 @@ def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
     for same in groups.values():
         by_layer: dict[str, list[list[Call]]] = {}
         for calls in same:
-            by_layer.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+            by_layer.setdefault(unnumbered(calls[0].site[0]), []).append(calls)
         several = [some for some in by_layer.values() if len(some) > 1]
         for some in [*several, same] if len(by_layer) > 1 else several:
             yield [call for calls in some for call in calls]
@@ -98,7 +98,7 @@ def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
     by_module: dict[str, list[list[Call]]] = {}
     for calls in alike(trace):
         if calls[0].name in ("roll", "flip"):
-            by_module.setdefault(_NUMBER.sub("#", calls[0].site[0]), []).append(calls)
+            by_module.setdefault(unnumbered(calls[0].site[0]), []).append(calls)
     for same in by_module.values():
         if len(same) > 1:
             yield [call for calls in same for call in calls]
@@ -110,7 +110,7 @@ def alike(trace: Trace) -> list[list[Call]]:
     for call in trace.calls:
         path, invocation, function, count = call.site
         if any(trace.tensor(x).is_floating_point() for x in call.outputs):
-            alike.setdefault((_NUMBER.sub("#", path), invocation, function, count), []).append(call)
+            alike.setdefault((unnumbered(path), invocation, function, count), []).append(call)
     return list(alike.values())
 
 
@@ -133,12 +133,6 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn
         tuned=with_another if all(tuned) else None,
         scope="call",
     )
-
-
-def ordinal(count: int) -> str:
-    """``1st``, ``2nd``, and so on."""
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"
 
 
 # Special tokens that a port puts at the other end, and reads there: a class token last, registers first.
@@ -312,7 +306,6 @@ def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
 
 _POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
 _FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are told by its name
-_NEAR = (0.9, 1.1)  # times the reference's own: from one of them another number is looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +336,7 @@ def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     for factor in found:
         by_value.setdefault(factor.value, []).append(factor)
     for value, alike in by_value.items():
-        mistakes = map(_instead_of(value), dict.fromkeys((1.0, *(near * value for near in _NEAR))))
+        mistakes = numbers(partial(_instead, value), [value], (1.0,))
         yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module, where=_where(alike))
 
 
@@ -394,20 +387,15 @@ def _with_buffer(trace: Trace, call: Call) -> tuple[str, Value, float] | None:
     return None
 
 
-def _instead_of(right: float) -> Callable[[float], Mistake[Factor]]:
-    def with_value(value: float) -> Mistake[Factor]:
-        def edits(factor: Factor) -> tuple[Edit, ...]:
-            if math.isclose(value, right, rel_tol=1e-4):
-                return ()
-            return (edit(factor.call, (), lambda was: was * (value / right)),)
+def _instead(right: float, value: float) -> Mistake[Factor]:
+    def edits(factor: Factor) -> tuple[Edit, ...]:
+        if math.isclose(value, right, rel_tol=1e-4):
+            return ()
+        return (edit(factor.call, (), lambda was: was * (value / right)),)
 
-        return Mistake(
-            "factor",
-            f"factor {value:.4g} for {right:.4g}",
-            f"multiply by {right:.4g}, as the reference does; the factor is {value:.4g}",
-            edits,
-            value=value,
-            tuned=with_value,
-        )
-
-    return with_value
+    return Mistake(
+        "factor",
+        f"factor {value:.4g} for {right:.4g}",
+        f"multiply by {right:.4g}, as the reference does; the factor is {value:.4g}",
+        edits,
+    )

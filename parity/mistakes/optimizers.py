@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS, numbers
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall
 from parity.mistakes.optimizer_fit import steps_by_hand
 from parity.trace.private_functions import clipping_at
@@ -90,11 +93,6 @@ def _passing_gradients(update: Callable[[Tensor, Tensor], Tensor]) -> Callable[[
 Group = dict[str, Any]
 Change = Callable[[Optimizer, Group], None]
 
-_NEAR = (0.9, 1.1)  # times the reference's own setting: from one of them another is looked for
-_DECAYS = (0.01, 0.1)  # of weights, which many take
-_MOMENTA = (0.9, 0.95, 0.99, 0.999)
-_EPSILONS = (1e-8, 1e-6, 1e-5)
-
 
 def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's Adam, AdamW or SGD.
@@ -107,9 +105,9 @@ def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
             return
         largest = max(float(group["weight_decay"]) for group in one.groups)
         first = one.groups[0] | {"lr": max(one.rates), "weight_decay": largest}
-        changes = _of_adam(first) if issubclass(one.kind, torch.optim.Adam) else _of_sgd(first)
-        for change in (*changes, *_of_any(first), *_of_groups(one), *_of_schedule(one)):
-            made = change(module)
+        of_kind = _of_adam if issubclass(one.kind, torch.optim.Adam) else _of_sgd
+        of_any = _of_any(first, module), _of_groups(one, module), _of_schedule(one, module)
+        for made in chain(of_kind(first, module), *of_any):
             setting = made.name.partition("=")[0]
             yield _under(edits, dataclasses.replace(made, subtle=made.tuned is not None and setting not in named))
             named.add(setting)
@@ -130,39 +128,39 @@ def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
     return dataclasses.replace(one, edits=edits, tuned=another, subtle=False)
 
 
-_Make = Callable[[nn.Module], Hypothesis]
-
-
-def _of_any(right: Group) -> Iterator[_Make]:
+def _of_any(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
     own = float(right["lr"])
-    yield from _numbers("lr", right, (_NEAR[0] * own, 10.0 * own, 0.1 * own), "its learning rate")
-    yield from _numbers("weight_decay", right, (0.0, *_DECAYS), "its weight decay")
-    yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
-    yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
+    yield from _numbers(module, "lr", right, (10.0 * own, 0.1 * own), "its learning rate")
+    yield from _numbers(module, "weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
+    yield _kind(
+        module, "maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize")
+    )
+    yield _kind(module, "no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
 
 
-def _of_groups(one: Stepped) -> Iterator[_Make]:
+def _of_groups(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
     """Settings that the groups of parameters do not share."""
     for setting, described in (("lr", "learning rate"), ("weight_decay", "weight decay")):
         values = dict.fromkeys(float(group[setting]) for group in one.groups)
         for value in values if len(values) > 1 else ():
             text = f"has {described} {value:.4g} for all parameters"
             repair = f"give TE the groups of parameters, each with its {setting}"
-            yield _kind(f"{setting} {value:.4g} of all groups", text, repair, _set(setting, value))
+            yield _kind(module, f"{setting} {value:.4g} of all groups", text, repair, _set(setting, value))
 
 
-def _of_schedule(one: Stepped) -> Iterator[_Make]:
+def _of_schedule(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
     """Learning rates that change from step to step."""
     if len(set(one.rates)) < 2:
         return
     initial = float(one.groups[0].get("initial_lr", one.rates[0]))
     for value in dict.fromkeys((one.rates[0], initial)):
         text = f"learning rate stays at {value:.4g}"
-        yield _kind("no schedule", text, "change TE's learning rate: scheduler.step()", _set("lr", value))
+        yield _kind(module, "no schedule", text, "change TE's learning rate: scheduler.step()", _set("lr", value))
     early = "change the learning rate after each step: optimizer.step(), then scheduler.step()"
     late = [one.rates[0], *one.rates]
-    yield _kind("schedule late", "learning rates are those of the step before", early, _rate(late.__getitem__))
+    yield _kind(module, "schedule late", "learning rates are those of the step before", early, _rate(late.__getitem__))
     yield _kind(
+        module,
         "schedule early",
         "learning rates are those of the next step",
         early,
@@ -170,38 +168,42 @@ def _of_schedule(one: Stepped) -> Iterator[_Make]:
     )
 
 
-def _of_adam(right: Group) -> Iterator[_Make]:
+def _of_adam(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
     if right["weight_decay"]:
         if right["decoupled_weight_decay"]:
             text, repair = "adds the decay to the gradient (L2)", "decouple it: adam_w_mode=True (AdamW)"
         else:
             text, repair = "decouples the decay (AdamW)", "add it to the gradient (L2): adam_w_mode=False"
-        yield _kind("decay", text, repair, _flipped("decoupled_weight_decay"))
-    yield _kind("bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction)
+        yield _kind(module, "decay", text, repair, _flipped("decoupled_weight_decay"))
+    yield _kind(
+        module, "bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction
+    )
     text = "adds eps before it corrects the second moment's bias (epsilon hat)"
-    yield _kind("epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
-    for i, name in enumerate(("beta1", "beta2")):
-        yield from _betas(i, name, right["betas"])
-    yield _kind("amsgrad", "keeps no maximum, or one", "take amsgrad as the reference has it", _flipped("amsgrad"))
-    yield from _numbers("eps", right, _EPSILONS, "its eps")
+    yield _kind(module, "epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
+    for which in range(2):
+        yield from _betas(module, which, right["betas"])
+    yield _kind(
+        module, "amsgrad", "keeps no maximum, or one", "take amsgrad as the reference has it", _flipped("amsgrad")
+    )
+    yield from _numbers(module, "eps", right, OPTIMIZER_EPS, "its eps")
 
 
-def _of_sgd(right: Group) -> Iterator[_Make]:
+def _of_sgd(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
     if right["momentum"]:
         own = right["nesterov"]
         text = "has plain momentum" if own else "has Nesterov's momentum"
-        yield _kind("nesterov", text, f"give TE nesterov={own}", _nesterov)
-        yield from _numbers("dampening", right, (0.0, 0.5, right["momentum"]), "its dampening")
-        yield from _numbers("momentum", right, (0.0, *_MOMENTA), "its momentum")
+        yield _kind(module, "nesterov", text, f"give TE nesterov={own}", _nesterov)
+        yield from _numbers(module, "dampening", right, (0.0, 0.5, right["momentum"]), "its dampening")
+        yield from _numbers(module, "momentum", right, (0.0, *MOMENTA), "its momentum")
         if right["weight_decay"]:
             repair = "add it to the gradient, before momentum: wd_after_momentum=False"
-            yield _kind("decay after momentum", "adds the decay after momentum", repair, _decay_after_momentum)
+            yield _kind(module, "decay after momentum", "adds the decay after momentum", repair, _decay_after_momentum)
     elif "momentum" in right:
-        yield from (_number("momentum", right, value, "its momentum") for value in _MOMENTA)
+        yield from _numbers(module, "momentum", right, MOMENTA, "its momentum")
 
 
-def _kind(name: str, what: str, repair: str, change: Change) -> _Make:
-    return lambda module: Hypothesis(
+def _kind(module: nn.Module, name: str, what: str, repair: str, change: Change) -> Hypothesis:
+    return Hypothesis(
         "optimizer",
         f"optimizer: {name}",
         f"{repair}, as the reference's optimizer does; the port's {what}",
@@ -210,58 +212,47 @@ def _kind(name: str, what: str, repair: str, change: Change) -> _Make:
     )
 
 
-def _numbers(setting: str, right: Group, known: Sequence[float], described: str) -> Iterator[_Make]:
-    own = float(right[setting])
-    for value in dict.fromkeys((*known, *(near * own for near in _NEAR))):
-        if not math.isclose(value, own, rel_tol=1e-6, abs_tol=1e-30):
-            yield _number(setting, right, value, described)
-
-
-def _number(setting: str, right: Group, value: float, described: str) -> _Make:
+def _numbers(
+    module: nn.Module, setting: str, right: Group, usual: Iterable[float], described: str
+) -> Iterator[Hypothesis]:
+    """Yield other values of a setting. 0 is tried where the reference has another value; no search begins there."""
     own = float(right[setting])
 
-    def change(optimizer: Optimizer, group: Group) -> None:
-        if own:  # in proportion, where groups or steps have their own
-            group[setting] = value * float(group[setting]) / own
-        elif not group[setting]:
-            group[setting] = value
-        if setting == "dampening" and value:
-            group["nesterov"] = False
+    def another(value: float) -> Hypothesis:
+        def change(optimizer: Optimizer, group: Group) -> None:
+            if own:  # in proportion, where groups or steps have their own
+                group[setting] = value * float(group[setting]) / own
+            elif not group[setting]:
+                group[setting] = value
+            if setting == "dampening" and value:
+                group["nesterov"] = False
 
-    repair = f"give TE {setting}={own:.4g}, as the reference's optimizer has it; {described} is"
-    return _tuned(f"{setting}", repair, value, change, lambda other: _number(setting, right, other, described))
+        repair = f"give TE {setting}={own:.4g}, as the reference's optimizer has it; {described} is {value:.4g}"
+        return Hypothesis("optimizer", f"optimizer: {setting}={value:.4g}", repair, module, around=_with(change))
+
+    others = [value for value in usual if not math.isclose(value, own, rel_tol=1e-6, abs_tol=1e-30)]
+    if 0.0 in others:
+        yield another(0.0)
+    yield from numbers(another, [own], others)
 
 
-def _betas(which: int, name: str, right: tuple[float, float]) -> Iterator[_Make]:
-    """Tuned by how far a beta is from 1."""
+def _betas(module: nn.Module, which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
+    """Yield other betas, which are looked for by how far they are from 1."""
 
-    def with_beta(away: float) -> _Make:
+    def another(away: float) -> Hypothesis:
+        beta = 1.0 - min(away, 1.0)
+
         def change(optimizer: Optimizer, group: Group) -> None:
             betas = list(group["betas"])
-            betas[which] = 1.0 - min(away, 1.0)
+            betas[which] = beta
             group["betas"] = tuple(betas)
 
-        text = f"give TE betas={tuple(right)}, as the reference's optimizer has them; {name} is"
-        return _tuned(name, text, away, change, with_beta, 1.0 - min(away, 1.0))
+        name = f"beta{which + 1}"
+        repair = f"give TE betas={tuple(right)}, as the reference's optimizer has them; {name} is {beta:.4g}"
+        return Hypothesis("optimizer", f"optimizer: {name}={beta:.4g}", repair, module, around=_with(change))
 
     own = 1.0 - right[which]
-    others = (1.0 - beta for beta in _MOMENTA)
-    yield from (with_beta(away) for away in (*others, *(near * own for near in _NEAR)) if not math.isclose(away, own))
-
-
-def _tuned(
-    name: str, repair: str, value: float, change: Change, other: Callable[[float], _Make], shown: float | None = None
-) -> _Make:
-    shown = value if shown is None else shown
-    return lambda module: Hypothesis(
-        "optimizer",
-        f"optimizer: {name}={shown:.4g}",
-        f"{repair} {shown:.4g}",
-        module,
-        around=_with(change),
-        value=value or None,
-        tuned=(lambda number: other(number)(module)) if value else None,
-    )
+    yield from numbers(another, [own], (1.0 - beta for beta in MOMENTA if not math.isclose(beta, right[which])))
 
 
 def _with(change: Change) -> Callable[[ModuleCall], ModuleCall]:
@@ -422,9 +413,6 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
 # Gradients that a reference clips before its optimizer's step, and ports that do not, or clip them elsewhere.
 
 
-_NORM_FACTORS = (1.1, 0.9, 10.0, 0.1)  # times the reference's own largest norm
-
-
 def clipping_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """No clipping, and another largest norm, where the reference calls ``clip_grad_norm_``."""
     for own in trace.clips[:1]:
@@ -435,18 +423,16 @@ def clipping_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
             module,
             around=_clipping(lambda norm: math.inf),
         )
-        yield from (_clipping_at(own, near * own, module) for near in _NORM_FACTORS)
+        yield from numbers(partial(_clipping_at, module, own), [own], (10.0 * own, 0.1 * own))
 
 
-def _clipping_at(own: float, other: float, module: nn.Module) -> Hypothesis:
+def _clipping_at(module: nn.Module, own: float, other: float) -> Hypothesis:
     return Hypothesis(
         "optimizer",
         f"optimizer: clipping at {other:.4g}",
         f"clip gradients at the norm {own:.4g}, as the reference does; the port clips at {other:.4g}",
         module,
         around=_clipping(lambda norm: norm * other / own),
-        value=other,
-        tuned=lambda value: _clipping_at(own, value, module),
     )
 
 

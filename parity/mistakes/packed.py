@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,12 +47,12 @@ class Packed:
     layouts: tuple[tuple[Call, ...], ...]
     bias: Tensor
 
-    def edits(self, mask: Bias) -> tuple[Edit, ...]:
-        """All sequences are attended to at once behind another mask."""
+    def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
+        """Return the edits under which all sequences are attended to at once behind another mask."""
         needs = [value for part in self.parts for value in part.needs]
 
         def compute(was: Tensor, *values: Tensor) -> Tensor:
-            return self._joined(mask, values).to(was.dtype)
+            return self._joined(bias, values).to(was.dtype)
 
         return (edit(self.call, needs, compute),)
 
@@ -95,12 +95,8 @@ def packed_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the borders of the reference's sequences."""
     found = packed_attentions(trace)
     if found:
-        mistakes = [mistake.made_by(_edits_of) for mistake in segment_mistakes(found[0].bias)]
+        mistakes = segment_mistakes(found[0].bias)
         yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
-
-
-def _edits_of(bias: Bias) -> Callable[[Packed], Sequence[Edit]]:
-    return lambda one: one.edits(bias)
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import RESHAPES, binary
+from parity.trace.walk import RESHAPES, binary, unnumbered
 
 _NUMBER = re.compile(r"\d+")
 _PLAIN: dict[str, Callable[..., Tensor]] = {
@@ -44,7 +44,7 @@ class Place:
     def role(self) -> tuple[object, ...]:
         """The place, without the numbers of layers."""
         path, *others = self.call.site
-        return (_NUMBER.sub("#", path), *others, self.value.position if self.position is None else self.position)
+        return (unnumbered(path), *others, self.value.position if self.position is None else self.position)
 
     @property
     def numbers(self) -> tuple[int, ...]:

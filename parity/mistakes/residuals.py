@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.attention import attentions
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.constants import numbers
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, ordinal
 from parity.mistakes.layers import ends_a_branch
 from parity.mistakes.norms import Norm, norms
-from parity.mistakes.operations import alike, ordinal, scales_of_attention
+from parity.mistakes.operations import alike, scales_of_attention
 from parity.mistakes.rotation import rotations
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, with_number
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, unnumbered, with_number
 
 # Residual connections in a trace, and what ports get wrong about them.
 
@@ -254,9 +255,6 @@ def _norm_after(residual: Residual) -> tuple[Edit, ...]:
 # are taken to be scaled alike.
 
 
-_NEAR = (0.9, 1.1)  # from one of them the port's own number is looked for
-
-
 @dataclass(frozen=True, eq=False)
 class _Term:
     """An operand of ``call``, which adds it; or all that ``call`` returns, where ``value`` is its result."""
@@ -277,7 +275,9 @@ class _Term:
 
 def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     """Yield every term of a sum, and every embedding, times a number that the reference does not have."""
-    yield from filter(None, (_all_branches(factor, trace, module) for factor in _NEAR))
+    branches = [term for call in trace.calls for term in _terms(trace, call) if _is_branch(trace, term)]
+    if len(branches) > 1:
+        yield from numbers(partial(_all_branches, branches, module), [1.0])
     turned = {one.call.site for one in rotations(trace)} | scales_of_attention(trace)
     for calls in alike(trace):
         if any(call.site in turned for call in calls):
@@ -290,14 +290,11 @@ def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
                 if is_embedding:
                     yield _left_out(trace, terms, module)
                 of_width = (math.sqrt(first.shape[-1]),) if is_embedding else ()
-                yield from (_times(factor, trace, terms, module) for factor in (*of_width, *_NEAR))
+                yield from numbers(partial(_times, trace, terms, module), [1.0], of_width)
 
 
-def _all_branches(factor: float, trace: Trace, module: nn.Module) -> Hypothesis | None:
-    """Return what attention, the MLP and their like add to the residual stream, times one number."""
-    terms = [term for call in trace.calls for term in _terms(trace, call) if _is_branch(trace, term)]
-    if len(terms) < 2:
-        return None
+def _all_branches(terms: Sequence[_Term], module: nn.Module, factor: float) -> Hypothesis:
+    """Return that what attention, the MLP and their like add to the residual stream is multiplied by one number."""
     return Hypothesis(
         "factor",
         f"each branch times {factor:.4g}",
@@ -305,8 +302,6 @@ def _all_branches(factor: float, trace: Trace, module: nn.Module) -> Hypothesis 
         f"they are multiplied by {factor:.4g}",
         module,
         tuple(edit for term in terms for edit in term.edits(factor)),
-        value=factor,
-        tuned=lambda value: _all_branches(value, trace, module),  # type: ignore[arg-type, return-value]
         scope="call",
     )
 
@@ -347,7 +342,7 @@ def _left_out(trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypoth
     )
 
 
-def _times(factor: float, trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypothesis:
+def _times(trace: Trace, terms: Sequence[_Term], module: nn.Module, factor: float) -> Hypothesis:
     what = _described(trace, terms[0])
     others = f" and {len(terms) - 1} more like it" if len(terms) > 1 else ""
     return Hypothesis(
@@ -356,8 +351,6 @@ def _times(factor: float, trace: Trace, terms: Sequence[_Term], module: nn.Modul
         f"add {what}{others} as the reference does, multiplied by no number; it is multiplied by {factor:.4g}",
         module,
         tuple(edit for term in terms for edit in term.edits(factor)),
-        value=factor,
-        tuned=lambda value: _times(value, trace, terms, module),
         scope="all" if terms[0].value in terms[0].call.outputs else "call",
     )
 
@@ -376,7 +369,6 @@ def _described(trace: Trace, term: _Term) -> str:
 # branch is computed again of another input, call by call.
 
 
-_NUMBER = re.compile(r"\d+")
 _IN_BETWEEN = CASTS | {"dropout"}
 _LAYERS = LINEAR | {"conv1d", "conv2d"}
 _MOST_CALLS = 400  # of a branch
@@ -427,7 +419,7 @@ def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothe
         first = by_sum.get(back(trace, second.stream, _IN_BETWEEN).number)
         if first is not None and first.sum.outputs[0] not in second.given:
             sites = (first.sum.site, second.sum.site)
-            alike[tuple((_NUMBER.sub("#", site[0]), *site[1:]) for site in sites)].append((first, second))
+            alike[tuple((unnumbered(site[0]), *site[1:]) for site in sites)].append((first, second))
     for pairs in alike.values():
         one, other = (branch.described for branch in pairs[0])
         others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from parity.mistakes.attention import Attention, attentions
+from parity.mistakes.constants import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, short
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes
@@ -44,7 +46,7 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
             f"they are off by {by:+d}",
             with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
         )
-    yield from map(_divided_by, (2.0, 4.0, 8.0))
+    yield from numbers(_divided_by, usual=INTERPOLATION_FACTORS)
     yield Mistake(
         "rope-position",
         "rope positions counted through",
@@ -104,8 +106,6 @@ def _divided_by(factor: float) -> Mistake[Rotation]:
         f"rope positions divided by {factor:.4g}",
         f"leave out seq_len_interpolation_factor={factor:.4g}; positions are divided by it",
         with_angles(lambda positions, frequency: positions[:, None] / factor * frequency),
-        value=factor,
-        tuned=_divided_by,
     )
 
 
@@ -177,6 +177,23 @@ def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequen
         yield from _shifted(trace, module, kind, plain)
 
 
+def _rotated_values(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
+    """Yield that values are rotated with queries and keys: where all three are packed, a port may rotate too much."""
+    likes = {one.attention: one for kind in kinds for one in kind}
+    found = [
+        _Plain(attention.call.site[0], attention)
+        for attention in attentions(trace)
+        if (like := likes.get(attention.call.site)) is not None and _as_long(trace, attention, 2, like)
+    ]
+    mistake = Mistake[_Plain](
+        _TITLE,
+        "rope on the values too",
+        "rotate queries and keys alone, as the reference does; values are rotated as well",
+        lambda one: one.attention.edits(arrange=(None, None, _turn(likes[one.attention.call.site]), None)),
+    )
+    yield from everywhere_and_somewhere([mistake], found, module, lambda one: one.name)
+
+
 def _shifted(
     trace: Trace, module: nn.Module, kind: Sequence[Rotation], plain: Sequence[_Plain]
 ) -> Iterator[Hypothesis]:
@@ -208,9 +225,14 @@ def _shifted(
 
 def _fits(trace: Trace, attention: Attention, like: Rotation) -> bool:
     """Return whether query and key are as long, and their heads as wide, as what is rotated elsewhere."""
-    both = zip((attention.query, attention.key), attention.to_heads[:2], strict=True)
-    shape = (len(like.angles), like.head_dim)
-    return all(tuple(to_heads(trace.tensor(value)).shape[-2:]) == shape for value, to_heads in both)
+    return all(_as_long(trace, attention, which, like) for which in range(2))
+
+
+def _as_long(trace: Trace, attention: Attention, which: int, like: Rotation) -> bool:
+    """Return whether the query, key or value (0, 1, 2) has the length and width of what is rotated elsewhere."""
+    value = (attention.query, attention.key, attention.value)[which]
+    shape = attention.to_heads[which](trace.tensor(value)).shape
+    return tuple(shape[-2:]) == (len(like.angles), like.head_dim)
 
 
 def _turn(like: Rotation) -> Callable[[Tensor], Tensor]:
@@ -219,12 +241,6 @@ def _turn(like: Rotation) -> Callable[[Tensor], Tensor]:
 
 
 # What ports get wrong about rotary position embeddings.
-
-
-BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
-"""Of Llama, Llama 3, Qwen, and others between them."""
-
-_SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
@@ -252,6 +268,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
             map(_in_layer, mistakes), of_kind, module, lambda one: one.name, where=where
         )
     yield from unrotated_hypotheses(trace, module, kinds)
+    yield from _rotated_values(trace, module, kinds)
     # One table of angles serves all layers.
     restarts = restart_mistakes(len(found[0].angles))
     yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
@@ -363,8 +380,8 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
-    yield from map(_base_instead(like.base), BASES)
-    for share in _SHARES:
+    yield from numbers(partial(_base_instead, like.base), [like.base], ROPE_BASES)
+    for share in ROPE_SHARES:
         if like.start == 0 and int(like.head_dim * share) != like.rotary:
             yield Mistake(
                 "rope-partial",
@@ -374,18 +391,13 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
             )
 
 
-def _base_instead(right: float) -> Callable[[float], Mistake[Rotation]]:
-    def with_base(base: float) -> Mistake[Rotation]:
-        return Mistake(
-            "rope-base",
-            f"rope base={base:.4g}",
-            f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
-            _with_frequencies(base),
-            value=base,
-            tuned=with_base,
-        )
-
-    return with_base
+def _base_instead(right: float, base: float) -> Mistake[Rotation]:
+    return Mistake(
+        "rope-base",
+        f"rope base={base:.4g}",
+        f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
+        _with_frequencies(base),
+    )
 
 
 def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:

@@ -12,20 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from parity.mistakes.constants import (
+    LLAMA3_FACTORS,
+    LLAMA3_LENGTHS,
+    ROPE_BASES,
+    YARN_FACTORS,
+    YARN_LENGTHS,
+    numbers,
+    tunable,
+)
 from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.rotation import Rotation, frequencies
 from parity.trace.trace import Edit
 
 _SAME = 1e-3  # relative, between ratios of frequencies that were read off angles
 _FEWEST = 4  # frequencies that show how they are scaled
-_USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 _LLAMA3 = (1.0, 4.0)  # low_freq_factor and high_freq_factor of every published model
 _YARN = (32.0, 1.0)  # beta_fast and beta_slow of every published model
-_LLAMA3_LENGTH, _YARN_LENGTHS = 8192.0, (4096.0, 32768.0)  # the original ones
 _LENGTHS = tuple(2.0**exponent for exponent in range(5, 19))  # that a model may have been trained with first
 _MOST_FACTOR = 128.0  # of NTK-aware scaling, by which a base is taken for another's
 
@@ -65,7 +73,7 @@ def scaling_of(frequency: Tensor) -> Scaling | None:
         return None
     ratios = (float(frequency[-2] / frequency[-1]), float(frequency[0] / frequency[1]))
     measured = [ratio**count for ratio in ratios if 1.0 < ratio < 10.0]
-    for base in (*map(_rounded, measured), *_USUAL_BASES):
+    for base in (*map(_rounded, measured), *ROPE_BASES):
         plain = frequencies(base, 2 * count)
         share = frequency / plain
         least = float(share[-1])
@@ -108,17 +116,18 @@ def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
         yield _mistake("rope scaling missing, but for mscale", kept, _plain)
         lacking = "multiply softmax_scale by the square of YaRN's mscale, which the reference has in cosines and sines"
         yield _mistake("rope mscale missing", f"{lacking}; it is missing", lambda right: right.frequencies, 1.0)
-    for factor in (like.factor, like.factor / 2, like.factor * 2):
-        yield _divided_by(factor, repair)
-        if not like.is_linear:
-            yield _of_factor(factor, repair)
+    factors = like.factor / 2, like.factor * 2
+    yield tunable(partial(_divided_by, repair))(like.factor)
+    yield from numbers(partial(_divided_by, repair), [like.factor], factors)
+    if not like.is_linear:
+        yield from numbers(partial(_of_factor, repair), [like.factor], factors)
     if not like.is_linear:
         between = f"{repair}; frequencies between the lowest and the highest are"
         yield _mistake("rope scaling, no ramp kept", f"{between} divided like the lowest", _no_ramp_kept)
         yield _mistake("rope scaling, all of the ramp kept", f"{between} kept like the highest", _all_of_the_ramp_kept)
     length = _llama3_length(like)
     if length is not None:
-        yield from (_of_length(length * times, repair) for times in (0.5, 2.0))
+        yield from numbers(partial(_of_length, repair), [length], (0.5 * length, 2.0 * length))
 
 
 def _plain(scaling: Scaling) -> Tensor:
@@ -146,33 +155,27 @@ def _right(like: Scaling) -> str:
     )
 
 
-def _divided_by(factor: float, repair: str) -> Mistake[Rotation]:
+def _divided_by(repair: str, factor: float) -> Mistake[Rotation]:
     return _mistake(
         f"rope frequencies divided by {factor:.4g}",
         f"{repair}; it divides all by {factor:.4g}",
         lambda scaling: scaling.plain / factor,
-        value=factor,
-        tuned=lambda other: _divided_by(other, repair),
     )
 
 
-def _of_factor(factor: float, repair: str) -> Mistake[Rotation]:
+def _of_factor(repair: str, factor: float) -> Mistake[Rotation]:
     return _mistake(
         f"rope scaling by {factor:.4g}",
         f"{repair}; it divides them by {factor:.4g}",
         lambda scaling: replace(scaling, factor=factor).frequencies,
-        value=factor,
-        tuned=lambda other: _of_factor(other, repair),
     )
 
 
-def _of_length(length: float, repair: str) -> Mistake[Rotation]:
+def _of_length(repair: str, length: float) -> Mistake[Rotation]:
     return _mistake(
         f"rope scaling from an original length of {length:.4g}",
         f"{repair}; it takes {length:.4g} for the length that the model was first trained with",
         lambda scaling: replace(scaling, kept=_llama3_kept(scaling.plain, length)).frequencies,
-        value=length,
-        tuned=lambda other: _of_length(other, repair),
     )
 
 
@@ -185,40 +188,31 @@ def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
 
     def like_llama3(length: float) -> Mistake[Rotation]:
         what = f"Llama 3's scaling by {like.factor:.4g} from an original length of {length:.4g}"
-        return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length), length, like_llama3)
+        return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length))
 
     def like_yarn(length: float) -> Mistake[Rotation]:
         what = f"YaRN's scaling by {like.factor:.4g} from an original length of {length:.4g}"
-        kept = lambda scaling: _yarn_kept(scaling.plain, scaling.base, length)  # noqa: E731
-        return _of_kind(what, repair, kept, length, like_yarn)
+        return _of_kind(what, repair, lambda scaling: _yarn_kept(scaling.plain, scaling.base, length))
 
     if own is None:
-        yield from map(like_llama3, dict.fromkeys((*lengths, _LLAMA3_LENGTH)))
+        yield from numbers(like_llama3, usual=(*lengths, *LLAMA3_LENGTHS))
     if not of_yarn:
-        yield from map(like_yarn, dict.fromkeys((*lengths, *_YARN_LENGTHS)))
-    yield _ntk_by(like.factor, repair)
+        yield from numbers(like_yarn, usual=(*lengths, *YARN_LENGTHS))
+    yield tunable(partial(_ntk_by, repair))(like.factor)
 
 
-def _of_kind(
-    what: str,
-    repair: str,
-    kept: Callable[[Scaling], Tensor],
-    length: float,
-    tuned: Callable[[float], Mistake[Rotation]],
-) -> Mistake[Rotation]:
+def _of_kind(what: str, repair: str, kept: Callable[[Scaling], Tensor]) -> Mistake[Rotation]:
     change: Change = lambda scaling: replace(scaling, kept=kept(scaling)).frequencies  # noqa: E731
-    return _mistake(f"rope with {what}", f"{repair}; it has {what}", change, value=length, tuned=tuned)
+    return _mistake(f"rope with {what}", f"{repair}; it has {what}", change)
 
 
-def _ntk_by(factor: float, repair: str) -> Mistake[Rotation]:
+def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
     """Return a larger base, under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
     what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
     return _mistake(
         f"rope with {what}",
         f"{repair}; it has {what}",
         lambda scaling: frequencies(_ntk_base(scaling.base, factor, 2 * len(scaling.plain)), 2 * len(scaling.plain)),
-        value=factor,
-        tuned=lambda other: _ntk_by(other, repair),
     )
 
 
@@ -228,7 +222,7 @@ def _ntk_base(base: float, factor: float, rotary: int) -> float:
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
     """All frequencies divided, where the reference's base is one that was enlarged to have the same lowest one."""
-    for usual in _USUAL_BASES if rotary > 2 else ():
+    for usual in ROPE_BASES if rotary > 2 else ():
         factor = (base / usual) ** ((rotary - 2) / rotary)
         if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
             continue
@@ -251,25 +245,19 @@ def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
     repair = f"rotate with the plain frequencies of base {base:g}, as the reference does"
 
     def like_llama3(factor: float) -> Mistake[Rotation]:
-        return _scaled_like("Llama 3's", factor, lambda plain: _llama3_kept(plain, _LLAMA3_LENGTH), repair, like_llama3)
+        return _scaled_like("Llama 3's", factor, lambda plain: _llama3_kept(plain, LLAMA3_LENGTHS[0]), repair)
 
-    yield from map(like_llama3, (8.0, 32.0))
-    for length in _YARN_LENGTHS:
+    yield from numbers(like_llama3, usual=LLAMA3_FACTORS)
+    for length in YARN_LENGTHS:
 
         def like_yarn(factor: float, length: float = length) -> Mistake[Rotation]:
             name = f"YaRN's, of an original length of {length:g},"
-            return _scaled_like(name, factor, lambda plain: _yarn_kept(plain, base, length), repair, like_yarn)
+            return _scaled_like(name, factor, lambda plain: _yarn_kept(plain, base, length), repair)
 
-        yield from map(like_yarn, (4.0, 40.0))
+        yield from numbers(like_yarn, usual=YARN_FACTORS)
 
 
-def _scaled_like(
-    name: str,
-    factor: float,
-    kept: Callable[[Tensor], Tensor],
-    repair: str,
-    tuned: Callable[[float], Mistake[Rotation]],
-) -> Mistake[Rotation]:
+def _scaled_like(name: str, factor: float, kept: Callable[[Tensor], Tensor], repair: str) -> Mistake[Rotation]:
     def edits(one: Rotation) -> tuple[Edit, ...]:
         if one.base is None or one.phases is None:
             return ()
@@ -277,22 +265,15 @@ def _scaled_like(
         return _rotated_by(one, Scaling(one.base, plain, kept(plain), factor).frequencies)
 
     what = f"{name} scaling by {factor:.4g}"
-    return Mistake("rope-scaling", f"rope with {what}", f"{repair}; it has {what}", edits, value=factor, tuned=tuned)
+    return Mistake("rope-scaling", f"rope with {what}", f"{repair}; it has {what}", edits)
 
 
-def _mistake(
-    name: str,
-    repair: str,
-    change: Change,
-    amplitude: float | None = None,
-    value: float | None = None,
-    tuned: Callable[[float], Mistake[Rotation]] | None = None,
-) -> Mistake[Rotation]:
+def _mistake(name: str, repair: str, change: Change, amplitude: float | None = None) -> Mistake[Rotation]:
     def edits(one: Rotation) -> tuple[Edit, ...]:
         scaling = _of(one)
         return () if scaling is None else _rotated_by(one, change(scaling), amplitude)
 
-    return Mistake("rope-scaling", name, repair, edits, value=value, tuned=tuned)
+    return Mistake("rope-scaling", name, repair, edits)
 
 
 def _rotated_by(one: Rotation, frequency: Tensor, amplitude: float | None = None) -> tuple[Edit, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from parity.mistakes.attention import seeming_attentions
+from parity.mistakes.constants import GRID_ROPE_BASES, ROPE_BASES, numbers
 from parity.mistakes.hypothesis import Mistake, rounded_to
 from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, edit, once_a_trace
 from parity.trace.walk import ancestors
@@ -26,7 +28,6 @@ Form = Literal["halves", "interleaved"]
 
 _MOST_ANCESTORS = 60  # from a query to what it was before it was rotated
 _FARTHEST = 16384  # position of a single token that is looked for
-_USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 _EXACT = 1e-4  # radians by which a rotation in FP32 may differ over heads
 _FORMS: tuple[tuple[Form, Form], ...] = (
     ("halves", "halves"),
@@ -256,7 +257,7 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
     frequencies_found = [x for x in flat if x.numel() == count]
     if seq == 1:
         positions.append(torch.arange(_FARTHEST, dtype=torch.float64, device=angles.device))
-        usual = [frequencies(base, 2 * count) for base in _USUAL_BASES]
+        usual = [frequencies(base, 2 * count) for base in ROPE_BASES]
         of_bases = [x for x in frequencies_found if bool((x > 0.0).all()) and float(x.max()) == 1.0]
         return _single(angles, positions, [*of_bases, *usual, *frequencies_found])
     positions.append(torch.arange(seq, dtype=torch.float64, device=angles.device))
@@ -317,7 +318,6 @@ def _wrapped(angle: Tensor) -> Tensor:
 
 
 _EXACT_ANGLE = 1e-3  # radians by which angles may differ from those of a grid
-_BASES = (100.0, 10_000.0)  # of DINOv3 and EVA-02, and of most others
 
 
 @dataclass(frozen=True)
@@ -401,31 +401,25 @@ def grid_mistakes(rotation: Rotation) -> Iterator[Mistake[Rotation]]:
     of_rows, of_columns = grid.steps[grid.of_rows], grid.steps[~grid.of_rows]
     base = base_of(of_rows / of_rows[0])
     if base is not None and of_rows.shape == of_columns.shape and torch.allclose(of_rows, of_columns, 1e-4):
-        for factor in (base, *_BASES):
-            yield _base_instead(base)(1.1 * factor if factor == base else factor)
+        yield from numbers(partial(_base_instead, base), [base], GRID_ROPE_BASES)
 
 
-def _base_instead(right: float) -> Callable[[float], Mistake[Rotation]]:
-    """Another base of the frequencies along each axis."""
+def _base_instead(right: float, base: float) -> Mistake[Rotation]:
+    """Return the mistake that the frequencies along each axis have another base."""
 
-    def with_base(base: float) -> Mistake[Rotation]:
-        def angles(grid: Grid) -> Tensor:
-            steps = grid.steps.clone()
-            for of_axis in (grid.of_rows, ~grid.of_rows):
-                of_base = frequencies(base, 2 * int(of_axis.sum())).to(steps.device)
-                steps[of_axis] = steps[of_axis][0] * of_base
-            return grid.angles(grid.rows, grid.columns, steps)
+    def angles(grid: Grid) -> Tensor:
+        steps = grid.steps.clone()
+        for of_axis in (grid.of_rows, ~grid.of_rows):
+            of_base = frequencies(base, 2 * int(of_axis.sum())).to(steps.device)
+            steps[of_axis] = steps[of_axis][0] * of_base
+        return grid.angles(grid.rows, grid.columns, steps)
 
-        return Mistake(
-            "rope-base",
-            f"rope base={base:.4g} of both axes",
-            f"give the frequencies of rows and columns the base {right:g}; it is {base:.4g}",
-            lambda one: _edits(one, angles),
-            value=base,
-            tuned=with_base,
-        )
-
-    return with_base
+    return Mistake(
+        "rope-base",
+        f"rope base={base:.4g} of both axes",
+        f"give the frequencies of rows and columns the base {right:g}; it is {base:.4g}",
+        lambda one: _edits(one, angles),
+    )
 
 
 def _turning(grid: Grid, angles: Callable[[Grid], Tensor]) -> Callable[[Rotation], tuple[Edit, ...]]:

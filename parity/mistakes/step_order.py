@@ -6,7 +6,6 @@ is subtracted before the division, or after; an activation comes before a norm, 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from torch import Tensor, nn
 
 from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, ordinal
 from parity.mistakes.norms import norms
-from parity.mistakes.operations import ordinal
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, ancestors, back, binary, users
+from parity.trace.walk import CASTS, ancestors, back, binary, unnumbered, users
 
-_NUMBER = re.compile(r"\d+")
 _SCALES = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"add", "sub", "bias"})
 _SAME_ORDER = CASTS | {"view", "reshape", "flatten", "unflatten"}  # of elements, as into groups
@@ -88,7 +85,7 @@ def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
     loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     for pair in _pairs(trace):
         both = pair.first, pair.second
-        paths = tuple(_NUMBER.sub("#", one.call.site[0]) for one in both)
+        paths = tuple(unnumbered(one.call.site[0]) for one in both)
         kinds = tuple((one.kind, one.operand) for one in both)
         alike[(paths, kinds, tuple(one.call.site[1:] for one in both))].append(pair)
         loops[(paths, kinds)].append(pair)

@@ -33,6 +33,7 @@ from parity.case.weight_map import (
     unpack,
 )
 from parity.mistakes.hypothesis import Hypothesis, Scope
+from parity.trace.walk import unnumbered
 
 # Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong there.
 #
@@ -408,7 +409,6 @@ def _transposed_rows(x: Tensor, blocks: int) -> Tensor:
 # One entry is misread, several are misread alike, or two have each other's TE parameter.
 
 
-_NUMBER = re.compile(r"\d+")
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 _WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
 
@@ -549,10 +549,10 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     by_stack: dict[str, list[_Misread]] = defaultdict(list)
     for entry in same:
         by_parameter[entry.parameter].append(entry)
-        by_path[_NUMBER.sub("#", next(iter(names(entry.right)), ""))].append(entry)
+        by_path[unnumbered(next(iter(names(entry.right)), ""))].append(entry)
         by_layer[entry.layer].append(entry)
-        by_block[_NUMBER.sub("#", entry.block)].append(entry)
-        by_owner[_NUMBER.sub("#", entry.owner)].append(entry)
+        by_block[unnumbered(entry.block)].append(entry)
+        by_owner[unnumbered(entry.owner)].append(entry)
         by_stack[entry.stack].append(entry)
     kinds = list(by_parameter.values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)

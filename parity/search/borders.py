@@ -105,7 +105,7 @@ def _of(
     mask = sequences_instead(lengths)
     edits: list[Edit] = []
     for one in subjects:
-        edits += one.edits(mask) if isinstance(one, Packed) else one.edits(mask=mask)
+        edits += one.masked_by(mask)
     borders = [0, *accumulate(lengths)]
     return Hypothesis(
         "mask",

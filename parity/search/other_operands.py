@@ -8,7 +8,6 @@ to first order from few passes; those whose effect is most like the candidate's 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.operations import ordinal
+from parity.mistakes.hypothesis import Hypothesis, ordinal
 from parity.mistakes.reads import Layers, Place, edits_at, is_activation, made_again, places
 from parity.passes.nominal_clock import Work
 from parity.search.failure import Budget
 from parity.search.screen import FirstOrder
 from parity.trace.trace import Call, Trace, Value
-from parity.trace.walk import RESHAPES, back
+from parity.trace.walk import RESHAPES, back, unnumbered
 
-_NUMBER = re.compile(r"\d+")
 _TRIED = 24  # of each kind of exchange, the likeliest
 _PAIRED = 512  # exchanges at one place, or at one of each layer, of which each two are taken together
 _PAIRS = 64  # of them, the likeliest
@@ -221,9 +218,9 @@ class _Exchanges:
         for (place,) in (one.places for one in self._alone):
             path, invocation, name, _ = place.call.site
             made = self._trace.producer(place.value)
-            source = (_NUMBER.sub("#", made.site[0]), made.name) if made is not None else None
+            source = (unnumbered(made.site[0]), made.name) if made is not None else None
             shape = tuple(self._trace.tensor(place.value).shape)
-            loops[_NUMBER.sub("#", path), invocation, name, place.position, shape, source].append(place)
+            loops[unnumbered(path), invocation, name, place.position, shape, source].append(place)
         for rounds in loops.values():
             values = [place.value for place in rounds]
             for order in _orders(len(rounds)) if 1 < len(set(values)) == len(rounds) <= _MOST_ROUNDS else ():

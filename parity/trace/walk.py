@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -45,6 +46,14 @@ _SPELLINGS = {
     "isub": "sub",
     "itruediv": "div",
 }
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def unnumbered(path: str) -> str:
+    """Return a path without the numbers of its layers, the same for all layers that are alike: ``layers.#.mlp``."""
+    return _NUMBER.sub("#", path)
 
 
 def binary(call: Call | None) -> tuple[str, Any, Any] | None:

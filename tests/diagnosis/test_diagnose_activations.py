@@ -87,8 +87,8 @@ def test_the_constants_of_a_clamped_unit_are_told_whatever_is_multiplied_first(p
 @pytest.mark.parametrize(
     ("port", "told"),
     [
-        (dict(first=torch.relu), "it computes relu in the module, at activation 1 of 2 there"),
-        (dict(second=torch.relu), "it computes relu in the module, at activation 2 of 2 there"),
+        (dict(first=torch.relu), "it computes relu in the module, the 1st of 2 there"),
+        (dict(second=torch.relu), "it computes relu in the module, the 2nd of 2 there"),
     ],
 )
 def test_the_place_of_an_activation_among_others_is_told(port, told):

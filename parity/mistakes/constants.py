@@ -1,0 +1,93 @@
+"""Say which numbers a port may have where the reference has its own: one policy and one table for all mistakes.
+
+A search for a port's number begins at the values that people use, and close to the reference's own on either side. From
+whichever value leaves least of the error it goes on to numbers up to eight times as large or as small, and farther
+where the error keeps falling (``parity.search.gradient_screen.tuned``). So a number that stands in no table is found
+as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""eps of TE's modules, of Llama, and of BERT's family."""
+
+LARGE_NORM_EPS = (1e-4, 1e-3)
+"""eps of Keras and of models converted from it. Matched filters leave these out: they see them by the smaller ones."""
+
+ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
+"""Bases of Llama, Llama 3, Qwen, and others between them, the likeliest first."""
+
+GRID_ROPE_BASES = (100.0, 10_000.0)
+"""Bases of rotations by rows and columns: DINOv3's and EVA-02's, and that of most others."""
+
+ROPE_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of a head's channels that models rotate."""
+
+LLAMA3_LENGTHS, YARN_LENGTHS = (8192.0,), (4096.0, 32768.0)
+"""Lengths that models were trained with before their frequencies were scaled."""
+
+LLAMA3_FACTORS, YARN_FACTORS = (8.0, 32.0), (4.0, 40.0)
+"""Factors by which published models scale their frequencies."""
+
+INTERPOLATION_FACTORS = (2.0, 4.0, 8.0)
+"""Factors by which positions are divided (TE's ``seq_len_interpolation_factor``)."""
+
+SOFTCAPS = (30.0, 50.0)
+"""Gemma 2's caps of logits and of scores."""
+
+GATE_LIMITS = (7.0, 10.0)
+"""Limits of clamped gated units: gpt-oss's, and the next that people take."""
+
+LEAKY_SLOPE = 0.01
+"""PyTorch's slope of leaky ReLU."""
+
+LABEL_SMOOTHINGS = (0.1,)
+"""What most who smooth labels take."""
+
+Z_LOSSES = (1e-4, 1e-3, 1e-2)
+"""Factors of the z-loss: PaLM's and larger ones."""
+
+WEIGHT_DECAYS = (0.01, 0.1)
+"""``torch.optim.AdamW``'s default, and that of most language models."""
+
+MOMENTA = (0.9, 0.95, 0.99, 0.999)
+"""Momenta of SGD and betas of Adam."""
+
+OPTIMIZER_EPS = (1e-8, 1e-6, 1e-5)
+"""eps of Adam: PyTorch's default and those of some large models."""
+
+_NEAR = (0.9, 1.1)  # times the reference's own number: so near that an error falls whichever way the port's lies
+
+Numbered = TypeVar("Numbered")
+"""A mistake about a number: a dataclass with the fields ``value`` and ``tuned``."""
+
+
+def numbers(
+    made: Callable[[float], Numbered], own: Iterable[float] = (), usual: Iterable[float] = ()
+) -> Iterator[Numbered]:
+    """Yield a mistake with each number from which the search for a port's number begins.
+
+    Args:
+        made: from a positive number to the mistake with it, which changes nothing where the number is the reference's.
+        own: the reference's own number, or numbers where its places differ; those that are not positive and finite
+            are passed over.
+        usual: numbers that people use, the likeliest first.
+    """
+    near = (factor * number for number in own for factor in _NEAR)
+    known = dict.fromkeys((*usual, *near))
+    yield from map(tunable(made), (number for number in known if 0.0 < number < math.inf))
+
+
+def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
+    """Return ``made``, whose mistakes say which number they are about and how they are made with another."""
+
+    def with_number(number: float) -> Numbered:
+        mistake: Numbered = replace(made(number), value=number, tuned=with_number)  # type: ignore[type-var]
+        return mistake
+
+    return with_number
