@@ -98,7 +98,7 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
 
     Where something runs, ``yes`` may be followed by what TE would say with older libraries: what a real GPU needs.
     """
-    from parity.cpu import cuda, info
+    from parity.cpu import cuda
     from parity.cpu.emulated_gpu import emulated, emulated_libraries
 
     def answers(gpu: cuda.DeviceProperties) -> Availability:
@@ -111,7 +111,7 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
         return {name: _with_needs(answer, on_old_cuda[name], on_old_cublas[name]) for name, answer in now.items()}
 
     found = {f"{gpu.name.split()[-1]} {gpu.major}.{gpu.minor}": answers(gpu) for gpu in cuda.GPUS.values()}
-    cublaslt, cudnn = (environment.version_text(of()) for of in (info.get_cublasLt_version, info.get_cudnn_version))
+    cublaslt, cudnn = (environment.version_text(of()) for of in (cuda.cublaslt_version, cuda.cudnn_version))
     libraries = f"CUDA {cuda.CUDA_VERSION}, cuBLAS {cublaslt} and cuDNN {cudnn}"
     return found, libraries
 

@@ -94,6 +94,11 @@ def cublaslt_version() -> int:
     return int(value)
 
 
+def cudnn_version() -> int:
+    """Return the version of the emulated cuDNN, 9.15.0, encoded as ``cudnnGetVersion`` does."""
+    return 91500
+
+
 def check_environment() -> None:
     """Read the variables that describe the emulated GPU.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -9,38 +10,29 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import activations, cuda, dropout, enums, info, kernel_choices, mixture, norm, optimizers, versions
-from parity.cpu.attention import fused, kv_cache, rope, unfused
+from parity.cpu import activations, cuda, dropout, enums, kernel_choices, norm, optimizers, permutation, router, softmax
+from parity.cpu.attention import fused, kv_cache, rope
 from parity.cpu.products import gemm, grouped_gemm
 from parity.cpu.quantized import grouped, partial_cast, quantize, recipe
 
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
     activations,
-    optimizers,
-    mixture,
-    fused,
     dropout,
     fused,
     gemm,
     grouped,
     grouped_gemm,
-    grouped_gemm,
-    info,
     kv_cache,
-    optimizers,
     norm,
-    mixture,
+    optimizers,
     partial_cast,
-    mixture,
+    permutation,
     quantize,
     recipe,
     rope,
-    mixture,
-    activations,
-    optimizers,
-    unfused,
-    recipe,
+    router,
+    softmax,
 )
 
 
@@ -79,8 +71,126 @@ def build(version: Version) -> ModuleType:
     for family in KERNEL_FAMILIES:
         for name in family.__all__:
             setattr(extension, name, getattr(family, name))
+    for question in _QUESTIONS:
+        setattr(extension, question.__name__, question)
     for name, value in vars(enums).items():
         if isinstance(value, type) and value.__module__ == enums.__name__:
             setattr(extension, name, value)
-    versions.adapt_extension(extension, version)
+    _adapt(extension, version)
     return extension
+
+
+# What TE asks about libraries and streams before it computes anything (``csrc/extensions/misc.cpp``).
+
+
+def get_cublasLt_version() -> int:
+    return cuda.cublaslt_version()
+
+
+def get_cudnn_version() -> int:
+    return cuda.cudnn_version()
+
+
+def get_num_cublas_streams() -> int:
+    return 4
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    return False
+
+
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    return 0, 0
+
+
+def ubuf_built_with_mpi() -> bool:
+    return False
+
+
+def nvte_built_with_cublasmp() -> bool:
+    return False
+
+
+_QUESTIONS = (
+    device_supports_multicast,
+    get_cublasLt_version,
+    get_cudnn_version,
+    get_num_cublas_streams,
+    get_stream_priority_range,
+    nvte_built_with_cublasmp,
+    ubuf_built_with_mpi,
+)
+
+
+# What older versions of TE expect otherwise.
+
+
+def _adapt(extension: ModuleType, version: Version) -> None:
+    """Change what an older TE expects of ``transformer_engine_torch``."""
+    if version < Version("2.16"):  # cuDNN's attention for short sequences was removed in 2.16
+        backends = _with_member(extension.NVTE_Fused_Attn_Backend, "NVTE_F16_max512_seqlen", 0)
+        extension.NVTE_Fused_Attn_Backend = backends  # type: ignore[attr-defined]
+    if version < Version("2.17"):  # the router's kernels were told the numbers of tokens and experts
+        for name in ("fused_topk_with_score_function_bwd", "fused_score_for_moe_aux_loss_bwd"):
+            setattr(extension, name, _without_sizes(getattr(extension, name)))
+    elif version < Version("2.18"):
+        name = "fused_topk_with_score_function_bwd"
+        setattr(extension, name, _without_dense_indices(getattr(extension, name)))
+    if version < Version("2.15"):
+        extension.fused_attn_fwd = _with_formats_of_forward(extension)  # type: ignore[attr-defined]
+        extension.fused_attn_bwd = _with_formats_of_backward(extension)  # type: ignore[attr-defined]
+
+
+def _with_member(enumeration: type[enum.IntEnum], name: str, value: int) -> type[enum.IntEnum]:
+    members = {member.name: member.value for member in enumeration}
+    return enum.IntEnum(enumeration.__name__, {**members, name: value}, module=__name__)  # type: ignore[return-value]
+
+
+def _without_sizes(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A router kernel as it was before 2.17: called with two sizes that its tensors tell as well."""
+
+    def call(num_tokens: int, num_experts: int, *arguments: Any, **named: Any) -> None:
+        kernel(*arguments, **named)
+
+    return call
+
+
+def _without_dense_indices(kernel: Callable[..., None]) -> Callable[..., None]:
+    """``fused_topk_with_score_function_bwd`` as it was in 2.17: its last argument is the format of the map."""
+
+    def call(*arguments: Any) -> None:
+        kernel(*arguments[:-1], False, arguments[-1])
+
+    return call
+
+
+def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
+    """``fused_attn_fwd`` as it was before 2.15: the output's format is the query's, and FP8 had one more statistic.
+
+    That one, ZInv, cuDNN's graph did not fill any more.
+    """
+    kernel, format_unset = extension.fused_attn_fwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    query = 14
+
+    def call(*arguments: Any) -> Any:
+        output, statistics, *rest = kernel(*arguments[:7], format_unset, format_unset, *arguments[7:])
+        unused = [statistics.new_empty(statistics.shape)] if hasattr(arguments[query], "_quantizer") else []
+        return [output, statistics, *unused, *rest]
+
+    return call
+
+
+def _with_formats_of_backward(extension: ModuleType) -> Callable[..., Any]:
+    """``fused_attn_bwd`` as it was before 2.15: formats are the inputs', and the dtype of gradients was an argument."""
+    kernel, format_unset = extension.fused_attn_bwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    layout_unset = extension.NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
+    unset = (format_unset, format_unset, layout_unset, format_unset, format_unset)
+    gradient_dtype, from_forward = 20, 21
+
+    def call(*arguments: Any) -> Any:
+        statistics, *rest = arguments[from_forward]
+        rest = rest[1:] if rest[0].is_floating_point() else rest  # ZInv stands where the RNG state should
+        last = arguments[from_forward + 1 :]
+        return kernel(*arguments[:6], *unset, *arguments[6:gradient_dtype], [statistics, *rest], *last)
+
+    return call

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import mixture
+from parity.cpu import permutation
 from parity.cpu.products import grouped_gemm
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -149,18 +149,18 @@ def test_padding_puts_zeros_after_each_part_and_unpadding_takes_them_away(
     padded_sizes = [size + extra if size else 0 for size, extra in parts]
     x = torch.randint(1, 100, (sum(sizes), 3)).to(dtype)
     padded = torch.full((sum(padded_sizes), 3), 77).to(dtype)
-    mixture.fused_multi_row_padding(x, padded, sizes, padded_sizes)
+    permutation.fused_multi_row_padding(x, padded, sizes, padded_sizes)
     for part, padded_part in zip(x.split(sizes), padded.split(padded_sizes), strict=True):
         assert torch.equal(padded_part[: len(part)], part)
         assert not padded_part[len(part) :].any()
     back = torch.empty_like(x)
-    mixture.fused_multi_row_unpadding(padded, back, padded_sizes, sizes)
+    permutation.fused_multi_row_unpadding(padded, back, padded_sizes, sizes)
     assert torch.equal(back, x)
 
 
 def test_padding_needs_a_size_for_each_part() -> None:
     with pytest.raises(ValueError, match="2 parts of the input but 1 of the output"):
-        mixture.fused_multi_row_padding(torch.zeros(4, 2), torch.zeros(8, 2), [2, 2], [8])
+        permutation.fused_multi_row_padding(torch.zeros(4, 2), torch.zeros(8, 2), [2, 2], [8])
 
 
 def test_te_pads_experts_for_fp8_and_drops_the_padding_again(te_module: ModuleType) -> None:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from parity import te
 from parity.cpu import cuda, extension, kernel_choices
-from parity.cpu.attention import unfused
 from parity.cpu.enums import DType
 from parity.cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
 from parity.cpu.kernel_choices import kernel_choices as choosing
+from parity.cpu.loading import stand_ins
 from parity.cpu.products import block_scaled, gemm, grouped_gemm, tensor_cores
 from parity.cpu.products.block_scaled import BlockFactor
 
@@ -273,7 +273,7 @@ def test_attention_s_products_and_their_gradients_add_parts_in_16_bits(dtype: to
     gradient = integers(2, 3, 96, seed=3).to(dtype)
     a.requires_grad_(), b.requires_grad_()
     with choosing("attention-16-bit-sums"):
-        result = unfused.baddbmm(torch.full((2, 3, 96), torch.nan, dtype=dtype), a, b, beta=0.0, alpha=0.125)
+        result = stand_ins.baddbmm(torch.full((2, 3, 96), torch.nan, dtype=dtype), a, b, beta=0.0, alpha=0.125)
         result.backward(gradient)
     assert a.grad is not None
     for batch in range(2):

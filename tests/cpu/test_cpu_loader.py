@@ -16,9 +16,9 @@ from parity.cpu.loading.loader import _StandIns
         ("torch.compile(f)", "__parity_compile__(f)"),
         ("torch.baddbmm(s, q, k, beta=0.0)", "__parity_baddbmm__(s, q, k, beta=0.0)"),
         ("torch.bmm(p, v)", "__parity_bmm__(p, v)"),
-        ("import triton.language as tl", "import parity.cpu.triton.stand_in as tl"),
-        ("from triton import jit", "from parity.cpu.triton.stand_in import jit"),
-        ("from importlib.metadata import version as v", "from parity.cpu.loading.packages import version as v"),
+        ("import triton.language as tl", "import parity.cpu.loading.triton as tl"),
+        ("from triton import jit", "from parity.cpu.loading.triton import jit"),
+        ("from importlib.metadata import version as v", "from parity.cpu.loading.stand_ins import version as v"),
     ],
 )
 def test_what_only_a_gpu_can_use_has_stand_ins(written, read):

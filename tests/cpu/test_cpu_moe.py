@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import mixture
+from parity.cpu import permutation
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDING = {FP32: 2.0**-22, BF16: 2.0**-8, FP16: 2.0**-11}
@@ -163,8 +163,8 @@ def test_unpermuting_without_probabilities_multiplies_by_the_number_of_choices(
     rng = torch.Generator().manual_seed(seed)
     x = torch.randint(-8, 8, (tokens, 4), generator=rng).float()
     indices = torch.randint(0, 3, (tokens, top_k), generator=rng).int()
-    rows, row_id_map, _ = mixture.moe_permute_fwd(x, 4, indices, 0, [], tokens * top_k)
-    back = mixture.moe_unpermute_fwd(rows, 4, row_id_map, torch.empty(0), tokens, top_k)
+    rows, row_id_map, _ = permutation.moe_permute_fwd(x, 4, indices, 0, [], tokens * top_k)
+    back = permutation.moe_unpermute_fwd(rows, 4, row_id_map, torch.empty(0), tokens, top_k)
     assert torch.equal(back, x * top_k)
 
 

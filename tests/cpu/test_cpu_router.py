@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from parity import te
-from parity.cpu import mixture, versions
+from parity.cpu import versions
+from parity.cpu.router import largest
 
 SCORE_FUNCTIONS = ["softmax", "sigmoid", "sqrtsoftplus"]
 TOKENS, EXPERTS = 9, 40
@@ -211,7 +212,7 @@ def test_of_equal_scores_the_one_that_the_warp_meets_first_is_chosen(columns: in
     taken: list[int] = []
     for _ in range(k):
         taken.append(warp_choice(scores[0].tolist(), set(taken)))
-    assert mixture.largest(scores, k, radix=False)[0].tolist() == taken
+    assert largest(scores, k, radix=False)[0].tolist() == taken
 
 
 @settings(max_examples=40)
@@ -221,7 +222,7 @@ def test_radix_selection_chooses_the_lowest_of_equal_columns_and_puts_the_smalle
 ) -> None:
     k = min(k, columns)
     scores = torch.randint(0, 6, (3, columns), generator=torch.Generator().manual_seed(seed)).float()
-    for row, chosen in zip(scores.tolist(), mixture.largest(scores, k, radix=True).tolist(), strict=True):
+    for row, chosen in zip(scores.tolist(), largest(scores, k, radix=True).tolist(), strict=True):
         smallest = sorted(row, reverse=True)[k - 1]
         above = [column for column in range(columns) if row[column] > smallest]
         equal = [column for column in range(columns) if row[column] == smallest]

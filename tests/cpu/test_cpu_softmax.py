@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.attention import unfused
+from parity.cpu import softmax
 
 EPS32 = torch.finfo(torch.float32).eps
 HALF = (torch.float16, torch.bfloat16)
@@ -61,7 +61,7 @@ def causal(queries: int, keys: int, offset: int) -> Tensor:
 @given(problems)
 def test_softmax_is_the_fp64_softmax_rounded_once(problem: tuple) -> None:
     scores, scale, _ = draw(problem)
-    actual = unfused.scaled_softmax_forward(scores, scale)
+    actual = softmax.scaled_softmax_forward(scores, scale)
     assert actual.dtype == scores.dtype
     assert_rounded_once(actual, fp64_softmax(scores, scale), 8 * EPS32 * largest(scores, scale))
 
@@ -75,7 +75,7 @@ def test_masked_scores_get_exactly_zero_and_the_others_share_one(
     batch, _, queries, keys = scores.shape
     mask = torch.rand(1 if one_mask else batch, 1, queries, keys, generator=torch.Generator().manual_seed(1)) < 0.7
     mask[0, 0, 0] = True
-    actual = unfused.scaled_masked_softmax_forward(scores, mask.byte() if as_bytes else mask, scale)
+    actual = softmax.scaled_masked_softmax_forward(scores, mask.byte() if as_bytes else mask, scale)
     assert not actual.masked_select(mask).any()
     assert_rounded_once(actual, fp64_softmax(scores, scale, mask), 8 * EPS32 * largest(scores, scale))
     sums = actual.double().sum(-1)
@@ -89,7 +89,7 @@ def test_upper_triangular_softmax_sees_no_future_key(problem: tuple) -> None:
     scores, scale, _ = draw(problem)
     side = min(scores.shape[-2:])
     scores = scores[0, :, :side, :side].contiguous()
-    actual = unfused.scaled_upper_triang_masked_softmax_forward(scores, scale)
+    actual = softmax.scaled_upper_triang_masked_softmax_forward(scores, scale)
     future = causal(side, side, 0)
     assert not actual.masked_select(future).any()
     assert_rounded_once(actual, fp64_softmax(scores, scale, future), 8 * EPS32 * largest(scores, scale))
@@ -100,14 +100,14 @@ def test_upper_triangular_softmax_sees_no_future_key(problem: tuple) -> None:
 def test_aligned_causal_softmax_lets_the_last_query_see_all_keys(problem: tuple) -> None:
     scores, scale, _ = draw(problem)
     queries, keys = scores.shape[-2:]
-    actual = unfused.scaled_aligned_causal_masked_softmax_forward(scores, scale)
+    actual = softmax.scaled_aligned_causal_masked_softmax_forward(scores, scale)
     future = causal(queries, keys, keys - queries)
     assert not actual.masked_select(future).any()
     assert_rounded_once(actual, fp64_softmax(scores, scale, future), 8 * EPS32 * largest(scores, scale))
 
 
 def test_queries_older_than_all_keys_attend_to_nothing() -> None:
-    actual = unfused.scaled_aligned_causal_masked_softmax_forward(torch.zeros(1, 1, 10, 8).half(), 1.0)
+    actual = softmax.scaled_aligned_causal_masked_softmax_forward(torch.zeros(1, 1, 10, 8).half(), 1.0)
     assert not actual[0, 0, :2].any()
     assert actual[0, 0, 2].tolist() == [1] + 7 * [0]
 
@@ -116,7 +116,7 @@ def test_a_masked_score_counts_as_minus_ten_thousand() -> None:
     scores = torch.full((1, 1, 2, 8), -20000.0).half()
     mask = torch.zeros(1, 1, 2, 8, dtype=torch.bool)
     mask[..., 1, :4] = True
-    actual = unfused.scaled_masked_softmax_forward(scores, mask, 1.0)
+    actual = softmax.scaled_masked_softmax_forward(scores, mask, 1.0)
     assert actual[0, 0, 0].tolist() == 8 * [0.125]
     assert actual[0, 0, 1].tolist() == 8 * [0.0]
 
@@ -124,14 +124,14 @@ def test_a_masked_score_counts_as_minus_ten_thousand() -> None:
 def test_forward_rounds_the_scale_to_the_dtype_of_the_scores_and_backward_does_not() -> None:
     scores = (torch.arange(16.0).reshape(1, 1, 2, 8) * 4).bfloat16()
     rounded = torch.tensor(0.1).bfloat16().item()
-    probabilities = unfused.scaled_softmax_forward(scores, 0.1)
-    assert torch.equal(probabilities, unfused.scaled_softmax_forward(scores, rounded))
+    probabilities = softmax.scaled_softmax_forward(scores, 0.1)
+    assert torch.equal(probabilities, softmax.scaled_softmax_forward(scores, rounded))
     assert torch.equal(probabilities, torch.softmax(scores.float() * rounded, -1).bfloat16())
     assert not torch.equal(probabilities, torch.softmax(scores.float() * 0.1, -1).bfloat16())
     gradient = torch.tensor([1.0, 0.0, 0, 0, 0, 0, 0, 0]).expand(1, 1, 2, 8).half()
     y = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0]).expand(1, 1, 2, 8).half()
     scale = 2.0 + 2.0**-11
-    actual = unfused.scaled_softmax_backward(gradient, y, scale)
+    actual = softmax.scaled_softmax_backward(gradient, y, scale)
     assert actual[0, 0, 0, 0].item() == torch.tensor(0.25 * scale).half().item()
 
 
@@ -150,13 +150,13 @@ def test_backward_is_fp64_autograd_rounded_once_and_leaves_its_arguments(
     name: str, dimensions: int, problem: tuple
 ) -> None:
     scores, scale, gradient = draw(problem)
-    probabilities = unfused.scaled_softmax_forward(scores, scale)
+    probabilities = softmax.scaled_softmax_forward(scores, scale)
     if dimensions == 3:
         probabilities, gradient = probabilities[0], gradient[0]
     y, g = probabilities.double(), gradient.double()
     exact = scale * torch.ops.aten._softmax_backward_data(g, y, -1, torch.float64)
     before = probabilities.clone(), gradient.clone()
-    actual = getattr(unfused, name)(gradient, probabilities, scale)
+    actual = getattr(softmax, name)(gradient, probabilities, scale)
     assert actual.dtype == gradient.dtype
     assert_rounded_once(actual, exact, 0.0, absolute=16 * EPS32 * scale * g.abs().max().item())
     assert torch.equal(before[0], probabilities)
@@ -175,12 +175,12 @@ def test_backward_is_fp64_autograd_rounded_once_and_leaves_its_arguments(
 )
 def test_softmax_refuses_what_the_cuda_kernel_refuses(scores: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        unfused.scaled_softmax_forward(scores, 1.0)
+        softmax.scaled_softmax_forward(scores, 1.0)
 
 
 def test_a_mask_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be \[2 or 1, 1, 4, 8\], but is \[2, 3, 4, 8\]"):
-        unfused.scaled_masked_softmax_forward(torch.zeros(2, 3, 4, 8).half(), torch.zeros(2, 3, 4, 8).bool(), 1.0)
+        softmax.scaled_masked_softmax_forward(torch.zeros(2, 3, 4, 8).half(), torch.zeros(2, 3, 4, 8).bool(), 1.0)
 
 
 BATCH, SEQUENCE, HEADS, FEATURES = 2, 32, 2, 16
@@ -221,8 +221,8 @@ def test_te_unfused_attention_agrees_with_fp64_forward_and_backward(
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     calls: list[str] = []
-    for name in unfused.__all__:
-        monkeypatch.setattr(tex, name, recorded(getattr(unfused, name), calls))
+    for name in softmax.__all__:
+        monkeypatch.setattr(tex, name, recorded(getattr(softmax, name), calls))
     options, mask = attention_options(kind)
     rng = torch.Generator().manual_seed(0)
     tensors = [torch.randn(BATCH, SEQUENCE, HEADS, FEATURES, generator=rng).to(dtype) for _ in range(4)]

@@ -14,8 +14,8 @@ import triton_oracle
 from packaging.version import Version
 from torch import Tensor
 
-from parity.cpu import versions
-from parity.cpu.triton import cross_entropy, permutation, replacements, stand_in
+from parity.cpu import triton, versions
+from parity.cpu.loading import triton as stand_in
 
 WITHOUT_TRITON = """
 import sys
@@ -52,7 +52,7 @@ def test_a_triton_kernel_without_a_counterpart_says_so_when_it_is_launched() -> 
 
 
 def test_other_modules_keep_their_functions() -> None:
-    assert replacements.replacements("transformer_engine.pytorch.module.linear") == {}
+    assert triton.replacements("transformer_engine.pytorch.module.linear") == {}
 
 
 # What follows compares with TE's own Triton kernels.
@@ -71,7 +71,7 @@ def permutation_calls() -> Iterator[triton_oracle.Call]:
         sizes = (tokens, experts, hidden)
         rows = int(mask.sum())
         pad = torch.tensor([0, 2, 2, 5, 6])
-        row_id_map = permutation.make_row_id_map(mask, tokens, experts)
+        row_id_map = triton.make_row_id_map(mask, tokens, experts)
         x, probs = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, experts) * mask
         probs[0, mask[0].argmax()] = 0
         scale, grad = torch.rand(tokens, 3), torch.randn(tokens, hidden).to(dtype)
@@ -87,7 +87,7 @@ def permutation_calls() -> Iterator[triton_oracle.Call]:
                 "unpermute_with_mask_map_bwd_with_merging_probs",
                 (grad, row_id_map, permuted, probs, offsets, tokens, experts, out, hidden),
             )
-        chunk_map = permutation.make_chunk_sort_map(torch.tensor([4, 0, 6, 1]), torch.tensor([2, 3, 0, 1]), 13, 4)
+        chunk_map = triton.make_chunk_sort_map(torch.tensor([4, 0, 6, 1]), torch.tensor([2, 3, 0, 1]), 13, 4)
         yield "make_chunk_sort_map", (torch.tensor([4, 0, 6, 1]), torch.tensor([2, 3, 0, 1]), 13, 4)
         for forward in (True, False):
             yield "sort_chunks_by_map", (x, chunk_map, torch.rand(13), tokens, hidden, forward)
@@ -110,7 +110,7 @@ def cross_entropy_calls() -> Iterator[triton_oracle.Call]:
                 continue
             for x in (logits, logits.transpose(0, 1).contiguous().transpose(0, 1)):
                 yield "cross_entropy_forward", (x, target, smoothing, reduced, None, -100, False)
-            _, saved, stats, _, count, rank, ranks = cross_entropy.cross_entropy_forward(
+            _, saved, stats, _, count, rank, ranks = triton.cross_entropy_forward(
                 logits, target, smoothing, reduced, None, -100, False
             )
             yield (
@@ -164,7 +164,7 @@ def test_replacements_compute_what_te_s_own_triton_kernels_compute(
     pytest.importorskip("triton")
     if not (triton_oracle.te_root() / "pytorch" / "triton" / f"{module}.py").exists():
         pytest.skip(f"TransformerEngine {versions.installed_version()} has no {module}")
-    ours = replacements.replacements(f"transformer_engine.pytorch.triton.{module}")
+    ours = triton.replacements(f"transformer_engine.pytorch.triton.{module}")
     asked = list(calls())
     for (name, args), result in zip(asked, triton_oracle.run(module, asked, tmp_path), strict=True):
         actual, expected = meaningful(name, ours[name](*args), args), meaningful(name, result, args)

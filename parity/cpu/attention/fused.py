@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import cuda, info, versions
+from parity.cpu import cuda, versions
 from parity.cpu.attention import flash, flash_fp8, problem, scores
 from parity.cpu.attention.problem import GradientFormats, Layout, Problem, format_name, parse_layout
 from parity.cpu.attention.scores import Attention, Band
@@ -152,7 +152,7 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
     dropout_and_bias = c.dropout != 0.0 and c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS
     if architecture >= 100 and c.is_training and (c.deterministic or dropout_and_bias):
         yield "on Blackwell, the backward is neither deterministic nor does it serve dropout with a bias"
-    in_graph = c.cuda_graph and c.is_training and info.get_cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
+    in_graph = c.cuda_graph and c.is_training and cuda.cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
     if in_graph and c.max_seqlen_kv % 128 and not scores.is_padding(c.attn_mask_type):
         yield "in a CUDA graph, this cuDNN needs keys in multiples of 128"
 

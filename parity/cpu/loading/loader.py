@@ -24,10 +24,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import cuda, extension, versions
-from parity.cpu.attention import unfused
-from parity.cpu.loading import fusion
-from parity.cpu.triton import replacements
+from parity.cpu import cuda, extension, triton, versions
+from parity.cpu.loading import stand_ins
 
 # Reads Python source so that where it says ``cuda`` the CPU is meant, as rewrites of its syntax tree.
 #
@@ -189,24 +187,24 @@ def _write(file: Path, content: bytes) -> None:
 # =====================================  =====================================  =======================================
 # TE writes                              is read as                             because
 # =====================================  =====================================  =======================================
-# ``torch.compile``                      ``parity.cpu.loading.fusion.fuse``     it rounds as the compiled GPU code does
-# ``triton``                             ``parity.cpu.triton.stand_in``         it has no CPU target
-# ``from importlib.metadata import``     ``parity.cpu.loading.packages``        flash-attention may be installed here
-# ``torch.baddbmm``, ``torch.bmm``       ``parity.cpu.attention.unfused``       cuBLAS may add in 16 bits there
+# ``torch.compile``                      ``stand_ins.fuse``                     it rounds as the compiled GPU code does
+# ``triton``                             ``parity.cpu.loading.triton``          it has no CPU target
+# ``from importlib.metadata import``     ``parity.cpu.loading.stand_ins``       flash-attention may be installed here
+# ``torch.baddbmm``, ``torch.bmm``       ``stand_ins.baddbmm`` and ``bmm``      cuBLAS may add in 16 bits there
 # =====================================  =====================================  =======================================
 #
-# Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity.cpu.triton``.
+# Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity/cpu/triton.py``.
 
 
 _ROOT = "transformer_engine"
-_TRITON_MODULE = "parity.cpu.triton.stand_in"
-_PACKAGES_MODULE = "parity.cpu.loading.packages"
+_TRITON_MODULE = "parity.cpu.loading.triton"
+_METADATA_MODULE = "parity.cpu.loading.stand_ins"
 # Functions of ``torch`` by their names there; TE's modules find the stand-in as ``__parity_compile__``, which is set
 # before a module is executed.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "compile": fusion.fuse,
-    "baddbmm": unfused.baddbmm,
-    "bmm": unfused.bmm,
+    "compile": stand_ins.fuse,
+    "baddbmm": stand_ins.baddbmm,
+    "bmm": stand_ins.bmm,
 }
 
 
@@ -230,7 +228,7 @@ class _StandIns(ast.NodeTransformer):
         if node.level == 0 and node.module is not None and _is_triton(node.module):
             node.module = _TRITON_MODULE
         elif node.module == "importlib.metadata":
-            node.module = _PACKAGES_MODULE
+            node.module = _METADATA_MODULE
         return node
 
 
@@ -257,7 +255,7 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         vars(module).update({CUDA_NAME: cuda, **stand_ins})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
-        vars(module).update(replacements.replacements(module.__name__))
+        vars(module).update(triton.replacements(module.__name__))
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":

@@ -1,9 +1,20 @@
-"""Mixtures of experts: the router and its losses, tokens sent to experts and back."""
+"""The router of a mixture of experts: which experts a token goes to, with what probability, and its auxiliary loss.
+
+Follows ``csrc/extensions/router.cpp`` of TransformerEngine 2.20.2 and ``common/fused_router``. All arithmetic is FP32.
+
+================  ======================================  ==========================================================
+score function    scores                                  probabilities of the chosen
+================  ======================================  ==========================================================
+``softmax``       softmax of all logits before the        the scores themselves, or the softmax of the chosen logits
+                  choice, or none
+``sigmoid``       ``sigmoid(logit)``                      scores over their sum, if more than one is chosen
+``sqrtsoftplus``  ``sqrt(log(1 + exp(logit)))``           as for ``sigmoid``
+================  ======================================  ==========================================================
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,87 +26,12 @@ __all__ = [
     "fused_moe_aux_loss_bwd",
     "fused_moe_aux_loss_fwd",
     "fused_moe_aux_loss_fwd_graph_safe",
-    "fused_multi_row_padding",
-    "fused_multi_row_unpadding",
     "fused_score_for_moe_aux_loss_bwd",
     "fused_score_for_moe_aux_loss_fwd",
     "fused_topk_with_score_function_bwd",
     "fused_topk_with_score_function_fwd",
     "fused_topk_with_score_function_qb_fwd",
-    "moe_permute_bwd",
-    "moe_permute_fwd",
-    "moe_unpermute_bwd",
-    "moe_unpermute_fwd",
 ]
-
-# The k largest of each row, in the order, and with the choice among equals, that the router's GPU kernels have.
-#
-# Follows ``common/fused_router/utils.h`` of TransformerEngine 2.20.2: few experts are found one by one, by a warp of 32
-# lanes each of which looks at every 32nd; many by a radix selection.
-
-
-_LANES = 32
-_LARGEST_RADIX_ROW = 255 * _LANES
-
-
-def uses_radix(k: int, columns: int) -> bool:
-    """Whether TE selects by radix; the environment variable ``NVTE_RADIX_TOPK_THRESHOLD`` (16) says from which k on."""
-    return k >= int(os.environ.get("NVTE_RADIX_TOPK_THRESHOLD", "16")) and columns <= _LARGEST_RADIX_ROW
-
-
-def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
-    """Where the k largest of each row are.
-
-    Args:
-        scores: FP32 ``[rows, columns]``, no NaN.
-        k: at most ``columns``.
-        radix: one by one, they come in falling order, and of equals the one that the warp's reduction meets first.
-            By radix, the smallest of them come last; otherwise, and among equals, the lower column comes first.
-
-    Returns:
-        Columns, int64 ``[rows, k]``.
-    """
-    if not radix:
-        order = _warp_order(scores.shape[1])
-        return order[scores[:, order].sort(dim=1, descending=True, stable=True).indices[:, :k]]
-    chosen = _ordered(scores).sort(dim=1, descending=True, stable=True)
-    smallest, columns = chosen.values[:, k - 1 : k], chosen.indices[:, :k]
-    is_smallest = (chosen.values[:, :k] == smallest) * scores.shape[1]
-    return columns.gather(1, (columns + is_smallest).argsort(1))
-
-
-def _warp_order(columns: int) -> Tensor:
-    """Return the columns in the order of preference among equals.
-
-    A lane keeps the first of the equals that it meets. When two lanes compare, each keeps its own: lanes that differ by
-    16 compare first, neighbours last, and lane 0 tells the result, so the bits of a lane's number count in reverse.
-    """
-    column = torch.arange(columns)
-    lane = column % _LANES
-    reversed_lane = sum(((lane >> bit) & 1) << (4 - bit) for bit in range(5))
-    return (reversed_lane * columns + column).argsort()
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """Int32 that are ordered as FP32 are, -0 below 0."""
-    bits = scores.contiguous().view(torch.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-# Which experts a token goes to, and with what probability; scores for the auxiliary loss.
-#
-# Follows ``csrc/extensions/router.cpp`` of TransformerEngine 2.20.2 and ``common/fused_router``. All arithmetic is
-# FP32.
-#
-# ================  ======================================  ==========================================================
-# score function    scores                                  probabilities of the chosen
-# ================  ======================================  ==========================================================
-# ``softmax``       softmax of all logits before the        the scores themselves, or the softmax of the chosen logits
-#                   choice, or none
-# ``sigmoid``       ``sigmoid(logit)``                      scores over their sum, if more than one is chosen
-# ``sqrtsoftplus``  ``sqrt(log(1 + exp(logit)))``           as for ``sigmoid``
-# ================  ======================================  ==========================================================
-
 
 _EPSILON = 1e-20
 _SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -361,6 +297,60 @@ def _score_bwd(grad: Tensor, logits_or_scores: Tensor, scores: Tensor, score_fun
     return grad * (slope / (2 * scores + _EPSILON))
 
 
+# The k largest of each row, in the order, and with the choice among equals, that the router's GPU kernels have.
+#
+# Follows ``common/fused_router/utils.h`` of TransformerEngine 2.20.2: few experts are found one by one, by a warp of 32
+# lanes each of which looks at every 32nd; many by a radix selection.
+
+
+_LANES = 32
+_LARGEST_RADIX_ROW = 255 * _LANES
+
+
+def uses_radix(k: int, columns: int) -> bool:
+    """Whether TE selects by radix; the environment variable ``NVTE_RADIX_TOPK_THRESHOLD`` (16) says from which k on."""
+    return k >= int(os.environ.get("NVTE_RADIX_TOPK_THRESHOLD", "16")) and columns <= _LARGEST_RADIX_ROW
+
+
+def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
+    """Where the k largest of each row are.
+
+    Args:
+        scores: FP32 ``[rows, columns]``, no NaN.
+        k: at most ``columns``.
+        radix: one by one, they come in falling order, and of equals the one that the warp's reduction meets first.
+            By radix, the smallest of them come last; otherwise, and among equals, the lower column comes first.
+
+    Returns:
+        Columns, int64 ``[rows, k]``.
+    """
+    if not radix:
+        order = _warp_order(scores.shape[1])
+        return order[scores[:, order].sort(dim=1, descending=True, stable=True).indices[:, :k]]
+    chosen = _ordered(scores).sort(dim=1, descending=True, stable=True)
+    smallest, columns = chosen.values[:, k - 1 : k], chosen.indices[:, :k]
+    is_smallest = (chosen.values[:, :k] == smallest) * scores.shape[1]
+    return columns.gather(1, (columns + is_smallest).argsort(1))
+
+
+def _warp_order(columns: int) -> Tensor:
+    """Return the columns in the order of preference among equals.
+
+    A lane keeps the first of the equals that it meets. When two lanes compare, each keeps its own: lanes that differ by
+    16 compare first, neighbours last, and lane 0 tells the result, so the bits of a lane's number count in reverse.
+    """
+    column = torch.arange(columns)
+    lane = column % _LANES
+    reversed_lane = sum(((lane >> bit) & 1) << (4 - bit) for bit in range(5))
+    return (reversed_lane * columns + column).argsort()
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Int32 that are ordered as FP32 are, -0 below 0."""
+    bits = scores.contiguous().view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 # The loss that keeps a mixture's experts evenly busy.
 #
 # Follows ``csrc/extensions/router.cpp`` of TransformerEngine 2.20.2 and ``common/fused_router/fused_moe_aux_loss.cu``:
@@ -424,157 +414,3 @@ def fused_moe_aux_loss_bwd(
     """Return the gradient of ``probs``, ``[num_rows, num_cols]``, in the dtype of the loss's gradient."""
     of_expert = Const_buf[0] * tokens_per_expert.float() * grad_aux_loss.float()
     return of_expert.to(grad_aux_loss.dtype).expand(num_rows, num_cols).contiguous()
-
-
-# Tokens to the rows of their experts and back, by a map of expert indices.
-#
-# Follows ``csrc/extensions/permutation.cpp`` of TransformerEngine 2.20.2 and ``common/permutation/permutation.cu``. The
-# permuted rows are sorted by expert; rows of one expert keep the order of their tokens. ``row_id_map`` is int32
-# ``[top_k * tokens]``, the k-th choice of token t at ``k * tokens + t``: the row that holds it, or -1 if it was
-# dropped.
-
-
-@torch.no_grad()
-def moe_permute_fwd(
-    input: Tensor,
-    dtype: int,
-    indices: Tensor,
-    num_out_tokens: int,
-    workspace: list[Tensor],
-    max_expanded_token_num: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Copy each token to one row for each of its experts.
-
-    Args:
-        input: ``[tokens, hidden]``, any dtype.
-        indices: the experts of each token, int32 ``[tokens, top_k]``; negative ones come first.
-        num_out_tokens: rows to keep, the last experts' are dropped; 0 or less keeps ``tokens * top_k``.
-
-    Returns:
-        The rows ``[num_out_tokens, hidden]``, ``row_id_map``, and the workspace, which sorting needs on a GPU only.
-    """
-    tokens, top_k = indices.shape
-    rows = num_out_tokens if num_out_tokens > 0 else tokens * top_k
-    choices = torch.argsort(indices.reshape(-1), stable=True)
-    kept = choices[:rows]
-    row_of_choice = torch.full((tokens * top_k,), -1, dtype=torch.int32)
-    row_of_choice[kept] = torch.arange(len(kept), dtype=torch.int32)
-    permuted = input.new_zeros(rows, input.shape[1])
-    permuted[: len(kept)] = input[kept // top_k]
-    return permuted, row_of_choice.view(tokens, top_k).t().reshape(-1), workspace
-
-
-@torch.no_grad()
-def moe_unpermute_fwd(
-    input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
-) -> Tensor:
-    """Add up the rows of each token, times their probabilities, in FP32 and in the order of its choices.
-
-    Args:
-        input: ``[rows, hidden]``.
-        prob: ``[num_tokens, topK]``, or empty: all are 1.
-
-    Returns:
-        ``[num_tokens, hidden]``, in the dtype of ``input``; zeros for a token that was dropped.
-    """
-    total = torch.zeros(num_tokens, input.shape[1])
-    for k, rows in enumerate(row_id_map.view(topK, num_tokens)):
-        choice = _rows(input, rows).float()
-        total += choice * prob[:, k, None].float() if prob.numel() else choice
-    return total.to(input.dtype)
-
-
-def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int) -> Tensor:
-    """Return the gradient of the tokens from that of their rows; as ``moe_unpermute_fwd``."""
-    return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
-
-
-@torch.no_grad()
-def moe_unpermute_bwd(
-    input_bwd: Tensor, input_fwd: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the probabilities.
-
-    Args:
-        input_bwd: gradient of the tokens, ``[tokens, hidden]``.
-        input_fwd: the rows of the forward pass, ``[rows, hidden]``.
-        prob: ``[tokens, top_k]``, or empty: then top_k is 1 and there is one row a token.
-
-    Returns:
-        The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``.
-    """
-    tokens, top_k = prob.shape if prob.numel() else (len(row_id_map), 1)
-    grad = input_bwd.float()
-    rows_grad = torch.zeros(len(input_fwd), input_bwd.shape[1], dtype=input_bwd.dtype)
-    prob_grad = torch.zeros(tokens, top_k)
-    for k, rows in enumerate(row_id_map.view(top_k, tokens)):
-        kept = rows >= 0
-        weighted = grad * prob[:, k, None].float() if prob.numel() else grad
-        rows_grad[rows[kept].long()] = weighted[kept].to(input_bwd.dtype)
-        if prob.numel():
-            prob_grad[:, k] = (grad * _rows(input_fwd, rows).float()).sum(1)
-    return rows_grad, prob_grad
-
-
-def _rows(input: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of ``input`` with these numbers; zeros for -1."""
-    return input[rows.clamp(min=0).long()].masked_fill_(rows[:, None] < 0, 0)
-
-
-# Rows of zeros between the parts of a batch, so that each part's number of rows fits an FP8 product.
-#
-# Follows ``csrc/extensions/padding.cpp`` of TransformerEngine 2.20.2 and ``common/util/padding.cu``.
-
-
-@torch.no_grad()
-def fused_multi_row_padding(
-    input: Tensor, output: Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
-) -> None:
-    """Copy each part of ``input`` to its place in ``output``, followed by rows of zeros.
-
-    A part without rows is left out, padding included: its place in ``output`` stays as it is.
-
-    Args:
-        input: ``[sum of input_row_list, columns]``, any dtype.
-        output: ``[sum of padded_input_row_list, columns]``, of the same dtype.
-        input_row_list: the rows of each part.
-        padded_input_row_list: the rows of each part in ``output``, at least as many.
-
-    Raises:
-        ValueError: if the lists differ in length or a tensor is no matrix.
-    """
-    for source, padded in _parts(input, output, input_row_list, padded_input_row_list):
-        padded[: len(source)] = source
-        padded[len(source) :] = 0
-
-
-@torch.no_grad()
-def fused_multi_row_unpadding(
-    input: Tensor, output: Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
-) -> None:
-    """Copy the leading rows of each part of ``input`` to ``output``: the inverse of ``fused_multi_row_padding``.
-
-    Args:
-        input: ``[sum of input_row_list, columns]``, any dtype.
-        output: ``[sum of unpadded_input_row_list, columns]``, of the same dtype.
-        input_row_list: the rows of each part, padding included.
-        unpadded_input_row_list: the rows of each part without it.
-
-    Raises:
-        ValueError: if the lists differ in length or a tensor is no matrix.
-    """
-    for source, unpadded in _parts(input, output, input_row_list, unpadded_input_row_list):
-        unpadded.copy_(source[: len(unpadded)])
-
-
-def _parts(
-    input: Tensor, output: Tensor, input_rows: Sequence[int], output_rows: Sequence[int]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return each part of the input that has rows, and its place in the output."""
-    if len(input_rows) != len(output_rows):
-        raise ValueError(f"padding got {len(input_rows)} parts of the input but {len(output_rows)} of the output")
-    if input.dim() != 2 or output.dim() != 2:
-        raise ValueError(f"padding works on matrices, got shapes {tuple(input.shape)} and {tuple(output.shape)}")
-    sources = input[: sum(input_rows)].split(list(input_rows))
-    places = output[: sum(output_rows)].split(list(output_rows))
-    return ((source, place) for source, place in zip(sources, places, strict=True) if len(source))

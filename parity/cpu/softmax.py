@@ -1,14 +1,16 @@
-"""TE's unfused attention: its batched products, and the softmax of scaled scores with four kinds of mask."""
+"""Softmax of scaled attention scores over keys, with four kinds of mask.
+
+Follows TransformerEngine 2.20.2: ``csrc/extensions/softmax.cpp`` and ``common/fused_softmax/*.cu``. FP16 and BF16
+only: for FP32 scores TE's Python takes PyTorch's softmax. Everything inside is FP32, and each result is rounded once.
+
+The forwards round the scale to the dtype of the scores, since the CUDA launchers take it in that type; the backwards
+use it as it is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from parity.cpu import kernel_choices
-from parity.cpu.products import tensor_cores
 
 __all__ = [
     "scaled_aligned_causal_masked_softmax_backward",
@@ -20,15 +22,6 @@ __all__ = [
     "scaled_upper_triang_masked_softmax_backward",
     "scaled_upper_triang_masked_softmax_forward",
 ]
-
-# Softmax of scaled attention scores over keys, with four kinds of mask.
-#
-# Follows TransformerEngine 2.20.2: ``csrc/extensions/softmax.cpp`` and ``common/fused_softmax/*.cu``. FP16 and BF16
-# only: for FP32 scores TE's Python takes PyTorch's softmax. Everything inside is FP32, and each result is rounded once.
-#
-# The forwards round the scale to the dtype of the scores, since the CUDA launchers take it in that type; the backwards
-# use it as it is.
-
 
 _MASKED_SCORE = -10000.0
 _LONGEST_SEQUENCE = 16384
@@ -158,52 +151,3 @@ def _check_attention_scores(scores: Tensor, least_queries: int) -> None:
             f"TransformerEngine's fused softmax needs a multiple of 8 keys and at least {least_queries} queries, "
             f"got {keys} keys and {queries} queries"
         )
-
-
-# The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
-#
-# They are PyTorch's. Under the kernel choice ``attention-16-bit-sums`` those of FP16 and BF16, and the products of
-# their gradients, split K and add the parts in that dtype, as cuBLAS may on a GPU, where PyTorch's
-# ``allow_fp16_reduced_precision_reduction`` and its like for BF16 are True unless set.
-
-
-def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """``torch.baddbmm``: ``beta * input + alpha * batch1 @ batch2``; parts are added as said above if ``beta`` is 0."""
-    if beta == 0.0 and _splits(batch1):
-        return _SplitProduct.apply(batch1, batch2, alpha)
-    return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-
-
-def bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    """``torch.bmm``: ``input @ mat2``, ``[batch, n, m]`` of ``[batch, n, k]`` and ``[batch, k, m]``."""
-    return _SplitProduct.apply(input, mat2, 1.0) if _splits(input) else torch.bmm(input, mat2)
-
-
-def _splits(operand: Tensor) -> bool:
-    return (
-        operand.dtype in tensor_cores.SIXTEEN_BIT and kernel_choices.ATTENTION_16_BIT_SUMS in kernel_choices.current()
-    )
-
-
-class _SplitProduct(torch.autograd.Function):
-    """``alpha * a @ b``; its backward pass is that of ``torch.baddbmm``, which applies ``alpha`` after rounding."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.alpha = alpha
-        return _product(a, b, alpha)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        a, b = ctx.saved_tensors
-        of_a = _product(gradient, b.transpose(1, 2)).mul_(ctx.alpha) if ctx.needs_input_grad[0] else None
-        of_b = _product(a.transpose(1, 2), gradient).mul_(ctx.alpha) if ctx.needs_input_grad[1] else None
-        return of_a, of_b, None
-
-
-def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    def partial(part: slice) -> Tensor:
-        return torch.bmm(a[:, :, part].float(), b[:, part].float()).mul_(alpha)
-
-    return tensor_cores.added(partial, a.shape[2], a.dtype)

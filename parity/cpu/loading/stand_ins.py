@@ -1,0 +1,120 @@
+"""What TransformerEngine's sources find in place of functions of ``torch`` and of ``importlib.metadata``.
+
+``loader.py`` says which name is exchanged for which function, and why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parity.cpu import kernel_choices
+from parity.cpu.products import tensor_cores
+
+__all__ = ["PackageNotFoundError", "baddbmm", "bmm", "distribution", "fuse", "version"]
+
+# ``torch.compile``, with which TE fuses pointwise code. A compiled fusion reads half-precision tensors into FP32
+# registers and rounds once, when it stores its results; run eagerly, the same lines would round after every operation.
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+    """Run ``function`` in FP32 and round its results to the dtypes that it has eagerly; call it as `torch.compile`."""
+    if function is None:
+        return fuse
+
+    @functools.wraps(function)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        if not any(_is_half(leaf) for leaf in tree_leaves((args, kwargs))):
+            return function(*args, **kwargs)
+        stored = function(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        results = function(*tree_map(_to_fp32, args), **tree_map(_to_fp32, kwargs))
+        return tree_map(lambda result, like: result.to(like.dtype), results, stored)
+
+    return fused
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+
+
+def _to_meta(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _to_fp32(value: Any) -> Any:
+    return value.float() if _is_half(value) else value
+
+
+# The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
+#
+# They are PyTorch's. Under the kernel choice ``attention-16-bit-sums`` those of FP16 and BF16, and the products of
+# their gradients, split K and add the parts in that dtype, as cuBLAS may on a GPU, where PyTorch's
+# ``allow_fp16_reduced_precision_reduction`` and its like for BF16 are True unless set.
+
+
+def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """``torch.baddbmm``: ``beta * input + alpha * batch1 @ batch2``; parts are added as said above if ``beta`` is 0."""
+    if beta == 0.0 and _splits(batch1):
+        return _SplitProduct.apply(batch1, batch2, alpha)
+    return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    """``torch.bmm``: ``input @ mat2``, ``[batch, n, m]`` of ``[batch, n, k]`` and ``[batch, k, m]``."""
+    return _SplitProduct.apply(input, mat2, 1.0) if _splits(input) else torch.bmm(input, mat2)
+
+
+def _splits(operand: Tensor) -> bool:
+    return (
+        operand.dtype in tensor_cores.SIXTEEN_BIT and kernel_choices.ATTENTION_16_BIT_SUMS in kernel_choices.current()
+    )
+
+
+class _SplitProduct(torch.autograd.Function):
+    """``alpha * a @ b``; its backward pass is that of ``torch.baddbmm``, which applies ``alpha`` after rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.alpha = alpha
+        return _product(a, b, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        a, b = ctx.saved_tensors
+        of_a = _product(gradient, b.transpose(1, 2)).mul_(ctx.alpha) if ctx.needs_input_grad[0] else None
+        of_b = _product(a.transpose(1, 2), gradient).mul_(ctx.alpha) if ctx.needs_input_grad[1] else None
+        return of_a, of_b, None
+
+
+def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    def partial(part: slice) -> Tensor:
+        return torch.bmm(a[:, :, part].float(), b[:, part].float()).mul_(alpha)
+
+    return tensor_cores.added(partial, a.shape[2], a.dtype)
+
+
+# ``importlib.metadata``. TE imports packages whose kernels run on a GPU alone where it finds their versions, and would
+# then call them with tensors that are on the CPU.
+
+_GPU_ONLY = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend")
+
+
+def version(distribution_name: str) -> str:
+    """Return the version of an installed distribution.
+
+    Raises:
+        PackageNotFoundError: if it is not installed, or runs on a GPU alone.
+    """
+    if distribution_name in _GPU_ONLY:
+        raise PackageNotFoundError(distribution_name)
+    return metadata.version(distribution_name)

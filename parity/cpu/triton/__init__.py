@@ -1,1 +1,0 @@
-"""What takes the place of TransformerEngine's Triton kernels."""
