@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.cpu import cuda
-from parity.cpu.emulated_gpu import emulated
+from parity.cpu.cuda import emulated
 from parity.judge import limits
 from parity.judge.differences import Difference, OfPrecision
 from parity.plugin.options import Options

@@ -99,7 +99,7 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
     Where something runs, ``yes`` may be followed by what TE would say with older libraries: what a real GPU needs.
     """
     from parity.cpu import cuda
-    from parity.cpu.emulated_gpu import emulated, emulated_libraries
+    from parity.cpu.cuda import emulated, emulated_libraries
 
     def answers(gpu: cuda.DeviceProperties) -> Availability:
         with emulated(gpu):

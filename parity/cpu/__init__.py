@@ -1,5 +1,28 @@
 """TransformerEngine's kernels on a CPU: a ``transformer_engine_torch`` in PyTorch, and a loader for TE's Python.
 
-One file a kernel family, named as in TE's ``csrc/extensions``, in a folder for each subject; ``extension.py`` makes one
-module of them, ``versions.py`` knows how TE's versions differ, ``cuda.py`` is the GPU that is emulated.
+A page stands for one of TE's ``csrc/extensions`` and is named after it. It imports nothing of parity but this room:
+
+==================================================  ====================================================================
+page                                                stands for, in TransformerEngine 2.20.2
+==================================================  ====================================================================
+``activation``                                      ``activation.cpp``, and of ``bias.cpp`` the fused activations
+``attention`` on ``flash``, ``flash_fp8`` and       ``attention.cpp``: cuDNN's fused attention, and the KV cache
+``attention_problem``
+``cast`` on ``formats``: ``float8``, ``mxfp8``,     ``cast.cpp``, ``transpose.cpp``, ``bias.cpp``, and
+``block_scaling``, ``nvfp4`` with ``float4``        ``csrc/quantizer.cpp``
+``dropout``                                         ``dropout.cpp``
+``gemm`` on ``tensor_cores``, ``kernel_choices``    ``gemm.cpp``; what other GPUs' kernels may do instead
+``multi_tensor``                                    ``multi_tensor``: Adam, SGD, norms and scales of lists of tensors
+``normalization``                                   ``normalization.cpp``
+``partial_cast``                                    ``fp8_partial_cast.cpp``, ``nvfp4_2d_partial_cast.cpp``
+``permutation``                                     ``permutation.cpp``, ``padding.cpp``
+``recipe``                                          ``recipe.cpp``, ``swizzle.cpp``
+``rope``                                            ``apply_rope.cpp``
+``router``                                          ``router.cpp``
+``softmax``                                         ``softmax.cpp``
+``extension``, ``enums``, ``versions``              ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
+``triton``                                          the functions of TE's Python that launch Triton kernels
+``cuda``                                            ``torch.cuda``, of one emulated GPU
+``loading``                                         how TE's Python, and a user's script, are read to mean the CPU
+==================================================  ====================================================================
 """

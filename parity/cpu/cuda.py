@@ -1,4 +1,4 @@
-"""What TransformerEngine gets for ``torch.cuda`` on a CPU: one emulated GPU whose memory is the host's.
+"""The emulated GPU, and what TransformerEngine gets for ``torch.cuda``: one device whose memory is the host's.
 
 Work is done when a call returns, so streams and events have nothing to order. Names that are not defined here come
 from the real ``torch.cuda``, where they fail as they always do without a GPU.
@@ -10,8 +10,10 @@ import contextlib
 import functools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -48,12 +50,12 @@ class BadVariable(UserError, ValueError):
     """An environment variable that describes the emulated GPU holds what it cannot."""
 
 
-# The GPU in place of the environment's, set by ``emulated_gpu.emulated``.
+# The GPU in place of the environment's, set by ``emulated``.
 chosen_gpu: ContextVar[DeviceProperties | None] = ContextVar("chosen_gpu", default=None)
 
 
 def emulated_gpu() -> DeviceProperties:
-    """Return the GPU of the context (``parity.cpu.emulated_gpu``), else the environment's.
+    """Return the GPU of the context (``parity.cpu.cuda``), else the environment's.
 
     Raises:
         BadVariable: as ``environment_gpu``.
@@ -263,3 +265,51 @@ nvtx = SimpleNamespace(
 
 def __getattr__(name: str) -> Any:
     return getattr(torch.cuda, name)
+
+
+# TE on an emulated GPU other than the process's own, for a part of the process.
+
+
+_CachedFunction = type(functools.cache(len))
+
+
+@contextmanager
+def emulated(gpu: DeviceProperties) -> Iterator[None]:
+    """Within the context, TE's modules on CPU kernels find themselves on ``gpu``, in this thread."""
+    token = chosen_gpu.set(gpu)
+    _forget_gpu()
+    try:
+        yield
+    finally:
+        chosen_gpu.reset(token)
+        _forget_gpu()
+
+
+@contextmanager
+def emulated_libraries(cuda_version: str = CUDA_VERSION, cublaslt: int = DEFAULT_CUBLASLT) -> Iterator[None]:
+    """Within the context, TE's modules on CPU kernels find these versions; for questions, since kernels stay the same.
+
+    Args:
+        cuda_version: as ``torch.version.cuda``.
+        cublaslt: as ``cublasLtGetVersion`` encodes it.
+    """
+    global CUDA_VERSION, cublaslt_version
+    before = CUDA_VERSION, cublaslt_version
+    CUDA_VERSION, cublaslt_version = cuda_version, functools.cache(lambda: cublaslt)
+    _forget_gpu()
+    try:
+        yield
+    finally:
+        CUDA_VERSION, cublaslt_version = before
+        _forget_gpu()
+
+
+def _forget_gpu() -> None:
+    """Make TE ask anew what its GPU can do: it keeps the answers in caches and in variables named ``..._SUPPORT``."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformer_engine.")]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, _CachedFunction):
+                value.cache_clear()
+            elif name.startswith("_") and name.endswith("_SUPPORT") and isinstance(value, tuple):
+                setattr(module, name, None)

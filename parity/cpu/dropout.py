@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import float8
+from parity.cpu import float8
 
 __all__ = ["dropout_bwd", "dropout_fwd"]
 

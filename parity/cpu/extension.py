@@ -10,25 +10,39 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from parity.cpu import activations, cuda, dropout, enums, kernel_choices, norm, optimizers, permutation, router, softmax
-from parity.cpu.attention import fused, kv_cache, rope
-from parity.cpu.products import gemm, grouped_gemm
-from parity.cpu.quantized import grouped, partial_cast, quantize, recipe
+from parity.cpu import (
+    activation,
+    attention,
+    cast,
+    cuda,
+    dropout,
+    enums,
+    gemm,
+    kernel_choices,
+    multi_tensor,
+    normalization,
+    partial_cast,
+    permutation,
+    recipe,
+    rope,
+    router,
+    softmax,
+)
 
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
-    activations,
+    activation,
     dropout,
-    fused,
+    attention,
     gemm,
-    grouped,
-    grouped_gemm,
-    kv_cache,
-    norm,
-    optimizers,
+    cast,
+    gemm,
+    attention,
+    normalization,
+    multi_tensor,
     partial_cast,
     permutation,
-    quantize,
+    cast,
     recipe,
     rope,
     router,

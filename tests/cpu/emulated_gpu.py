@@ -8,7 +8,7 @@ from types import ModuleType
 from unittest import mock
 
 from parity import te
-from parity.cpu import cuda, emulated_gpu
+from parity.cpu import cuda
 
 
 @contextmanager
@@ -16,5 +16,5 @@ def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) ->
     """``transformer_engine.pytorch``, which within the context finds itself on ``gpu``, and with this cuBLASLt."""
     module = te.kernels("cpu").te
     version = cublaslt_version or cuda.cublaslt_version()
-    with mock.patch.object(cuda, "cublaslt_version", return_value=version), emulated_gpu.emulated(gpu):
+    with mock.patch.object(cuda, "cublaslt_version", return_value=version), cuda.emulated(gpu):
         yield module

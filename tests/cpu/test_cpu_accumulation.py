@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.products import tensor_cores
-from parity.cpu.products.tensor_cores import HOPPER, Factor, TensorCore
+from parity.cpu import tensor_cores
+from parity.cpu.tensor_cores import HOPPER, Factor, TensorCore
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE_PRODUCT = TensorCore(products=1, promote_every=1)

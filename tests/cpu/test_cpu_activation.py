@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import activations
+from parity.cpu import activation
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS32 = torch.finfo(torch.float32).eps
@@ -92,7 +92,7 @@ def fp32_scale(name: str, x: Tensor, gradient: Tensor | None = None) -> Tensor:
 @given(problem=problems)
 def test_activation_is_its_definition_rounded_once(name: str, problem: tuple) -> None:
     x, _ = draw(problem, name)
-    actual = getattr(activations, name)(x, None)
+    actual = getattr(activation, name)(x, None)
     assert actual.dtype == x.dtype
     assert actual.is_contiguous()
     assert_rounded_once(actual, DEFINITIONS[name](x.double()), fp32_scale(name, x))
@@ -105,7 +105,7 @@ def test_gradient_is_that_of_the_definition_rounded_once(name: str, problem: tup
     x, gradient = draw(problem, name)
     leaf = x.double().requires_grad_()
     DEFINITIONS[name](leaf).backward(gradient.double())
-    actual = getattr(activations, GRADIENTS[name])(gradient, x, None)
+    actual = getattr(activation, GRADIENTS[name])(gradient, x, None)
     assert actual.dtype == x.dtype
     assert actual.shape == x.shape
     assert leaf.grad is not None
@@ -114,27 +114,27 @@ def test_gradient_is_that_of_the_definition_rounded_once(name: str, problem: tup
 
 def test_the_gate_is_the_first_half() -> None:
     gate_one_up_zero = torch.tensor([[1.0, 0.0]])
-    assert activations.swiglu(gate_one_up_zero, None).item() == 0
-    assert activations.dswiglu(torch.ones(1, 1), gate_one_up_zero, None)[0, 0] == 0
+    assert activation.swiglu(gate_one_up_zero, None).item() == 0
+    assert activation.dswiglu(torch.ones(1, 1), gate_one_up_zero, None)[0, 0] == 0
 
 
 def test_gelu_is_the_tanh_approximation() -> None:
     x = torch.linspace(-3, 3, 61)
-    assert torch.equal(activations.gelu(x, None), torch.nn.functional.gelu(x, approximate="tanh"))
+    assert torch.equal(activation.gelu(x, None), torch.nn.functional.gelu(x, approximate="tanh"))
 
 
 def test_relu_turns_nan_into_zero_as_cuda_does() -> None:
-    assert activations.relu(torch.tensor([float("nan"), -1.0, 2.0]), None).tolist() == [0, 0, 2]
+    assert activation.relu(torch.tensor([float("nan"), -1.0, 2.0]), None).tolist() == [0, 0, 2]
 
 
 def test_clamped_swiglu_holds_the_gate_from_above_only_and_up_on_both_sides() -> None:
     x = torch.tensor([[-3.0, 3.0, 1.0, 1.0], [0.5, 0.5, -3.0, 3.0]])
-    gradient = activations.clamped_dswiglu(torch.ones(2, 2), x, None, limit=2.0)
+    gradient = activation.clamped_dswiglu(torch.ones(2, 2), x, None, limit=2.0)
     assert (gradient == 0).tolist() == [[False, True, False, False], [False, False, True, True]]
 
 
 def test_a_value_on_the_limit_is_not_held() -> None:
-    gradient = activations.clamped_dswiglu(torch.ones(1, 2), torch.tensor([[2.0, 1.0, 1.0, -2.0]]), None, limit=2.0)
+    gradient = activation.clamped_dswiglu(torch.ones(1, 2), torch.tensor([[2.0, 1.0, 1.0, -2.0]]), None, limit=2.0)
     assert (gradient != 0).all()
 
 
@@ -143,24 +143,24 @@ def test_clamped_swiglu_takes_limit_alpha_and_offset(parameters: tuple[float, fl
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 2
     gate, up = x.double().chunk(2, -1)
     exact = clamped_swiglu(gate, up, *parameters)
-    torch.testing.assert_close(activations.clamped_swiglu(x, None, *parameters).double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(activation.clamped_swiglu(x, None, *parameters).double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_situglu_takes_both_betas() -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 3
     gate, up = x.double().chunk(2, -1)
     exact = situglu(gate, up, 1.5, 2.5)
-    torch.testing.assert_close(activations.situglu(x, None, 1.5, 2.5).double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(activation.situglu(x, None, 1.5, 2.5).double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_odd_columns_have_no_halves() -> None:
     with pytest.raises(ValueError, match="7 columns do not hold pairs"):
-        activations.swiglu(torch.ones(2, 7), None)
+        activation.swiglu(torch.ones(2, 7), None)
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert activations.swiglu(torch.empty(0, 8), None).shape == (0, 4)
-    assert activations.dswiglu(torch.empty(0, 4), torch.empty(0, 8), None).shape == (0, 8)
+    assert activation.swiglu(torch.empty(0, 8), None).shape == (0, 4)
+    assert activation.dswiglu(torch.empty(0, 4), torch.empty(0, 8), None).shape == (0, 8)
 
 
 SCALED = {"scaled_swiglu": ("swiglu", "scaled_dswiglu"), "scaled_situglu": ("situglu", "scaled_dsituglu")}
@@ -180,8 +180,8 @@ def test_scaled_activation_multiplies_rows_before_it_rounds(name: str, dtype: to
     x64, scales64 = x.double().requires_grad_(), scales.double().requires_grad_()
     exact = DEFINITIONS[plain](x64) * scales64.unsqueeze(-1)
     exact.backward(gradient.double())
-    actual = getattr(activations, name)(x, scales, None)
-    of_x, of_scales = getattr(activations, backward)(gradient, x, scales, None)
+    actual = getattr(activation, name)(x, scales, None)
+    of_x, of_scales = getattr(activation, backward)(gradient, x, scales, None)
     assert x64.grad is not None
     assert scales64.grad is not None
     assert_rounded_once(actual, exact.detach(), fp32_scale(plain, x))
@@ -189,7 +189,7 @@ def test_scaled_activation_multiplies_rows_before_it_rounds(name: str, dtype: to
     assert of_scales.dtype == torch.float32
     assert of_scales.shape == scales.shape
     torch.testing.assert_close(of_scales.double(), scales64.grad, rtol=1e-5, atol=1e-5)
-    assert getattr(activations, backward)(gradient, x, scales, None, compute_scale_grad=False)[1] is None
+    assert getattr(activation, backward)(gradient, x, scales, None, compute_scale_grad=False)[1] is None
 
 
 def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
@@ -198,25 +198,25 @@ def test_interleaved_gate_and_up_alternate_in_blocks() -> None:
     interleaved, halves = blocks.flatten(1), blocks.transpose(1, 2).flatten(1)
     gradient = torch.randn(5, 64, generator=rng)
     assert torch.equal(
-        activations.scaled_swiglu(interleaved, scales, None, 32),
-        activations.scaled_swiglu(halves, scales, None),
+        activation.scaled_swiglu(interleaved, scales, None, 32),
+        activation.scaled_swiglu(halves, scales, None),
     )
-    of_interleaved, _ = activations.scaled_dswiglu(gradient, interleaved, scales, None, 32)
-    of_halves, _ = activations.scaled_dswiglu(gradient, halves, scales, None)
+    of_interleaved, _ = activation.scaled_dswiglu(gradient, interleaved, scales, None, 32)
+    of_halves, _ = activation.scaled_dswiglu(gradient, halves, scales, None)
     assert torch.equal(of_interleaved.view(5, 2, 2, 32), of_halves.view(5, 2, 2, 32).transpose(1, 2))
 
 
 def test_scaled_activation_wants_one_scale_a_row() -> None:
     with pytest.raises(ValueError, match="3 rows, 2 scales"):
-        activations.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
+        activation.scaled_srelu(torch.ones(3, 4), torch.ones(2), None)
 
 
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
 def test_bias_gradient_is_the_sum_of_the_rounded_gradient(name: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(4, 8, 16, generator=rng).bfloat16() for _ in range(2))
-    of_bias, of_x = getattr(activations, f"dbias_d{name}")(gradient, x, None)
-    assert torch.equal(of_x, getattr(activations, f"d{name}")(gradient, x, None))
+    of_bias, of_x = getattr(activation, f"dbias_d{name}")(gradient, x, None)
+    assert torch.equal(of_x, getattr(activation, f"d{name}")(gradient, x, None))
     assert torch.equal(of_bias, of_x.double().sum((0, 1)).bfloat16())
 
 
@@ -227,9 +227,9 @@ def test_delayed_scaling_casts_and_sums_the_fp32_gradient() -> None:
 
     rng = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(32, 16, generator=rng).bfloat16() for _ in range(2))
-    exact = activations.dgelu(gradient.float(), x.float(), None)
+    exact = activation.dgelu(gradient.float(), x.float(), None)
     quantizer = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)
-    of_bias, of_x = activations.dbias_dgelu(gradient, x, quantizer)
+    of_bias, of_x = activation.dbias_dgelu(gradient, x, quantizer)
     assert torch.equal(of_x._data, quantizer(exact)._data)
     assert torch.equal(of_bias, exact.double().sum(0).bfloat16())
     assert not torch.equal(of_bias, exact.bfloat16().double().sum(0).bfloat16())

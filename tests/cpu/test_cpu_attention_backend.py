@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from parity.cpu import cuda
-from parity.cpu.attention import fused
+from parity.cpu import attention, cuda
 from parity.cpu.enums import (
     DType,
     NVTE_Bias_Type,
@@ -51,7 +50,7 @@ def configuration(**changes: Any) -> dict[str, Any]:
 
 def answer(**changes: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
     """As TE 2.20 asks."""
-    result = fused.get_fused_attn_backend(SimpleNamespace(**configuration(**changes)))
+    result = attention.get_fused_attn_backend(SimpleNamespace(**configuration(**changes)))
     assert isinstance(result, tuple)
     return result
 
@@ -159,7 +158,7 @@ def test_blackwell_trains_in_fp8_with_heads_up_to_128(monkeypatch: pytest.Monkey
 def test_an_older_te_passes_each_property_and_gets_the_backend_alone() -> None:
     for changes, expected in ((dict(), FUSED), (dict(head_dim_qk=60), NONE)):
         values = list(configuration(**changes).values())
-        assert fused.get_fused_attn_backend(*values[:2], DType.kBFloat16, *values[2:]) == expected
+        assert attention.get_fused_attn_backend(*values[:2], DType.kBFloat16, *values[2:]) == expected
 
 
 def test_ada_has_no_packed_sequences_and_heads_up_to_128(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.cpu.attention import fused, problem
+from parity.cpu import attention, attention_problem
 from parity.cpu.enums import (
     NVTE_Bias_Type,
     NVTE_Mask_Type,
@@ -67,14 +67,14 @@ LAYOUTS = [
 
 
 def forward(layout: NVTE_QKV_Layout, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
-    return fused.fused_attn_fwd(qkv_layout=layout, Q=q, K=k, V=v, **{**OPTIONS, **FORWARD, **options})
+    return attention.fused_attn_fwd(qkv_layout=layout, Q=q, K=k, V=v, **{**OPTIONS, **FORWARD, **options})
 
 
 def backward(
     layout: NVTE_QKV_Layout, qkv: list[Tensor], o: Tensor, do: Tensor, aux: list[Tensor], **options: Any
 ) -> list[Any]:
     q, k, v = qkv
-    return fused.fused_attn_bwd(
+    return attention.fused_attn_bwd(
         qkv_layout=layout, Q=q, K=k, V=v, O=o, dO=do, Aux_CTX_Tensors=aux, **{**OPTIONS, **BACKWARD, **options}
     )
 
@@ -99,7 +99,7 @@ def back(name: str, tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1) if name == "sbhd" else tensor
 
 
-def packed(layout: problem.Layout, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def packed(layout: attention_problem.Layout, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Q, K and V in memory as the layout says."""
     axis = -3 if layout.shared.endswith("hd") else -2
     if "3" in layout.shared:
@@ -111,7 +111,7 @@ def packed(layout: problem.Layout, q: Tensor, k: Tensor, v: Tensor) -> list[Tens
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout_gives_the_same_bits(layout: NVTE_QKV_Layout) -> None:
-    parsed = problem.parse_layout(layout)
+    parsed = attention_problem.parse_layout(layout)
     q, k, v, do = leaves()
     plain = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
     o, *aux = forward(plain, q, k, v)
@@ -127,7 +127,7 @@ def test_every_layout_gives_the_same_bits(layout: NVTE_QKV_Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_gradients_share_a_tensor_where_the_inputs_do(layout: NVTE_QKV_Layout) -> None:
-    parsed = problem.parse_layout(layout)
+    parsed = attention_problem.parse_layout(layout)
     q, k, v, do = leaves()
     qkv = packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v))
     output, *aux = forward(layout, *qkv)
@@ -139,7 +139,7 @@ def test_gradients_share_a_tensor_where_the_inputs_do(layout: NVTE_QKV_Layout) -
 
 @pytest.mark.parametrize("name", [layout.name for layout in NVTE_QKV_Layout if "Paged" in layout.name])
 def test_keys_on_pages_give_the_same_bits(name: str) -> None:
-    layout = problem.parse_layout(NVTE_QKV_Layout[name])
+    layout = attention_problem.parse_layout(NVTE_QKV_Layout[name])
     q, k, v, _ = leaves()
     table = torch.tensor([[4, 0, 7], [2, 8, 1], [5, 3, 6]], dtype=torch.int32)
     caches = []
@@ -225,4 +225,4 @@ def test_a_bias_before_scaling_is_refused() -> None:
 
 def test_a_layout_that_is_not_set_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a layout"):
-        problem.parse_layout(NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET)
+        attention_problem.parse_layout(NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
+from parity.cpu import cast, gemm
 from parity.cpu.enums import DType
-from parity.cpu.products import gemm
-from parity.cpu.quantized import quantize
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ML_DTYPE = {DType.kFloat8E4M3: ml_dtypes.float8_e4m3fn, DType.kFloat8E5M2: ml_dtypes.float8_e5m2}
@@ -178,7 +177,7 @@ def test_the_kernels_decode_as_te_s_python_does(te_module: ModuleType, dimension
         quantizer.set_usage(rowwise=True, columnwise=True)
         quantizer.set_usage(**usages)
         tensor = quantizer(values_of(ROWS, COLUMNS, dtype=FP32))
-        assert torch.equal(quantize.dequantize(tensor, DType.kFloat32), tensor.dequantize())
+        assert torch.equal(cast.dequantize(tensor, DType.kFloat32), tensor.dequantize())
 
 
 def test_quantizing_again_fills_the_same_buffers(te_module: ModuleType) -> None:
@@ -232,7 +231,7 @@ def test_an_internal_quantizer_makes_a_storage(te_module: ModuleType) -> None:
 def test_a_block_quantizer_writes_into_block_scaled_tensors_only(te_module: ModuleType) -> None:
     other = te_module.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)(torch.ones(128, 128))
     with pytest.raises(TypeError, match=r"Float8BlockQuantizer writes into a Float8BlockwiseQTensor.* Float8Tensor"):
-        quantize.quantize(torch.ones(128, 128), quantizer_of(te_module), other)
+        cast.quantize(torch.ones(128, 128), quantizer_of(te_module), other)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu.attention import flash, scores
-from parity.cpu.attention.scores import Attention, Band
+from parity.cpu import attention_problem, flash
+from parity.cpu.attention_problem import Attention, Band
 from parity.cpu.enums import NVTE_Mask_Type
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,10 +42,10 @@ def in_band(band: Band, queries: int, keys: int) -> Tensor:
 def test_a_block_sees_exactly_the_keys_of_the_band(band: Band, queries: int, keys: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, queries - 1))
     rows = range(start, data.draw(st.integers(start + 1, queries)))
-    columns = scores.visible_keys(band, rows, queries, keys)
+    columns = attention_problem.visible_keys(band, rows, queries, keys)
     seen = torch.zeros(len(rows), keys, dtype=torch.bool)
     if columns:
-        hidden = scores.hidden_keys(band, rows, columns, queries, keys)
+        hidden = attention_problem.hidden_keys(band, rows, columns, queries, keys)
         shape = (len(rows), len(columns))
         seen[:, columns.start : columns.stop] = torch.ones(shape, dtype=torch.bool) if hidden is None else ~hidden
     assert torch.equal(seen, in_band(band, queries, keys)[0, 0, rows.start : rows.stop])
@@ -69,7 +69,7 @@ def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
     attention = Attention(scale=0.25, band=band, sink=sink)
     with pytest.MonkeyPatch.context() as patch:
         if small_blocks:
-            patch.setattr(scores, "_SCORES_IN_A_BLOCK", 1)
+            patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", 1)
         output, lse, _ = flash.forward(*tensors[:3], attention)
         gradients = flash.backward(*tensors[:3], output, tensors[3], lse, attention)
     q, k, v = (tensor.double().transpose(1, 2).requires_grad_() for tensor in tensors[:3])
@@ -152,12 +152,12 @@ def _bias_gradient(tensors: tuple[Tensor, Tensor, Tensor, Tensor], bias: Tensor)
 )
 def test_alibi_slopes_are_those_of_the_paper(heads: int, exponents: list[float]) -> None:
     expected = [2.0**-exponent for exponent in exponents]
-    torch.testing.assert_close(scores.alibi_slopes(heads), torch.tensor(expected))
+    torch.testing.assert_close(attention_problem.alibi_slopes(heads), torch.tensor(expected))
 
 
 def test_a_mask_type_tells_whether_it_is_causal_and_whether_it_pads() -> None:
     names = {member.name for member in NVTE_Mask_Type}
-    causal = {name for name in names if scores.is_causal(NVTE_Mask_Type[name])}
-    padding = {name for name in names if scores.is_padding(NVTE_Mask_Type[name])}
+    causal = {name for name in names if attention_problem.is_causal(NVTE_Mask_Type[name])}
+    padding = {name for name in names if attention_problem.is_padding(NVTE_Mask_Type[name])}
     assert names - causal == {"NVTE_NO_MASK", "NVTE_PADDING_MASK"}
     assert names - padding == {"NVTE_NO_MASK", "NVTE_CAUSAL_MASK", "NVTE_CAUSAL_BOTTOM_RIGHT_MASK"}

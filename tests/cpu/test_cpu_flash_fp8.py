@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu.attention import flash_fp8, scores
-from parity.cpu.attention.flash_fp8 import Cast, Operand
-from parity.cpu.attention.scores import Attention, Band
-from parity.cpu.quantized import float8
+from parity.cpu import attention_problem, flash_fp8, float8
+from parity.cpu.attention_problem import Attention, Band
+from parity.cpu.flash_fp8 import Cast, Operand
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALE = 0.25
@@ -60,7 +59,7 @@ def test_results_are_off_by_no_more_than_the_casts_of_p_and_ds(
     seen = visible(queries, keys, band.left, band.right, offset)
     with pytest.MonkeyPatch.context() as patch:
         if small_blocks:
-            patch.setattr(scores, "_SCORES_IN_A_BLOCK", 1)
+            patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", 1)
         result = flash_fp8.forward(q, k, v, attention, s_cast)
         o = Operand(result.output, 1.0)
         gradients, amax = flash_fp8.backward(q, k, v, o, do, result.lse, attention, s_cast, dp_cast)

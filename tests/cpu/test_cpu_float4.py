@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu.quantized import float4
+from parity.cpu import float4
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES])

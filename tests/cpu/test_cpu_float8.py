@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.cpu.quantized import float8
+from parity.cpu import float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MANTISSA_BITS_AND_BIAS = {E4M3: (3, 7), E5M2: (2, 15)}

@@ -13,9 +13,8 @@ from test_cpu_attention_layouts import BACKWARD, FORWARD, LAYOUTS, OPTIONS, back
 from torch import Tensor
 
 from parity import te
-from parity.cpu.attention import fused, problem
+from parity.cpu import attention, attention_problem, cast, float8
 from parity.cpu.enums import DType, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
-from parity.cpu.quantized import float8, quantize
 
 BF16 = torch.bfloat16
 PADDED = [layout for layout in LAYOUTS if "T" not in layout.name.split("_")[1]]
@@ -47,7 +46,7 @@ def fp8(name: str, *tensors: Tensor) -> list[Any]:
     """FP8 tensors that lie as the high-precision ones do."""
     result = []
     for tensor in tensors:
-        codes = quantize.quantize(tensor.contiguous(), quantizer(name))._data
+        codes = cast.quantize(tensor.contiguous(), quantizer(name))._data
         laid_out = torch.empty(0, dtype=torch.uint8).set_(
             torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage(),
             tensor.storage_offset(),
@@ -61,18 +60,18 @@ def fp8(name: str, *tensors: Tensor) -> list[Any]:
 
 def forward(layout: NVTE_QKV_Layout, qkv: list[Any], s: Any, o: Any, **options: Any) -> list[Any]:
     arguments = {**OPTIONS, **FORWARD, "s_quantizer": s, "o_quantizer": o, **options}
-    return fused.fused_attn_fwd(qkv_layout=layout, Q=qkv[0], K=qkv[1], V=qkv[2], **arguments)
+    return attention.fused_attn_fwd(qkv_layout=layout, Q=qkv[0], K=qkv[1], V=qkv[2], **arguments)
 
 
 def backward(layout: NVTE_QKV_Layout, qkv: list[Any], o: Any, do: Any, aux: list[Any], **options: Any) -> list[Any]:
     arguments = {**OPTIONS, **BACKWARD, **options}
     tensors = dict(Q=qkv[0], K=qkv[1], V=qkv[2], O=o, dO=do, Aux_CTX_Tensors=aux)
-    return fused.fused_attn_bwd(qkv_layout=layout, **tensors, **arguments)
+    return attention.fused_attn_bwd(qkv_layout=layout, **tensors, **arguments)
 
 
 def run(layout: NVTE_QKV_Layout, options: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
     """O, dQ, dK and dV with delayed scaling throughout, and the quantizers that took part."""
-    parsed = problem.parse_layout(layout)
+    parsed = attention_problem.parse_layout(layout)
     q, k, v, do = leaves()
     qkv = fp8("qkv", *packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v)))
     quantizers = {name: quantizer(name) for name in ("s", "o", "dp", "dqkv")}
@@ -89,7 +88,7 @@ def run(layout: NVTE_QKV_Layout, options: dict[str, Any] | None = None) -> tuple
 def test_every_layout_gives_the_same_codes_and_amaxes(layout: NVTE_QKV_Layout) -> None:
     expected, expected_quantizers = run(PLAIN)
     results, quantizers = run(layout)
-    parsed = problem.parse_layout(layout)
+    parsed = attention_problem.parse_layout(layout)
     for got, wanted, name in zip(results, expected, [parsed.query] * 2 + [parsed.key] * 2, strict=True):
         assert torch.equal(back(name, got._data), wanted._data)
     for name, wanted in expected_quantizers.items():
@@ -100,7 +99,7 @@ def test_every_layout_gives_the_same_codes_and_amaxes(layout: NVTE_QKV_Layout) -
 def test_codes_of_gradients_share_a_tensor_where_the_inputs_do(layout: NVTE_QKV_Layout) -> None:
     gradients = run(layout)[0][1:]
     storages = len({gradient._data.untyped_storage().data_ptr() for gradient in gradients})
-    assert storages == {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}[problem.parse_layout(layout).shared]
+    assert storages == {"": 3, "2hd": 2, "h2d": 2, "3hd": 1, "h3d": 1}[attention_problem.parse_layout(layout).shared]
 
 
 def test_results_are_codes_with_the_reciprocals_of_their_scales() -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from parity import te
+from parity.cpu import cast, float8, gemm, tensor_cores
 from parity.cpu.enums import DType
-from parity.cpu.products import gemm, tensor_cores
-from parity.cpu.quantized import float8, quantize
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TE_DTYPE = {FP32: DType.kFloat32, BF16: DType.kBFloat16, FP16: DType.kFloat16}
@@ -72,7 +71,7 @@ def tf32_oracle(values: np.ndarray) -> np.ndarray:
 
 
 def codes(te_module: ModuleType, values: Tensor, scale: float = 1.0, **usages: bool) -> Any:
-    return quantize.quantize(
+    return cast.quantize(
         values, te_module.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), DType.kFloat8E4M3, **usages)
     )
 

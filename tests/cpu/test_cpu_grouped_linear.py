@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import permutation
-from parity.cpu.products import grouped_gemm
+from parity.cpu import gemm, permutation
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 IN, OUT = 32, 48
@@ -130,7 +129,7 @@ def test_grouped_gemm_applies_gelu_and_hands_back_its_input() -> None:
     bias = [torch.randn(8), torch.randn(8)]
     outputs = [torch.empty(4, 8), torch.empty(0, 8)]
     inputs = [torch.empty(4, 8), torch.empty(0, 8)]
-    grouped_gemm.te_general_grouped_gemm(
+    gemm.te_general_grouped_gemm(
         a, True, b, False, outputs, 4, None, bias, 4, False, inputs, False, [torch.empty(0)], 0, False, False, 0
     )
     torch.testing.assert_close(inputs[0], b[0] @ a[0].t() + bias[0], rtol=1e-2, atol=1e-2)

@@ -13,9 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cuda
+from parity.cpu import cast, cuda
 from parity.cpu.enums import DType
-from parity.cpu.quantized import grouped, quantize
 
 BF16 = torch.bfloat16
 GROUPS, WIDTH = [128, 0, 256], 256
@@ -72,14 +71,14 @@ def assert_same(member: Any, alone: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_group_is_cast_as_if_it_were_alone(te_module: ModuleType, name: str, usages: dict[str, bool]) -> None:
     quantizer, values = quantizer_of(te_module, name, **usages), values_of()
-    result = grouped.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
+    result = cast.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
     assert isinstance(result, torch.Tensor)
     assert tuple(result.shape) == (ROWS, WIDTH)
-    members = grouped.members(result)
+    members = cast.members(result)
     assert [member.size()[0] if member.size().numel() else 0 for member in members] == GROUPS
     for part, member in zip(values.split(GROUPS), members, strict=True):
         if part.numel():
-            assert_same(member, quantize.quantize(part, quantizer))
+            assert_same(member, cast.quantize(part, quantizer))
 
 
 @NEW_IN_2_18
@@ -88,7 +87,7 @@ def test_columns_alone_are_cast_with_current_scaling_too() -> None:
     with emulated(cuda.HOPPER) as te_module:
         values, sizes = values_of(), torch.tensor(GROUPS)
         both, columnwise = (
-            grouped.group_quantize(values, quantizer_of(te_module, "current", rowwise=rowwise), len(GROUPS), sizes)
+            cast.group_quantize(values, quantizer_of(te_module, "current", rowwise=rowwise), len(GROUPS), sizes)
             for rowwise in (True, False)
         )
         assert columnwise.rowwise_data is None
@@ -98,87 +97,87 @@ def test_columns_alone_are_cast_with_current_scaling_too() -> None:
 
 def test_groups_of_one_size_need_no_list_of_sizes(blackwell: ModuleType) -> None:
     quantizer, values = quantizer_of(blackwell, "mxfp8"), values_of(256)
-    result = grouped.group_quantize(values, quantizer, 2, None)
-    for part, member in zip(values.split(128), grouped.members(result), strict=True):
-        assert_same(member, quantize.quantize(part, quantizer))
+    result = cast.group_quantize(values, quantizer, 2, None)
+    for part, member in zip(values.split(128), cast.members(result), strict=True):
+        assert_same(member, cast.quantize(part, quantizer))
 
 
 def test_an_output_is_filled_in_place_unless_the_flag_is_set(blackwell: ModuleType) -> None:
     quantizer = quantizer_of(blackwell, "mxfp8")
     first, second = values_of(256), values_of(256).flip(0)
-    output = grouped.group_quantize(first, quantizer, 2, None)
+    output = cast.group_quantize(first, quantizer, 2, None)
     held, before = output.rowwise_data, output.rowwise_data.clone()
-    grouped.group_quantize(second, quantizer, 2, None, noop_flag=torch.ones(1), output=output)
+    cast.group_quantize(second, quantizer, 2, None, noop_flag=torch.ones(1), output=output)
     assert torch.equal(held, before)
-    grouped.group_quantize(second, quantizer, 2, None, noop_flag=torch.zeros(1), output=output)
-    assert torch.equal(held, grouped.group_quantize(second, quantizer, 2, None).rowwise_data)
+    cast.group_quantize(second, quantizer, 2, None, noop_flag=torch.zeros(1), output=output)
+    assert torch.equal(held, cast.group_quantize(second, quantizer, 2, None).rowwise_data)
 
 
 @pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_bias_gradients_are_sums_over_each_groups_rows(blackwell: ModuleType, name: str) -> None:
     quantizer, values = quantizer_of(blackwell, name), values_of()
-    result, bias_grads = grouped.bgrad_group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
+    result, bias_grads = cast.bgrad_group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
     expected = torch.stack([part.double().sum(0) for part in values.split(GROUPS)])
     assert bias_grads.dtype == BF16
     torch.testing.assert_close(bias_grads.double(), expected, rtol=2.0**-8, atol=1e-5)
-    plain = grouped.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
+    plain = cast.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
     assert torch.equal(result.rowwise_data, plain.rowwise_data)
 
 
 @pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
 def test_dequantizing_decodes_each_group(blackwell: ModuleType, name: str) -> None:
     quantizer, values = quantizer_of(blackwell, name), values_of()
-    result = grouped.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
-    decoded = grouped.group_dequantize(result, DType.kBFloat16)
+    result = cast.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
+    decoded = cast.group_dequantize(result, DType.kBFloat16)
     assert decoded.quantizer is None
-    alone = [quantize.quantize(part, quantizer).dequantize(dtype=BF16) for part in values.split(GROUPS) if len(part)]
+    alone = [cast.quantize(part, quantizer).dequantize(dtype=BF16) for part in values.split(GROUPS) if len(part)]
     assert torch.equal(decoded.rowwise_data.view(ROWS, WIDTH), torch.cat(alone))
 
 
 def test_requantizing_adds_columns_cast_from_the_decoded_rows(blackwell: ModuleType) -> None:
     quantizer, sizes = quantizer_of(blackwell, "mxfp8", columnwise=False), torch.tensor(GROUPS)
-    rowwise = grouped.group_quantize(values_of(), quantizer, len(GROUPS), sizes)
+    rowwise = cast.group_quantize(values_of(), quantizer, len(GROUPS), sizes)
     quantizer.set_usage(columnwise=True)
-    decoded = grouped.group_requantize_inplace(
+    decoded = cast.group_requantize_inplace(
         rowwise, quantizer, len(GROUPS), sizes, DType.kBFloat16, return_dequantized=True
     )
-    again = grouped.group_quantize(decoded, quantizer_of(blackwell, "mxfp8"), len(GROUPS), sizes)
+    again = cast.group_quantize(decoded, quantizer_of(blackwell, "mxfp8"), len(GROUPS), sizes)
     assert torch.equal(rowwise.columnwise_data, again.columnwise_data)
     assert torch.equal(rowwise.columnwise_scale_inv, again.columnwise_scale_inv)
     with pytest.raises(RuntimeError, match="rowwise data alone"):
-        grouped.group_requantize_inplace(rowwise, quantizer, len(GROUPS), sizes, DType.kBFloat16)
+        cast.group_requantize_inplace(rowwise, quantizer, len(GROUPS), sizes, DType.kBFloat16)
 
 
 def test_known_amaxes_stand_in_for_the_values_own(blackwell: ModuleType) -> None:
     quantizer, values = quantizer_of(blackwell, "nvfp4"), values_of(256)
-    own = quantize.quantize(values, quantizer)
+    own = cast.quantize(values, quantizer)
     amaxes = own._amax_rowwise, own._amax_columnwise
-    assert_same(grouped.nvfp4_quantize_with_amax(values, quantizer, *amaxes), own)
-    doubled = grouped.nvfp4_quantize_with_amax(values, quantizer, 2 * amaxes[0], 2 * amaxes[1])
+    assert_same(cast.nvfp4_quantize_with_amax(values, quantizer, *amaxes), own)
+    doubled = cast.nvfp4_quantize_with_amax(values, quantizer, 2 * amaxes[0], 2 * amaxes[1])
     assert torch.equal(doubled._amax_columnwise, 2 * amaxes[1])
     # Twice the amax halves what a block scale of 1 stands for, and the block scales double: E4M3 has room for it.
-    assert torch.equal(doubled._rowwise_data, quantize.quantize(values, quantizer)._rowwise_data)
-    two = grouped.nvfp4_group_quantize_with_amax(
+    assert torch.equal(doubled._rowwise_data, cast.quantize(values, quantizer)._rowwise_data)
+    two = cast.nvfp4_group_quantize_with_amax(
         values.repeat(2, 1), quantizer, 2, None, rowwise_amax=amaxes[0].repeat(2), columnwise_amax=amaxes[1].repeat(2)
     )
-    for member in grouped.members(two):
+    for member in cast.members(two):
         assert_same(member, own)
 
 
 @pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
 def test_groups_that_block_scales_do_not_fit_are_refused(blackwell: ModuleType, name: str) -> None:
     with pytest.raises(RuntimeError, match=r"multiples of 128, but got \[96, 288\]; pad them"):
-        grouped.group_quantize(values_of(), quantizer_of(blackwell, name), 2, torch.tensor([96, 288]))
+        cast.group_quantize(values_of(), quantizer_of(blackwell, name), 2, torch.tensor([96, 288]))
 
 
 def test_what_te_does_not_group_is_refused(blackwell: ModuleType) -> None:
     delayed = blackwell.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)
     with pytest.raises(RuntimeError, match="serves no Float8Quantizer"):
-        grouped.group_quantize(values_of(), delayed, 3, torch.tensor(GROUPS))
+        cast.group_quantize(values_of(), delayed, 3, torch.tensor(GROUPS))
     with pytest.raises(RuntimeError, match="needs a random Hadamard transform"):
-        grouped.group_quantize(values_of(), blackwell.NVFP4Quantizer(), 3, torch.tensor(GROUPS))
+        cast.group_quantize(values_of(), blackwell.NVFP4Quantizer(), 3, torch.tensor(GROUPS))
     with pytest.raises(RuntimeError, match="not Float8CurrentScalingQuantizer"):
-        grouped.bgrad_group_quantize(values_of(), quantizer_of(blackwell, "current"), 3, torch.tensor(GROUPS))
+        cast.bgrad_group_quantize(values_of(), quantizer_of(blackwell, "current"), 3, torch.tensor(GROUPS))
 
 
 RECIPES = {

@@ -20,13 +20,12 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te
-from parity.cpu import cuda, extension, kernel_choices
+from parity.cpu import cuda, extension, gemm, kernel_choices, tensor_cores
 from parity.cpu.enums import DType
 from parity.cpu.kernel_choices import NAMES, VARIABLE, BadChoice, current
 from parity.cpu.kernel_choices import kernel_choices as choosing
 from parity.cpu.loading import stand_ins
-from parity.cpu.products import block_scaled, gemm, grouped_gemm, tensor_cores
-from parity.cpu.products.block_scaled import BlockFactor
+from parity.cpu.tensor_cores import BlockFactor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -407,7 +406,7 @@ def test_mxfp8_sums_keep_25_fraction_bits_of_the_largest_term(dtype: torch.dtype
         scales = torch.exp2(torch.randint(-spread, spread + 1, (4, 5), generator=generator).float())
         factors.append(BlockFactor(values, scales, dtype))
     a, b = factors
-    result, lowest = block_scaled.product(a, b), exponent(Fraction(torch.finfo(dtype).smallest_normal))
+    result, lowest = tensor_cores.block_product(a, b), exponent(Fraction(torch.finfo(dtype).smallest_normal))
     for n in range(4):
         for m in range(4):
             scales = [
@@ -444,7 +443,7 @@ def test_nvfp4_sums_add_exact_sums_of_blocks_in_steps_of_64() -> None:
         scales = torch.randint(0, 127, (4, 14), generator=generator).to(torch.uint8).view(E4M3).float()
         factors.append(BlockFactor(values, scales, None))
     a, b = factors
-    result = block_scaled.product(a, b)
+    result = tensor_cores.block_product(a, b)
     for n in range(4):
         for m in range(4):
             expected = nvfp4_sum(*(tensor.tolist() for tensor in (a.values[m], b.values[n], a.scales[m], b.scales[n])))
@@ -457,7 +456,7 @@ def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
         BlockFactor(torch.ones(3, 64), torch.ones(3, 2), E5M2),
     )
     a.values[0, 3], b.values[2, 3], b.scales[1, 1] = torch.inf, 0.0, torch.nan
-    result = block_scaled.product(a, b)
+    result = tensor_cores.block_product(a, b)
     plain = torch.tensor([[torch.inf, 64.0], [torch.nan, torch.nan], [torch.nan, 63.0]])
     torch.testing.assert_close(result, plain, equal_nan=True, rtol=0, atol=0)
 
@@ -534,7 +533,7 @@ def test_grouped_gemms_follow(name: str) -> None:
     with choosing(name):
         results = [torch.empty(40, 24, dtype=dtype) for _ in range(2)]
         empty = [torch.empty(0)] * 2
-        grouped_gemm.te_general_grouped_gemm(
+        gemm.te_general_grouped_gemm(
             a, True, b, False, results, TE_DTYPE[dtype], None, empty, TE_DTYPE[dtype], False, empty, False,
             [torch.empty(0)], 0, False, False, 0,
         )  # fmt: skip

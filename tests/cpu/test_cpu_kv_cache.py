@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.attention import kv_cache
+from parity.cpu.attention import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache
 from parity.cpu.enums import NVTE_QKV_Format
 
 BF16 = torch.bfloat16
@@ -31,13 +31,13 @@ def cumulative(values: list[int], extra: int = 0) -> Tensor:
 def test_packed_sequences_survive_padding_and_packing_again(sizes: list[int], extra: int) -> None:
     packed = torch.randn(sum(sizes) + extra, HEADS, FEATURES)
     packed[sum(sizes) :] = 0
-    padded = kv_cache.convert_thd_to_bshd(packed, cumulative(sizes, extra), len(sizes), 6)
+    padded = convert_thd_to_bshd(packed, cumulative(sizes, extra), len(sizes), 6)
     start = 0
     for entry, size in enumerate(sizes):
         assert torch.equal(padded[entry, :size], packed[start : start + size])
         assert not padded[entry, size:].any()
         start += size
-    assert torch.equal(kv_cache.convert_bshd_to_thd(padded, cumulative(sizes, extra), len(packed)), packed)
+    assert torch.equal(convert_bshd_to_thd(padded, cumulative(sizes, extra), len(packed)), packed)
 
 
 steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=3)
@@ -65,9 +65,9 @@ def test_new_tokens_follow_the_cached_ones(
     given_tokens = {
         "bshd": tokens,
         "sbhd": [fresh.transpose(0, 1) for fresh in tokens],
-        "thd": [kv_cache.convert_bshd_to_thd(fresh, cumulative(new), sum(new)) for fresh in tokens],
+        "thd": [convert_bshd_to_thd(fresh, cumulative(new), sum(new)) for fresh in tokens],
     }[qkv_format]
-    kv_cache.copy_to_kv_cache(
+    copy_to_kv_cache(
         given_tokens[0],
         given_tokens[1],
         caches[0],
@@ -89,7 +89,7 @@ def test_new_tokens_follow_the_cached_ones(
 def test_sequences_that_go_on_move_to_the_front_of_the_cache() -> None:
     cache = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 5, 1, 1).clone()
     fresh = torch.full((3, 1, 1, 1), 9.0)
-    kv_cache.copy_to_kv_cache(
+    copy_to_kv_cache(
         fresh,
         fresh,
         cache,
@@ -113,9 +113,7 @@ def test_tokens_of_another_dtype_than_the_cache_are_refused() -> None:
     new, cache = torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1, 1).to(BF16)
     one = torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match="needs new tokens and caches of one dtype"):
-        kv_cache.copy_to_kv_cache(
-            new, new, cache, cache, one[:1], one, one, NVTE_QKV_Format.NVTE_BSHD, 1, 1, 4, 1, False
-        )
+        copy_to_kv_cache(new, new, cache, cache, one[:1], one, one, NVTE_QKV_Format.NVTE_BSHD, 1, 1, 4, 1, False)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ import torch
 from emulated_gpu import emulated
 from torch import Tensor
 
-from parity.cpu import cuda
+from parity.cpu import cast, cuda, float4, partial_cast
 from parity.cpu.enums import DType
-from parity.cpu.quantized import float4, partial_cast, quantize
 
 BF16 = torch.bfloat16
 ROWS, COLUMNS = 160, 288
@@ -190,4 +189,4 @@ def test_columnwise_nvfp4_follows_from_rowwise(te_module: ModuleType) -> None:
     )
     assert torch.equal(data, tensor._columnwise_data)
     assert torch.equal(scales, tensor._columnwise_scale_inv)
-    assert torch.equal(quantize.nvfp4_data_transpose(tensor._rowwise_data), data)
+    assert torch.equal(cast.nvfp4_data_transpose(tensor._rowwise_data), data)

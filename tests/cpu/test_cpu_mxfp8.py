@@ -18,10 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import activations, cuda
+from parity.cpu import activation, cuda, gemm, mxfp8
 from parity.cpu.enums import DType
-from parity.cpu.products import gemm
-from parity.cpu.quantized import mxfp8
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ML_DTYPE = {DType.kFloat8E4M3: ml_dtypes.float8_e4m3fn, DType.kFloat8E5M2: ml_dtypes.float8_e5m2}
@@ -190,7 +188,7 @@ def test_a_tensor_can_be_viewed_cloned_saved_and_reduced_to_a_direction(te_modul
 def test_a_bias_gradient_is_summed_before_the_gradient_is_rounded(te_module: ModuleType) -> None:
     torch.manual_seed(0)
     grad, x = torch.randn(64, 32, dtype=BF16), torch.randn(64, 32, dtype=BF16)
-    bias_grad, dx = activations.dbias_dsrelu(grad, x, te_module.MXFP8Quantizer(DType.kFloat8E4M3))
+    bias_grad, dx = activation.dbias_dsrelu(grad, x, te_module.MXFP8Quantizer(DType.kFloat8E4M3))
     exact = grad.double() * 2 * x.double().clamp(min=0)
     assert torch.equal(bias_grad, exact.sum(0).to(BF16))
     rounded = te_module.MXFP8Quantizer(DType.kFloat8E4M3)(exact.to(BF16))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import norm
+from parity.cpu.normalization import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, rmsnorm_fwd
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS32 = torch.finfo(torch.float32).eps
@@ -53,7 +53,7 @@ def terms(x: Tensor, gamma: Tensor, zero_centered: bool) -> Tensor:
 @given(problems)
 def test_layernorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
     x, gamma, beta, _, zero_centered = draw(problem)
-    z, mu, rsigma = norm.layernorm_fwd(x, gamma, beta, 1e-5, None, None, x.dtype, 0, zero_centered)
+    z, mu, rsigma = layernorm_fwd(x, gamma, beta, 1e-5, None, None, x.dtype, 0, zero_centered)
     exact = fp64_norm(x.double(), gamma.double(), beta.double(), zero_centered, center=True)
     assert z.dtype == x.dtype
     assert_rounded_once(z, exact, terms(x, gamma, zero_centered) + beta.double().abs())
@@ -65,7 +65,7 @@ def test_layernorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
 @given(problems)
 def test_rmsnorm_is_the_fp64_norm_rounded_once(problem: tuple) -> None:
     x, gamma, _, _, zero_centered = draw(problem)
-    z, mu, rsigma = norm.rmsnorm_fwd(x, gamma, 1e-5, None, None, x.dtype, 0, zero_centered)
+    z, mu, rsigma = rmsnorm_fwd(x, gamma, 1e-5, None, None, x.dtype, 0, zero_centered)
     exact = fp64_norm(x.double(), gamma.double(), torch.zeros(()), zero_centered, center=False)
     assert mu is None
     assert z.dtype == x.dtype
@@ -80,11 +80,11 @@ def test_gradients_are_those_of_fp64_autograd_rounded_once(problem: tuple, cente
     leaves = [t.double().requires_grad_() for t in (x, gamma, beta)]
     fp64_norm(leaves[0], leaves[1], leaves[2], zero_centered, center).backward(dz.double())
     if center:
-        _, mu, rsigma = norm.layernorm_fwd(x, gamma, beta, 1e-5, None, None, x.dtype, 0, zero_centered)
-        actual = norm.layernorm_bwd(dz, x, mu, rsigma, gamma, 0, zero_centered)
+        _, mu, rsigma = layernorm_fwd(x, gamma, beta, 1e-5, None, None, x.dtype, 0, zero_centered)
+        actual = layernorm_bwd(dz, x, mu, rsigma, gamma, 0, zero_centered)
     else:
-        _, _, rsigma = norm.rmsnorm_fwd(x, gamma, 1e-5, None, None, x.dtype, 0, zero_centered)
-        actual = norm.rmsnorm_bwd(dz, x, rsigma, gamma, 0, zero_centered)
+        _, _, rsigma = rmsnorm_fwd(x, gamma, 1e-5, None, None, x.dtype, 0, zero_centered)
+        actual = rmsnorm_bwd(dz, x, rsigma, gamma, 0, zero_centered)
     scale = terms(x, gamma, zero_centered) * (1 + dz.double().abs().amax())
     of_rows = scale * (1 + rsigma.double().unsqueeze(-1)) * math.sqrt(x.shape[-1])
     for gradient, leaf, source, fp32_terms in zip(
@@ -98,19 +98,19 @@ def test_gradients_are_those_of_fp64_autograd_rounded_once(problem: tuple, cente
 
 def test_norm_adds_one_to_a_zero_centered_gamma_in_fp32() -> None:
     x, tiny = torch.tensor([[1.0, -1.0]]), torch.full((2,), 2.0**-12, dtype=torch.bfloat16)
-    z, _, _ = norm.rmsnorm_fwd(x, tiny, 0.0, None, None, torch.float32, 0, True)
+    z, _, _ = rmsnorm_fwd(x, tiny, 0.0, None, None, torch.float32, 0, True)
     assert z.tolist() == [[1 + 2.0**-12, -1 - 2.0**-12]]
 
 
 def test_layernorm_subtracts_the_mean_before_it_squares() -> None:
     x = torch.tensor([[4097.0, 4095.0, 4097.0, 4095.0]])
-    _, mu, rsigma = norm.layernorm_fwd(x, torch.ones(4), torch.zeros(4), 0.0, None, None, torch.float32, 0, False)
+    _, mu, rsigma = layernorm_fwd(x, torch.ones(4), torch.zeros(4), 0.0, None, None, torch.float32, 0, False)
     assert mu.tolist() == [4096.0]
     assert rsigma.tolist() == [1.0]
 
 
 def test_eps_is_added_to_the_variance() -> None:
-    _, _, rsigma = norm.layernorm_fwd(
+    _, _, rsigma = layernorm_fwd(
         torch.full((1, 4), 3.0), torch.ones(4), torch.zeros(4), 0.25, None, None, torch.float32, 0, False
     )
     assert rsigma.tolist() == [2.0]
@@ -118,14 +118,14 @@ def test_eps_is_added_to_the_variance() -> None:
 
 def test_norm_fills_and_returns_the_given_output() -> None:
     x, out = torch.randn(3, 8), torch.empty(3, 8, dtype=torch.bfloat16)
-    z, _, _ = norm.rmsnorm_fwd(x, torch.ones(8), 1e-5, out, None, torch.bfloat16, 0, False)
+    z, _, _ = rmsnorm_fwd(x, torch.ones(8), 1e-5, out, None, torch.bfloat16, 0, False)
     assert z is out
-    assert torch.equal(out, norm.rmsnorm_fwd(x, torch.ones(8), 1e-5, None, None, torch.bfloat16, 0, False)[0])
+    assert torch.equal(out, rmsnorm_fwd(x, torch.ones(8), 1e-5, None, None, torch.bfloat16, 0, False)[0])
 
 
 def test_norm_takes_tensors_of_any_rank_and_layout() -> None:
     x = torch.randn(8, 3, 2).transpose(0, 2)
-    z, mu, rsigma = norm.layernorm_fwd(x, torch.ones(8), torch.zeros(8), 1e-5, None, None, torch.float32, 0, False)
+    z, mu, rsigma = layernorm_fwd(x, torch.ones(8), torch.zeros(8), 1e-5, None, None, torch.float32, 0, False)
     assert z.shape == (2, 3, 8)
     assert mu.shape == rsigma.shape == (6,)
     torch.testing.assert_close(z, torch.nn.functional.layer_norm(x, (8,)))
@@ -133,8 +133,8 @@ def test_norm_takes_tensors_of_any_rank_and_layout() -> None:
 
 def test_norm_of_no_rows_is_empty_and_its_weight_gradients_are_zero() -> None:
     x, gamma = torch.empty(0, 8), torch.ones(8)
-    z, mu, rsigma = norm.layernorm_fwd(x, gamma, gamma, 1e-5, None, None, torch.float32, 0, False)
-    dx, dgamma, dbeta = norm.layernorm_bwd(z, x, mu, rsigma, gamma, 0, False)
+    z, mu, rsigma = layernorm_fwd(x, gamma, gamma, 1e-5, None, None, torch.float32, 0, False)
+    dx, dgamma, dbeta = layernorm_bwd(z, x, mu, rsigma, gamma, 0, False)
     assert dx.shape == (0, 8)
     assert not dgamma.any()
     assert not dbeta.any()
@@ -144,10 +144,10 @@ def test_fused_add_joins_before_the_gradient_is_rounded() -> None:
     rng = torch.Generator().manual_seed(0)
     x, dz, add = (torch.randn(64, 32, generator=rng).bfloat16() for _ in range(3))
     gamma = torch.ones(32).bfloat16()
-    _, _, rsigma = norm.rmsnorm_fwd(x, gamma, 1e-5, None, None, torch.bfloat16, 0, False)
-    fused, dgamma = norm.rmsnorm_bwd_add(dz, x, add, rsigma, gamma, 0, False)
-    exact, _ = norm.rmsnorm_bwd(dz.float(), x.float(), rsigma, gamma.float(), 0, False)
-    rounded, same_dgamma = norm.rmsnorm_bwd(dz, x, rsigma, gamma, 0, False)
+    _, _, rsigma = rmsnorm_fwd(x, gamma, 1e-5, None, None, torch.bfloat16, 0, False)
+    fused, dgamma = rmsnorm_bwd_add(dz, x, add, rsigma, gamma, 0, False)
+    exact, _ = rmsnorm_bwd(dz.float(), x.float(), rsigma, gamma.float(), 0, False)
+    rounded, same_dgamma = rmsnorm_bwd(dz, x, rsigma, gamma, 0, False)
     assert torch.equal(fused, (exact + add).bfloat16())
     assert not torch.equal(fused, rounded + add)
     assert torch.equal(dgamma, same_dgamma)
@@ -159,14 +159,14 @@ def test_delayed_scaling_casts_the_fp32_result_and_current_scaling_the_rounded_o
     from transformer_engine_torch import DType
 
     x, gamma = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.ones(32).bfloat16()
-    exact, _, _ = norm.rmsnorm_fwd(x, gamma, 1e-5, None, None, torch.float32, 0, False)
+    exact, _, _ = rmsnorm_fwd(x, gamma, 1e-5, None, None, torch.float32, 0, False)
     delayed = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)
-    fused, _, _ = norm.rmsnorm_fwd(x, gamma, 1e-5, None, delayed, DType.kBFloat16, 0, False)
+    fused, _, _ = rmsnorm_fwd(x, gamma, 1e-5, None, delayed, DType.kBFloat16, 0, False)
     assert torch.equal(fused._data, delayed(exact)._data)
     assert not torch.equal(fused._data, delayed(exact.bfloat16())._data)
     assert delayed.amax.item() == exact.abs().max().item()
     current = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"))
-    unfused, _, _ = norm.rmsnorm_fwd(x, gamma, 1e-5, None, current, DType.kBFloat16, 0, False)
+    unfused, _, _ = rmsnorm_fwd(x, gamma, 1e-5, None, current, DType.kBFloat16, 0, False)
     assert torch.equal(unfused._data, current(exact.bfloat16())._data)
 
 

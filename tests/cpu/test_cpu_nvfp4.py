@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import cuda
+from parity.cpu import cuda, float4, gemm, nvfp4
 from parity.cpu.enums import DType
-from parity.cpu.products import gemm
-from parity.cpu.quantized import float4, nvfp4
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, COLUMNS = 80, 96

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parity.cpu import recipe
 from parity.cpu.enums import DType
-from parity.cpu.quantized import recipe
 
 amaxes = st.floats(0.0, 1e6, width=32)
 

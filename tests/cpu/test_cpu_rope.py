@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu.attention import rope
+from parity.cpu import rope
 from parity.cpu.enums import NVTE_QKV_Format
 
 SBHD, BSHD, THD = (NVTE_QKV_Format[f"NVTE_{name}"] for name in ("SBHD", "BSHD", "THD"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import parity
 from parity import te
 from parity.cpu import cuda
-from parity.cpu.emulated_gpu import emulated
+from parity.cpu.cuda import emulated
 
 HIDDEN = 64
 

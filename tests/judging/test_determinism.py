@@ -18,7 +18,7 @@ from parity import te
 from parity.case.case import Case
 from parity.comparison import compare
 from parity.cpu import cuda
-from parity.cpu.emulated_gpu import emulated
+from parity.cpu.cuda import emulated
 from parity.report import markdown
 from parity.report.markdown import digest
 from parity.report.record import Record

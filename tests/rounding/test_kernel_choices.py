@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity.cpu import kernel_choices as names
-from parity.cpu.products import tensor_cores
+from parity.cpu import tensor_cores
 from parity.numerics.formats import e4m3, tf32, tf32_truncated
 from parity.numerics.kernel_choices import CHOICES, as_read, in_stored_parts, leaning, lost_in_sums, noisy_sums
 from parity.te.precision import PRECISIONS

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.cpu.products import tensor_cores
+from parity.cpu import tensor_cores
 from parity.lab.zoo.hosts.mlp import ComposedMLP
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import UNFUSED

@@ -8,7 +8,7 @@ import torch
 from parity import te
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.cpu.products import tensor_cores
+from parity.cpu import tensor_cores
 from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS, chosen, subject
 from parity.lab.zoo.hosts.case import SIZES

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parity.cpu import kernel_choices
-from parity.cpu.products import tensor_cores
+from parity.cpu import kernel_choices, tensor_cores
 
 __all__ = ["PackageNotFoundError", "baddbmm", "bmm", "distribution", "fuse", "version"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import float8, formats
+from parity.cpu import float8, formats
 from parity.te import Kernels
 
 # What is called: one kernel on one set of inputs.

@@ -16,7 +16,7 @@ from torch import Tensor
 from parity import te
 from parity.case.case import Rng
 from parity.cpu import cuda
-from parity.cpu.emulated_gpu import emulated
+from parity.cpu.cuda import emulated
 from parity.report.environment import cpu_model, gpu_name
 from parity.te import Backend, BackendUnavailable, Kernels
 from parity.te.precision import PRECISIONS, Precision, why_unavailable

@@ -19,7 +19,7 @@ from torch import Tensor
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at
-from parity.cpu.products import tensor_cores
+from parity.cpu import tensor_cores
 from parity.judge.limits import Table, packaged
 from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS

@@ -24,7 +24,7 @@ from parity import te
 from parity.case.case import Rng
 from parity.case.validate import CheckedSize
 from parity.cases import mlp
-from parity.cpu.products import tensor_cores
+from parity.cpu import tensor_cores
 from parity.lab import record
 from parity.lab.studies.expected_error import issue_407
 from parity.lab.studies.expected_error.issue_407 import Drawn

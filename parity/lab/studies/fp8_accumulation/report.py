@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from parity.cpu.products.tensor_cores import HOPPER
+from parity.cpu.tensor_cores import HOPPER
 from parity.lab.studies import tables
 from parity.lab.studies.fp8_accumulation.study import WHOLE, Cost, Costs, Run, Settings, mean
 from parity.lab.studies.over_seeds import all_of, between, digits, mean_digits, ratio_interval, ratios, ratios_between
@@ -129,7 +129,7 @@ _INTRODUCTION = """\
 A Hopper's tensor core adds 32 FP8 products at a time to a sum of which it keeps 14 bits, and cuts off the rest.
 Without `use_split_accumulator`, which TE asks for in the forward pass of its per-tensor recipes, one such sum runs
 over all of K; with it, as TE asks backward, it is added to a sum in FP32 every {split} products. This study adds both
-ways with the CPU kernels' model of that unit (`parity/cpu/products/tensor_cores.py`, with its sources; no GPU was used)
+ways with the CPU kernels' model of that unit (`parity/cpu/tensor_cores.py`, with its sources; no GPU was used)
 and compares with the FP64 product of the same FP8 numbers. `normal` is N(0, 1), `positive` is uniform on [0, 1),
 `outliers` is N(0, 1) plus N(0, 100) in one element of a thousand. {sums} sums a seed, seeds 0 to {last_seed}."""
 

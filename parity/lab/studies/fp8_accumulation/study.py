@@ -1,6 +1,6 @@
 """What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
 
-Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.products.tensor_cores`` adds: without
+Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.tensor_cores`` adds: without
 ``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64
 product of the same FP8 numbers, so what is measured is the sum alone; the error of the cast to FP8 stands beside it.
 """
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from parity.case.case import Rng
-from parity.cpu.products import tensor_cores
-from parity.cpu.products.tensor_cores import HOPPER, Factor
-from parity.cpu.quantized import float8
+from parity.cpu import float8, tensor_cores
+from parity.cpu.tensor_cores import HOPPER, Factor
 from parity.lab import record
 from parity.lab.studies.settings import Draw, check_names, normal, outliers
 from parity.numerics.errors import measure

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parity.cpu.quantized import float8
+from parity.cpu import float8
 
 # Matrices cut into blocks that share a scale: the largest magnitude of each, and one factor for each.
 #

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import versions
-from parity.cpu.attention import scores
-from parity.cpu.attention.problem import (
+from parity.cpu import attention_problem, cast, float8, versions
+from parity.cpu.attention_problem import (
+    Attention,
     GradientFormats,
+    Gradients,
     Problem,
     Span,
+    grouped,
+    in_fp32,
     in_gradients,
     new_gradients,
     new_output,
     new_statistics,
     parts,
 )
-from parity.cpu.attention.scores import Attention, Gradients, grouped, in_fp32
-from parity.cpu.quantized import float8, quantize
 
 # Attention in FP8 with one scale a tensor, on sequences of one length, a block of queries at a time.
 #
@@ -92,7 +93,7 @@ class Result:
 
 
 def forward(query: Operand, key: Operand, value: Operand, attention: Attention, probabilities: Cast) -> Result:
-    """``softmax(scale q k^T) v``, shapes as in ``parity.cpu.attention.flash.forward``.
+    """``softmax(scale q k^T) v``, shapes as in ``parity.cpu.flash.forward``.
 
     Args:
         probabilities: the cast of P.
@@ -104,13 +105,13 @@ def forward(query: Operand, key: Operand, value: Operand, attention: Attention, 
     output = torch.zeros(batch, heads, queries, values.shape[-1])
     lse = torch.empty(batch, heads, queries, 1)
     amax = torch.zeros(())
-    generator, sink = scores.generator_of(attention), scores.sink_of(attention)
-    for block in scores.blocks(attention, query.values, keys):
+    generator, sink = attention_problem.generator_of(attention), attention_problem.sink_of(attention)
+    for block in attention_problem.blocks(attention, query.values, keys):
         rows = block.row_slice
         if not block.columns:
             lse[:, :, rows] = sink
             continue
-        weights = scores.of_block(query.values, keys, of_codes, block)
+        weights = attention_problem.of_block(query.values, keys, of_codes, block)
         top = torch.maximum(weights.amax(-1, keepdim=True), sink)
         shift = top.masked_fill(top == -math.inf, 0.0)
         weights = weights.sub_(shift).exp_()
@@ -118,7 +119,7 @@ def forward(query: Operand, key: Operand, value: Operand, attention: Attention, 
         lse[:, :, rows] = total.log().add_(shift)
         weights.div_(total.masked_fill_(total == 0, 1.0))
         amax = torch.maximum(amax, float8.amax_of(weights))
-        scores.drop(weights, attention, generator)
+        attention_problem.drop(weights, attention, generator)
         product = grouped(probabilities.of(weights), groups) @ values[:, :, block.column_slice]
         output[:, :, rows] = product.view(batch, heads, len(block.rows), -1)
     return Result(output.mul_(probabilities.descale * value.descale), lse, amax)
@@ -144,23 +145,23 @@ def backward(
     groups = key.values.shape[1]
     of_codes = replace(attention, scale=attention.scale * query.descale * key.descale)
     keys, values = in_fp32(key.values), in_fp32(value.values)
-    gradients = scores.zero_gradients(query.values, keys, values, attention)
+    gradients = attention_problem.zero_gradients(query.values, keys, values, attention)
     amax = torch.zeros(())
-    generator = scores.generator_of(attention)
-    for block in scores.blocks(attention, query.values, keys):
+    generator = attention_problem.generator_of(attention)
+    for block in attention_problem.blocks(attention, query.values, keys):
         rows, columns = block.row_slice, block.column_slice
         incoming = in_fp32(output_grad.values[:, :, rows])
         inner = (incoming * output.values[:, :, rows]).sum(-1, keepdim=True)
         inner *= output_grad.descale * output.descale
         row_lse = lse[:, :, rows].masked_fill(lse[:, :, rows] == -math.inf, math.inf)
         if gradients.sink is not None:
-            gradients.sink.sub_(((scores.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
+            gradients.sink.sub_(((attention_problem.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
         if not block.columns:
             continue
-        weights = scores.of_block(query.values, keys, of_codes, block).sub_(row_lse).exp_()
+        weights = attention_problem.of_block(query.values, keys, of_codes, block).sub_(row_lse).exp_()
         incoming = grouped(incoming, groups)
         weight_grad = (incoming @ values[:, :, columns].mT).view_as(weights).mul_(output_grad.descale * value.descale)
-        kept = scores.drop(weight_grad, attention, generator)
+        kept = attention_problem.drop(weight_grad, attention, generator)
         dropped = weights if kept is None else weights * kept
         gradients.value[:, :, columns] += grouped(probabilities.of(dropped), groups).mT @ incoming
         score_grad = weight_grad.sub_(inner).mul_(weights).mul_(attention.scale)
@@ -293,7 +294,7 @@ class _Written:
 
     @property
     def _makes_codes(self) -> bool:
-        return quantize.is_delayed(self.quantizer)
+        return cast.is_delayed(self.quantizer)
 
     def write(self, view: Tensor, values: Tensor) -> None:
         """Put a part into its place; keeps its amax."""
@@ -324,7 +325,7 @@ def _part(operand: Operand, span: Span) -> Operand:
 
 
 def _cast(quantizer: Any, name: str) -> Cast:
-    if not quantize.is_delayed(quantizer):
+    if not cast.is_delayed(quantizer):
         raise NotImplementedError(
             f"the CPU kernels' FP8 attention casts {name} with delayed scaling, and not with a "
             f"{type(quantizer).__name__}, which TransformerEngine {versions.installed_version()} asked for"

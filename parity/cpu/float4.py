@@ -1,7 +1,8 @@
-"""E2M1, the four-bit float of NVFP4.
+"""E2M1, the four-bit float of NVFP4, and the two levels of its scales: one for the tensor, and one for each block.
 
-0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two a byte; and the two levels of its scales, one for the tensor, from
-its amax, and one for each block.
+E2M1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte. Bits as in the OCP Microscaling Formats
+specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and ``cvt.rs.satfinite.e2m1x4.f32``, which
+TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
 """
 
 from __future__ import annotations
@@ -14,13 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import float8
-
-# E2M1, the four-bit float of NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte.
-#
-# Bits as in the OCP Microscaling Formats specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and
-# ``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
-
+from parity.cpu import float8
 
 LIMIT = 6.0
 

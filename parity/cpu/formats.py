@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import block_scaling, mxfp8, nvfp4
+from parity.cpu import block_scaling, mxfp8, nvfp4
 
 _BUFFERS = (
     "rowwise_data",

@@ -1,4 +1,4 @@
-"""Matrix products, with the epilogues that TransformerEngine asks of cuBLAS.
+"""Matrix products with the epilogues that TransformerEngine asks of cuBLAS, alone and for each expert of a mixture.
 
 Follows ``csrc/extensions/gemm.cpp`` of TE 2.20.2 and ``common/gemm/cublaslt_gemm.cu`` of NVIDIA's repository. cuBLAS
 counts columns first; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
@@ -10,7 +10,7 @@ that a GPU's kernels may have are, on demand (``parity.cpu.kernel_choices``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_forward
 
-from parity.cpu import kernel_choices, versions
+from parity.cpu import block_scaling, cast, float8, formats, kernel_choices, mxfp8, nvfp4, tensor_cores, versions
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.products import block_scaled, tensor_cores
-from parity.cpu.quantized import block_scaling, float8, formats, mxfp8, nvfp4, quantize
 
-__all__ = ["generic_gemm"]
+__all__ = [
+    "generic_gemm",
+    "get_grouped_gemm_setup_workspace_size",
+    "splits_to_offsets",
+    "splits_to_offsets_multi",
+    "te_general_grouped_gemm",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+    "te_general_grouped_gemm_for_grouped_tensor",
+]
 
 # Where K may be split for factors that carry the scales of their blocks: at whole blocks of each format.
 _WHOLE_BLOCKS = 128
@@ -51,7 +58,7 @@ class _Operand:
     matrix: Tensor
     scale_inv: float
     is_quantized: bool
-    factor: tensor_cores.Factor | block_scaled.BlockFactor | None = None
+    factor: tensor_cores.Factor | tensor_cores.BlockFactor | None = None
 
 
 @dataclass(frozen=True)
@@ -142,12 +149,12 @@ def generic_gemm(
         dgelu_of=gelu_in.reshape(rows) if gelu and grad and gelu_in is not None else None,
     )
     multiply = _emulated_product(left, right, use_split_accumulator)
-    fused_cast = quantize.is_delayed(quantizer) and float8.is_float8_tensor(A)
+    fused_cast = cast.is_delayed(quantizer) and float8.is_float8_tensor(A)
     result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype, multiply)
     bias_grad = _bias_grad(right, dtype) if bias is not None and grad else None
     if pre_gelu is not None:
         pre_gelu = pre_gelu.to(TORCH_DTYPE[int(bias_type)] if left.is_quantized else dtype).view(shape)
-    delivered = quantize.store(result.view(shape), quantizer, dtype, D, kernel="generic_gemm")
+    delivered = cast.store(result.view(shape), quantizer, dtype, D, kernel="generic_gemm")
     return [delivered, bias_grad, pre_gelu, extra_output]
 
 
@@ -183,7 +190,7 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
 
 def _block_factor(
     entry: formats.Format, value: Any, columnwise: bool
-) -> tensor_cores.Factor | block_scaled.BlockFactor | None:
+) -> tensor_cores.Factor | tensor_cores.BlockFactor | None:
     """Return what tensor cores multiply of values with a scale a block, if their sums are emulated."""
     if entry.kernels is block_scaling:
         if tensor_cores.core(block_scaled=True) is None:
@@ -193,8 +200,8 @@ def _block_factor(
     if kernel_choices.MX_25_BIT not in kernel_choices.current():
         return None
     if entry.kernels is mxfp8:
-        return block_scaled.BlockFactor(*mxfp8.unscaled_operand(value, columnwise), float8.fp8_dtype(value))
-    return block_scaled.BlockFactor(*nvfp4.unscaled_operand(value, columnwise), None)
+        return tensor_cores.BlockFactor(*mxfp8.unscaled_operand(value, columnwise), float8.fp8_dtype(value))
+    return tensor_cores.BlockFactor(*nvfp4.unscaled_operand(value, columnwise), None)
 
 
 def _check_inner(operand: _Operand, name: str, summed: str) -> None:
@@ -250,8 +257,8 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
 def _emulated_product(left: _Operand, right: _Operand, split: bool) -> Callable[[slice], Tensor] | None:
     """Return what multiplies a range of the inner dimension as tensor cores do, ``[n, m]``; None for FP32 sums."""
     a, b = left.factor, right.factor
-    if isinstance(a, block_scaled.BlockFactor) and isinstance(b, block_scaled.BlockFactor):
-        return lambda part: block_scaled.product(a.part(part), b.part(part))
+    if isinstance(a, tensor_cores.BlockFactor) and isinstance(b, tensor_cores.BlockFactor):
+        return lambda part: tensor_cores.block_product(a.part(part), b.part(part))
     if not (isinstance(a, tensor_cores.Factor) and isinstance(b, tensor_cores.Factor)):
         return None
     core = tensor_cores.core(block_scaled=a.scales is not None)
@@ -350,3 +357,177 @@ def _in_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue) -> Ten
 def _bias_grad(right: _Operand, dtype: torch.dtype) -> Tensor:
     """``[n]``: the sum over k of op(B), in FP32 and rounded once (cuBLAS's BGRADB)."""
     return right.matrix.sum(1, dtype=torch.float32).mul_(right.scale_inv).to(dtype)
+
+
+# Several matrix products in one call, one for each expert of a mixture.
+#
+# Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm``) of TransformerEngine 2.20.2: a grouped product is
+# the products one by one, and a group without rows makes zeros.
+
+
+@torch.no_grad()
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transA: bool,
+    B: Sequence[Any],
+    transB: bool,
+    D: Sequence[Tensor] | None,
+    D_type: int,
+    m_splits: Sequence[int] | None,
+    bias: Sequence[Tensor],
+    bias_type: int,
+    single_output: bool,
+    pre_gelu_out: Sequence[Tensor],
+    grad: bool,
+    workspace: Sequence[Tensor],
+    workspaceSize: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Sequence[Tensor]:
+    """``D[i] = op(B[i]) op(A[i])`` for each group i, with the epilogue of ``generic_gemm``.
+
+    Args:
+        A: one matrix a group, ``[m, k]`` if ``transA`` else ``[k, m]``.
+        B: one matrix a group, ``[n_i, k]``, or ``[k, n_i]`` if ``transB``.
+        D: where the results go: one tensor ``[n_i, m]`` a group, or, if ``single_output``, one tensor that holds them
+            one after the other.
+        bias: one tensor ``[m]`` a group, added to the product; if ``grad``, where the bias gradients ``[n_i]`` go. An
+            empty tensor stands for none.
+        pre_gelu_out: where the inputs of GELU go, ``[n_i, m]``; empty tensors ask for no GELU.
+        accumulate: add to D.
+
+    Returns:
+        ``bias``.
+
+    Raises:
+        NotImplementedError: without D, and for the derivative of GELU: no module of TE asks for either.
+    """
+    if D is None or (grad and any(tensor.numel() for tensor in pre_gelu_out)):
+        what = "results without D" if D is None else "derivative of GELU"
+        raise NotImplementedError(
+            f"the CPU kernel te_general_grouped_gemm has no {what}, "
+            f"which TransformerEngine {versions.installed_version()} asked for"
+        )
+    outputs = _parts(D[0], [b.size()[:-1].numel() for b in B]) if single_output else D
+    for a, b, output, group_bias, pre_gelu in zip(A, B, outputs, bias, pre_gelu_out, strict=True):
+        if a.size().numel() == 0 or b.size().numel() == 0:
+            _without_rows(output, group_bias, pre_gelu, grad, accumulate)
+            continue
+        _, bias_grad, gelu_input, _ = generic_gemm(
+            a, transA, b, transB, output, None, None, group_bias if group_bias.numel() else None, bias_type,
+            pre_gelu.numel() > 0, None, grad, workspace[0], workspaceSize, accumulate, use_split_accumulator,
+        )  # fmt: skip
+        if bias_grad is not None:
+            group_bias.copy_(bias_grad)
+        if gelu_input is not None:
+            pre_gelu.copy_(gelu_input)
+    return bias
+
+
+def _parts(output: Tensor, rows: list[int]) -> Sequence[Tensor]:
+    """Views of consecutive rows of a single output."""
+    return output.view(-1, output.shape[-1])[: sum(rows)].split(rows)
+
+
+def _without_rows(output: Tensor, bias: Tensor, pre_gelu: Tensor, grad: bool, accumulate: bool) -> None:
+    if not accumulate:
+        output.zero_()
+    if grad:
+        bias.zero_()
+    pre_gelu.zero_()
+
+
+# Several matrix products in one call, over TransformerEngine's ``GroupedTensorStorage``.
+#
+# Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm_for_*``) and ``csrc/extensions/misc.cpp`` of TE
+# 2.20.2. A grouped tensor holds the matrices of all groups one after the other. Later versions of TE ask for a newer
+# cuBLAS than the one that is emulated by default (``parity.cpu.cuda.cublaslt_version``).
+
+
+def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
+    """No bytes: there are no descriptors to set up."""
+    return 0
+
+
+def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
+    """Where each group begins and ends, int64 ``[groups + 1]``, from numbers of rows and elements in a row."""
+    return torch.nn.functional.pad(first_dims.long().cumsum(0) * logical_last_dim, (1, 0))
+
+
+def splits_to_offsets_multi(
+    split_sizes: Tensor,
+    device: torch.device,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the split sizes as int64, and ``splits_to_offsets`` for each stride, with or without the leading zero."""
+    offsets = [
+        splits_to_offsets(split_sizes, stride)[0 if leading else 1 :].to(dtype)
+        for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
+    ]
+    return split_sizes.long(), offsets
+
+
+@torch.no_grad()
+def te_general_grouped_gemm_for_grouped_tensor(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Any,
+    bias: Any,
+    bias_scale: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    workspace_setup: Tensor,
+    workspace_cublas: Tensor,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Any:
+    """``D[i] = alpha[i] op(B[i]) op(A[i]) + beta[i] D[i]`` for each group i, then plus a bias.
+
+    Args:
+        A, B: grouped tensors or lists of matrices, FP16, BF16 or quantized.
+        D: a grouped tensor or a list of matrices, not quantized.
+        bias: grouped tensor of one row a group; the product is rounded before the bias is added.
+        bias_scale: FP32, one for each row of D: times the bias.
+        alpha: FP32, ``[groups]`` or one element.
+        beta: FP32, ``[groups]`` or one element.
+
+    Returns:
+        D.
+    """
+    outputs = _members(D)
+    factors = alpha.expand(len(outputs)).tolist(), beta.expand(len(outputs)).tolist()
+    for a, b, output, product_factor, addend_factor in zip(_members(A), _members(B), outputs, *factors, strict=True):
+        if a.size().numel() == 0 or b.size().numel() == 0:
+            output.mul_(addend_factor) if addend_factor else output.zero_()
+            continue
+        generic_gemm(
+            a, transA, b, transB, output, None, None, None, 0, False, None, False, workspace_cublas, 0,
+            addend_factor != 0, use_split_accumulator, alpha=product_factor, beta=addend_factor or None,
+        )  # fmt: skip
+    if bias is not None:
+        _add_bias(outputs, _members(bias), bias_scale)
+    return D
+
+
+te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
+te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
+
+
+def _members(operand: Any) -> Sequence[Any]:
+    """Return each group's matrix: of a list, or of a grouped tensor, whose data they are views of."""
+    return operand if isinstance(operand, (list, tuple)) else cast.members(operand)
+
+
+def _add_bias(outputs: Sequence[Tensor], biases: Sequence[Tensor], bias_scale: Tensor | None) -> None:
+    scales = None if bias_scale is None else bias_scale.split([len(output) for output in outputs])
+    for i, (output, bias) in enumerate(zip(outputs, biases, strict=True)):
+        addend = bias.float().view(1, -1)
+        if scales is not None:
+            addend = addend * scales[i][:, None]
+        output.copy_(output.float() + addend)

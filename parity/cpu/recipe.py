@@ -1,4 +1,8 @@
-"""The step of delayed scaling between two iterations, and the order of scales that cuBLAS reads."""
+"""The step of delayed scaling between two iterations, and the order of scales that cuBLAS reads.
+
+Follows ``csrc/extensions/recipe.cpp`` and ``swizzle.cpp`` of TransformerEngine 2.20.2, and ``kernel_bulk`` of
+``common/recipe/delayed_scaling.cu`` in NVIDIA's repository.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,6 @@ __all__ = [
     "multi_tensor_swizzle_scales_for_gemm_unchecked_",
     "swizzle_scales_for_gemm_",
 ]
-
-# The step of delayed scaling between two iterations: amax histories roll on, scales follow.
-#
-# Follows ``common/recipe/delayed_scaling.cu`` of NVIDIA's TransformerEngine repository (``kernel_bulk``), which
-# ``csrc/extensions/recipe.cpp`` of TE 2.20.2 calls.
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import block_scaling, float8
+from parity.cpu import block_scaling, float8
 
 _LENGTH = 32
 _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.cpu.cast import store
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.quantized.quantize import store
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
 

@@ -1,4 +1,23 @@
-"""NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``."""
+"""NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
+
+Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
+``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
+https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them in a column:
+
+==========  =======  ======================  ========================================
+direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
+==========  =======  ======================  ========================================
+rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
+columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
+==========  =======  ======================  ========================================
+
+"m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
+quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
+data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
+
+``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their
+kernels approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +31,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu.quantized import block_scaling, float4, float8, four_over_six
-from parity.cpu.quantized.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+from parity.cpu import block_scaling, float4, float8
+from parity.cpu.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+
+# 4over6: for each block the better of two scales, one that maps its amax to 6 and one that maps it to 4.
+#
+# Follows TransformerEngine 2.20.2: ``common/cast/nvfp4/quantize_4over6_nvfp4.cuh`` and TE's own reference,
+# ``custom_recipes/reference_nvfp4.py``, without ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH``. E2M1 has nothing between 4 and
+# 6, so a block whose values crowd there is better served by a scale 1.5 times as large.
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How the two scales are compared.
+
+    Attributes:
+        amax: FP32, of the tensor, ``[1, 1]``, or of each row, ``[rows, 1]``.
+        scale: the global encoding scale for it, likewise.
+        limit: the largest block scale: 448 or 256.
+        error: ``MAE`` or ``MSE``, of the decoded values in a block.
+    """
+
+    amax: Tensor
+    scale: Tensor
+    limit: float
+    error: str
+
+
+def _encode_4over6(
+    matrix: Tensor, block_amax: Tensor, block: block_scaling.Block, choice: _Choice
+) -> tuple[Tensor, Tensor]:
+    """Codes ``[rows, columns]``, and the E4M3 bytes of each block; a tie goes to 6.
+
+    Args:
+        matrix: FP32, FP16 or BF16, ``[rows, columns]``.
+        block_amax: FP32, one a block.
+        block: ``(1, 16)`` or ``(16, 16)``.
+    """
+    base = block_amax / float4.LIMIT * choice.scale
+    six, four = (float8.cast(base * factor, E4M3) for factor in (1.0, 1.5))
+    codes_six, codes_four = (
+        float4.encode(block_scaling.multiply(matrix, encoding_scale(decoding, choice.scale), block))
+        for decoding in (six, four)
+    )
+    error_six = _block_errors(matrix, codes_six, six, block, choice)
+    error_four = _block_errors(matrix, codes_four, four, block, choice)
+    takes_four = error_four < error_six
+    per_element = block_scaling.expand(takes_four, block, matrix.shape)
+    return torch.where(per_element, codes_four, codes_six), torch.where(takes_four, four, six)
+
+
+def _block_errors(
+    matrix: Tensor, codes: Tensor, decoding: Tensor, block: block_scaling.Block, choice: _Choice
+) -> Tensor:
+    """The summed error of each block, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
+    decoded = block_scaling.multiply(float4.decode(float4.pack(codes)), float8.decode(decoding, E4M3), block)
+    difference = decoded.mul_(choice.amax).div_(float4.LIMIT * choice.limit).sub_(matrix)
+    summand = difference.square_() if choice.error == "MSE" else difference.abs_()
+    total = functools.reduce(torch.add, summand.unflatten(1, (-1, block[1])).unbind(-1))
+    rows = total.unflatten(0, (-1, block[0]))
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
 
 # The random Hadamard transform that NVFP4 applies before it quantizes columnwise.
 #
@@ -35,27 +116,6 @@ def transform(values: Tensor, matrix: Tensor) -> Tensor:
             f"{list(values.shape)}"
         )
     return (values.reshape(-1, size).float() @ matrix.float()).to(torch.bfloat16).view(values.shape)
-
-
-# NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
-#
-# Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
-# ``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
-# https://arxiv.org/abs/2509.25149. For values ``[*leading, k]``, m of them in a column:
-#
-# ==========  =======  ======================  ========================================
-# direction   a block  codes, two to a byte    scale_inv, E4M3 bytes, padded with zeros
-# ==========  =======  ======================  ========================================
-# rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
-# columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
-# ==========  =======  ======================  ========================================
-#
-# ``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their
-# kernels approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
-#
-# "m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
-# quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
-# data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
 
 
 _LENGTH = 16
@@ -215,8 +275,8 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
     scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
     block_amax = block_scaling.amax(matrix, block)
     if getattr(quantizer, "nvfp4_use_4over6", False):
-        choice = four_over_six.Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), quantizer.nvfp4_4over6_err_mode)
-        codes, decoding = four_over_six.encode(matrix, block_amax, block, choice)
+        choice = _Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), quantizer.nvfp4_4over6_err_mode)
+        codes, decoding = _encode_4over6(matrix, block_amax, block, choice)
     else:
         decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
         scaled = block_scaling.multiply(matrix, encoding_scale(decoding, scale), block)

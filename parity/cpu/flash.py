@@ -1,4 +1,20 @@
-"""Attention as flash kernels compute it in FP16 and BF16, forward and backward, a block of queries at a time."""
+"""Attention as flash kernels compute it in FP16 and BF16, forward and backward, a block of queries at a time.
+
+Follows Dao 2023 (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithms 1 and 2) with the precisions of cuDNN's
+graph in TransformerEngine 2.20.2 (``common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu``: data of the I/O dtype,
+intermediates and sums FP32):
+
+=====================================  ===============================================================================
+scores                                 FP32 sums of products of the operands, scaled and biased in FP32
+``exp(score - largest score)``         FP32; rounded to the I/O dtype for the product with V, not for a row's sum
+output                                 the product divided by the sum of the row, rounded once
+backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
+backward: dS, scaled                   FP32 ``P (dP - sum(dO O)) scale``; rounded for the products with Q and K
+gradients                              summed in FP32, rounded once
+=====================================  ===============================================================================
+
+A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row are seen at once.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +24,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.cpu.attention import scores
-from parity.cpu.attention.problem import (
+from parity.cpu import attention_problem
+from parity.cpu.attention_problem import (
+    Attention,
     GradientFormats,
+    Gradients,
     Problem,
+    grouped,
+    in_fp32,
     in_gradients,
     new_gradients,
     new_output,
@@ -19,24 +39,6 @@ from parity.cpu.attention.problem import (
     part_of_bias,
     parts,
 )
-from parity.cpu.attention.scores import Attention, Gradients, grouped, in_fp32
-
-# Attention as flash kernels compute it in FP16 and BF16, on sequences of one length, a block of queries at a time.
-#
-# Forward and backward follow Dao 2023 (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithms 1 and 2) with the
-# precisions of cuDNN's graph in TransformerEngine 2.20.2 (``common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu``:
-# data of the I/O dtype, intermediates and sums FP32):
-#
-# =====================================  ===============================================================================
-# scores                                 FP32 sums of products of the operands, scaled and biased in FP32
-# ``exp(score - largest score)``         FP32; rounded to the I/O dtype for the product with V, not for a row's sum
-# output                                 the product divided by the sum of the row, rounded once
-# backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
-# backward: dS, scaled                   FP32 ``P (dP - sum(dO O)) scale``; rounded for the products with Q and K
-# gradients                              summed in FP32, rounded once
-# =====================================  ===============================================================================
-#
-# A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row are seen at once.
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,15 +60,15 @@ def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> 
     lse = torch.empty(batch, heads, queries, 1, dtype=torch.float32)
     largest = torch.empty_like(lse)
     key, value = in_fp32(key), in_fp32(value)
-    generator, sink = scores.generator_of(attention), scores.sink_of(attention)
-    for block in scores.blocks(attention, query, key):
+    generator, sink = attention_problem.generator_of(attention), attention_problem.sink_of(attention)
+    for block in attention_problem.blocks(attention, query, key):
         rows = block.row_slice
         if not block.columns:
             output[:, :, rows] = 0
             lse[:, :, rows] = sink
             largest[:, :, rows] = -math.inf
             continue
-        weights = scores.of_block(query, key, attention, block)
+        weights = attention_problem.of_block(query, key, attention, block)
         top = weights.amax(-1, keepdim=True)
         largest[:, :, rows] = top
         top = torch.maximum(top, sink)
@@ -74,7 +76,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> 
         weights = weights.sub_(shift).exp_()
         total = weights.sum(-1, keepdim=True).add_((sink - shift).exp_())
         lse[:, :, rows] = total.log().add_(shift)
-        scores.drop(weights, attention, generator)
+        attention_problem.drop(weights, attention, generator)
         weights = weights.to(query.dtype).float()
         product = grouped(weights, groups) @ value[:, :, block.column_slice]
         output[:, :, rows] = product.view(batch, heads, len(block.rows), -1).div_(total.masked_fill_(total == 0, 1.0))
@@ -98,26 +100,26 @@ def backward(
     batch, heads = query.shape[:2]
     dtype, groups = query.dtype, key.shape[1]
     key, value = in_fp32(key), in_fp32(value)
-    gradients = scores.zero_gradients(query, key, value, attention)
-    generator = scores.generator_of(attention)
-    for block in scores.blocks(attention, query, key):
+    gradients = attention_problem.zero_gradients(query, key, value, attention)
+    generator = attention_problem.generator_of(attention)
+    for block in attention_problem.blocks(attention, query, key):
         rows, columns = block.row_slice, block.column_slice
         incoming = in_fp32(output_grad[:, :, rows])
         inner = (incoming * output[:, :, rows]).sum(-1, keepdim=True)
         row_lse = lse[:, :, rows].masked_fill(lse[:, :, rows] == -math.inf, math.inf)
         if gradients.sink is not None:
-            gradients.sink.sub_(((scores.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
+            gradients.sink.sub_(((attention_problem.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
         if not block.columns:
             continue
-        probabilities = scores.of_block(query, key, attention, block).sub_(row_lse).exp_()
+        probabilities = attention_problem.of_block(query, key, attention, block).sub_(row_lse).exp_()
         incoming = grouped(incoming, groups)
         probability_grad = (incoming @ value[:, :, columns].mT).view_as(probabilities)
-        kept = scores.drop(probability_grad, attention, generator)
+        kept = attention_problem.drop(probability_grad, attention, generator)
         dropped = probabilities if kept is None else probabilities * kept
         gradients.value[:, :, columns] += grouped(dropped.to(dtype).float(), groups).mT @ incoming
         score_grad = probability_grad.sub_(inner).mul_(probabilities)
         if gradients.bias is not None:
-            scores.add_bias_grad(gradients.bias, score_grad, block)
+            attention_problem.add_bias_grad(gradients.bias, score_grad, block)
         score_grad = grouped(score_grad.mul_(attention.scale).to(dtype).float(), groups)
         gradients.query[:, :, rows] = (score_grad @ key[:, :, columns]).view(batch, heads, len(block.rows), -1)
         gradients.key[:, :, columns] += score_grad.mT @ grouped(in_fp32(query[:, :, rows]), groups)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parity.cpu import block_scaling, cast, float4, float8, mxfp8
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.quantized import block_scaling, float4, float8, mxfp8, quantize
-from parity.cpu.quantized.float4 import E4M3, LARGEST_FP32, encoding_scale, global_scale
+from parity.cpu.float4 import E4M3, LARGEST_FP32, encoding_scale, global_scale
 
 __all__ = [
     "fp8_block_scaling_compute_partial_amax",
@@ -185,7 +185,7 @@ def nvfp4_2d_multi_tensor_transpose(
     for rows, columns, row_scales, column_scales, m, k in zip(*lists, M_list, K_list, strict=True):
         columns.copy_(float4.transpose(rows.view(m, k // 2)).view(columns.shape))
         column_scales.zero_()
-        quantize.nvfp4_2d_scale_transpose(row_scales, column_scales, -(-m // 16), -(-k // 16))
+        cast.nvfp4_2d_scale_transpose(row_scales, column_scales, -(-m // 16), -(-k // 16))
 
 
 def _embedded(part: Tensor, h: int, w: int, start_offset: int) -> Tensor:

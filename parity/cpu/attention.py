@@ -1,6 +1,7 @@
-"""Fused attention.
+"""Fused attention: which of it the emulated GPU offers, its forward and backward, and the cache of keys and values.
 
-Which of it the emulated GPU offers for a configuration, and what TransformerEngine asks of cuDNN.
+Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2. ``flash`` and ``flash_fp8`` compute; here are the
+kernels' parameters, and the tensors that the forward pass hands to the backward pass.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import cuda, versions
-from parity.cpu.attention import flash, flash_fp8, problem, scores
-from parity.cpu.attention.problem import GradientFormats, Layout, Problem, format_name, parse_layout
-from parity.cpu.attention.scores import Attention, Band
+from parity.cpu import attention_problem, cuda, flash, flash_fp8, float8, versions
+from parity.cpu.attention_problem import Attention, Band, GradientFormats, Layout, Problem, format_name, parse_layout
 from parity.cpu.enums import (
     DType,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
     NVTE_Mask_Type,
+    NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from parity.cpu.quantized import float8
 
 __all__ = [
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
+    "copy_to_kv_cache",
     "fused_attn_bwd",
     "fused_attn_fwd",
     "get_fused_attn_backend",
@@ -36,9 +38,9 @@ __all__ = [
 #
 # Up to 2.19 TransformerEngine writes the rules down (``nvte_get_fused_attn_backend`` in
 # ``common/fused_attn/fused_attn.cpp``); 2.20 asks cuDNN itself, which cannot be asked here. So every version gets the
-# written rules, for the cuDNN that ``parity.cpu.info`` names (the rules for older and newer ones, and the kernels for
+# written rules, for the cuDNN that ``parity.cpu.cuda`` names (the rules for older and newer ones, and the kernels for
 # short sequences that TE 2.14 and 2.15 still had beside them, are left out) and for the configurations that
-# ``parity.cpu.attention.fused`` computes.
+# ``parity.cpu.attention`` computes.
 
 
 _F16_DTYPES = (DType.kFloat16, DType.kBFloat16)
@@ -106,7 +108,7 @@ def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
         yield f"FP8 attention needs compute capability 9.0, and the GPU has {architecture / 10}"
     if c.kv_dtype != c.qkv_dtype:
         yield "Q and K have different dtypes"
-    layout = problem.parse_layout(c.qkv_layout)
+    layout = attention_problem.parse_layout(c.qkv_layout)
     if layout.query not in ("bshd", "sbhd") or layout.key != layout.query:
         yield "in FP8, queries and keys need the same format, bshd or sbhd"
     if c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
@@ -136,14 +138,14 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
         yield "fused attention takes FP16, BF16 and FP8"
     if architecture < 80:
         yield f"fused attention needs compute capability 8.0, and the GPU has {architecture / 10}"
-    layout = problem.parse_layout(c.qkv_layout)
+    layout = attention_problem.parse_layout(c.qkv_layout)
     if c.qkv_layout == NVTE_QKV_Layout.NVTE_BHSD_BHSD_BHSD:
         yield "the layout bhsd_bhsd_bhsd is for FP8"
-    if layout.query == "thd" and not scores.is_padding(c.attn_mask_type):
+    if layout.query == "thd" and not attention_problem.is_padding(c.attn_mask_type):
         yield "packed sequences (thd) need a padding mask"
     if "thd" in (layout.query, layout.key) and architecture < 90:
         yield "packed sequences (thd) need compute capability 9.0"
-    if layout.paged and not scores.is_padding(c.attn_mask_type):
+    if layout.paged and not attention_problem.is_padding(c.attn_mask_type):
         yield "a paged cache needs a padding mask"
     if not _head_dimensions_fit(c, layout, architecture):
         yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not served"
@@ -153,7 +155,7 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
     if architecture >= 100 and c.is_training and (c.deterministic or dropout_and_bias):
         yield "on Blackwell, the backward is neither deterministic nor does it serve dropout with a bias"
     in_graph = c.cuda_graph and c.is_training and cuda.cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
-    if in_graph and c.max_seqlen_kv % 128 and not scores.is_padding(c.attn_mask_type):
+    if in_graph and c.max_seqlen_kv % 128 and not attention_problem.is_padding(c.attn_mask_type):
         yield "in a CUDA graph, this cuDNN needs keys in multiples of 128"
 
 
@@ -180,7 +182,7 @@ def _objections_to_bias(c: _Configuration, architecture: int) -> Iterator[str]:
     if c.bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         yield "cuDNN has no bias that is added before scaling"
     if c.bias_type == NVTE_Bias_Type.NVTE_ALIBI:
-        if not scores.is_causal(c.attn_mask_type) or scores.is_padding(c.attn_mask_type):
+        if not attention_problem.is_causal(c.attn_mask_type) or attention_problem.is_padding(c.attn_mask_type):
             yield "ALiBi needs a causal mask without padding"
         if "BOTTOM_RIGHT" in NVTE_Mask_Type(c.attn_mask_type).name and c.max_seqlen_q != c.max_seqlen_kv:
             yield "with a bottom-right mask of unequal lengths, TE does not say where cuDNN's ALiBi starts"
@@ -210,10 +212,7 @@ def _objections_to_mask(c: _Configuration, layout: Layout) -> Iterator[str]:
         yield "without padding and without a bottom-right mask, a sliding window has to end at the diagonal"
 
 
-# Fused attention, forward and backward: what TransformerEngine asks of cuDNN.
-#
-# Follows ``csrc/extensions/attention.cpp`` of TE 2.20.2. ``flash`` and ``flash_fp8`` compute; here lie the kernels'
-# parameters and the tensors that the forward hands to the backward.
+# Fused attention, forward and backward.
 
 
 @torch.no_grad()
@@ -280,14 +279,14 @@ def fused_attn_fwd(
     rng_state = _draw_rng_state(dropout, rng_gen)
     bias = Bias if bias_type == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS else None
     sink = SoftmaxOffset if softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX else None
-    band = scores.band_of(attn_mask_type, window_size, bottom_right_diagonal)
+    band = attention_problem.band_of(attn_mask_type, window_size, bottom_right_diagonal)
     layout = parse_layout(qkv_layout)
     problem = Problem(
         layout=layout,
         attention=_attention(attn_scale, band, bias_type, sink, dropout),
         bias=bias,
         seed=int(rng_state[0]),
-        is_padded=scores.is_padding(attn_mask_type),
+        is_padded=attention_problem.is_padding(attn_mask_type),
         cumulative=(cu_seqlens_q, cu_seqlens_kv),
         padded=(cu_seqlens_q_padded, cu_seqlens_kv_padded),
         output_format=format_name(o_format, layout.query),
@@ -359,14 +358,14 @@ def fused_attn_bwd(
     lse, rng_state, *rest = Aux_CTX_Tensors
     bias = rest.pop(0) if bias_type == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS else None
     sink = rest.pop(0) if softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX else None
-    band = scores.band_of(attn_mask_type, window_size, bottom_right_diagonal)
+    band = attention_problem.band_of(attn_mask_type, window_size, bottom_right_diagonal)
     layout = parse_layout(qkv_layout)
     problem = Problem(
         layout=layout,
         attention=_attention(attn_scale, band, bias_type, sink, p_dropout),
         bias=bias,
         seed=int(rng_state[0]),
-        is_padded=scores.is_padding(attn_mask_type),
+        is_padded=attention_problem.is_padding(attn_mask_type),
         cumulative=(cu_seqlens_q, cu_seqlens_kv),
         padded=(cu_seqlens_q_padded, cu_seqlens_kv_padded),
         output_format=format_name(o_format, layout.query),
@@ -425,3 +424,102 @@ def _check_operands(
     if bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         raise ValueError(f"{kernel}: cuDNN's fused attention has no bias that is added before scaling")
     return False
+
+
+# The cache of keys and values for inference, and conversions between padded and packed sequences.
+#
+# Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and ``common/fused_attn/kv_cache.cu``.
+
+
+@torch.no_grad()
+def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
+    """Packed sequences ``[tokens, heads, features]`` as ``[b, max_seq_len, heads, features]``, with 0 for padding.
+
+    Args:
+        cu_seqlens: cumulative lengths ``[at least b + 1]``; sequences follow each other without gaps.
+    """
+    result = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
+    result[_is_token(cu_seqlens, b, max_seq_len)] = tensor[: int(cu_seqlens[b])]
+    return result
+
+
+@torch.no_grad()
+def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
+    """Padded sequences ``[batch, seq, heads, features]`` as ``[t, heads, features]``, 0 after the last sequence."""
+    batch, max_seq_len = tensor.shape[:2]
+    result = tensor.new_zeros(t, *tensor.shape[2:])
+    result[: int(cu_seqlens[batch])] = tensor[_is_token(cu_seqlens, batch, max_seq_len)]
+    return result
+
+
+def _is_token(cu_seqlens: Tensor, batch: int, max_seq_len: int) -> Tensor:
+    """``[batch, max_seq_len]``, False for padding."""
+    return torch.arange(max_seq_len) < cu_seqlens[: batch + 1].diff()[:, None]
+
+
+@torch.no_grad()
+def copy_to_kv_cache(
+    new_k: Tensor,
+    new_v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_new_lens: Tensor,
+    cu_cached_lens: Tensor,
+    qkv_format: int,
+    b: int,
+    max_ctx_len: int,
+    max_seq_len: int,
+    max_pages_per_seq: int,
+    is_non_paged: bool,
+) -> None:
+    """Append the new tokens of each sequence to the cache, in place.
+
+    Args:
+        new_k: ``[b, max_ctx_len, heads, features]``, with the first two swapped in ``sbhd``, or packed in ``thd``.
+        k_cache: ``[sequences, max_seq_len, heads, features]``, or ``[pages, page size, heads, features]`` if paged.
+        page_table: the pages of each sequence, ``[at least b, max_pages_per_seq]``, or ``[at least b]`` if there is one
+            page for each.
+        cu_new_lens: cumulative numbers of new tokens, ``[at least b + 1]``.
+        cu_cached_lens: of all tokens, the new ones included.
+        is_non_paged: ``page_table`` says where in the cache each sequence lay so far: those that go on are first moved
+            to the front, in their order.
+
+    Raises:
+        ValueError: if dtypes differ, or for another format.
+    """
+    if not new_k.dtype == new_v.dtype == k_cache.dtype == v_cache.dtype:
+        dtypes = [str(tensor.dtype) for tensor in (new_k, new_v, k_cache, v_cache)]
+        raise ValueError(f"copy_to_kv_cache needs new tokens and caches of one dtype, and got {', '.join(dtypes)}")
+    new, cached = cu_new_lens[: b + 1].diff().long(), cu_cached_lens[: b + 1].diff().long()
+    if is_non_paged:
+        _move_to_front((k_cache, v_cache), page_table.flatten()[:b].long(), cached - new)
+    entry = torch.arange(b).repeat_interleave(new)
+    token = torch.arange(len(entry)) - cu_new_lens[:b].long()[entry]
+    position = (cached - new)[entry] + token
+    page_size = max_seq_len // max_pages_per_seq
+    page = entry if is_non_paged else page_table.view(-1, max_pages_per_seq).long()[entry, position // page_size]
+    where = (page, position % page_size)
+    for cache, tokens in ((k_cache, new_k), (v_cache, new_v)):
+        cache[where] = _tokens(tokens, qkv_format, entry, token)
+
+
+def _tokens(tensor: Tensor, qkv_format: int, entry: Tensor, token: Tensor) -> Tensor:
+    """``[tokens, heads, features]`` of all sequences, without padding."""
+    if qkv_format == NVTE_QKV_Format.NVTE_BSHD:
+        return tensor[entry, token]
+    if qkv_format == NVTE_QKV_Format.NVTE_SBHD:
+        return tensor[token, entry]
+    if qkv_format == NVTE_QKV_Format.NVTE_THD:
+        return tensor[: len(entry)]
+    raise ValueError(f"copy_to_kv_cache takes bshd, sbhd and thd, and no {NVTE_QKV_Format(qkv_format).name}")
+
+
+def _move_to_front(caches: tuple[Tensor, Tensor], sources: Tensor, lengths: Tensor) -> None:
+    """Sequence j moves from ``sources[j]`` to j, up to the last j before which the sources decrease."""
+    falls = (sources.diff() < 0).nonzero()
+    count = int(falls[-1]) + 1 if len(falls) else len(sources)
+    sources, lengths = sources[:count], lengths[:count]
+    for cache in caches:
+        moves = torch.arange(cache.shape[1]) < lengths[:, None]
+        cache[:count][moves] = cache[sources][moves]

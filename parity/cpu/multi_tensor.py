@@ -1,4 +1,7 @@
-"""Optimizer steps, and the kernels on lists of tensors that they use."""
+"""Optimizer steps, scaling, norms and FP8 scales of lists of tensors in one call.
+
+Follows ``csrc/extensions/multi_tensor`` of TransformerEngine 2.20.2, and ``common/multi_tensor``, in FP32 throughout.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parity.cpu import float8
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.quantized import float8
 
 __all__ = [
     "multi_tensor_adam",
@@ -24,11 +27,6 @@ __all__ = [
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
-
-# Scaling, norms and FP8 scales of lists of tensors in one call.
-#
-# Follows ``csrc/extensions/multi_tensor`` of TransformerEngine 2.20.2, and ``common/multi_tensor``, in FP32 throughout.
-
 
 _Lists = Sequence[Sequence[Tensor]]
 

@@ -1,4 +1,9 @@
-"""Activations and their gradients: plain, gated, fused with a bias gradient, and times a factor for each row."""
+"""Activations and their gradients: plain, gated, fused with a bias gradient, and times a factor for each row.
+
+Follows ``csrc/extensions/activation.cpp`` and ``bias.cpp`` of TransformerEngine 2.20.2, and for the functions
+``common/util/math.h`` and ``common/util/vectorized_pointwise.h``. All arithmetic is FP32; a result is rounded once,
+when it is stored.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.cpu.quantized.quantize import is_delayed, is_mxfp8, store
+from parity.cpu.cast import is_delayed, is_mxfp8, store
 
 __all__ = [
     "clamped_dswiglu",
@@ -54,11 +59,6 @@ __all__ = [
     "srelu",
     "swiglu",
 ]
-
-# The functions behind TransformerEngine's activation kernels, plain and gated, with their gradients, in FP32.
-#
-# Follows ``common/util/math.h`` and ``common/util/vectorized_pointwise.h`` of TransformerEngine 2.20.2.
-
 
 QUICK = 1.702
 
@@ -182,9 +182,6 @@ def gradient(function: Pointwise | Gated, grad: Tensor, x: Tensor, interleave: i
 
 # Activations and their gradients: plain, gated, and fused with a bias gradient.
 #
-# Follows ``csrc/extensions/activation.cpp`` and ``bias.cpp`` of TransformerEngine 2.20.2. All arithmetic is FP32
-# (see above); a result is rounded once, when it is stored.
-#
 # ====================  ==============================================================================================
 # plain kernel          ``f(input)``, ``[..., n]``
 # gated kernel          ``f(gate) * u(up)``, ``[..., n]``: ``input``, ``[..., 2 n]``, holds the gate in its first half,
@@ -293,7 +290,7 @@ def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0
 # Activations times a factor for each row, which a mixture of experts takes from its router, and their gradients.
 #
 # Follows ``common/activation/scaled_activation.cu`` of NVIDIA's TransformerEngine repository and
-# ``csrc/extensions/activation.cpp`` of 2.20.2. Arguments and dtypes are as in ``activation.py``; ``act_scales`` has one
+# ``csrc/extensions/activation.cpp`` of 2.20.2. Arguments and dtypes are as above; ``act_scales`` has one
 # factor a row. A ``d`` kernel returns the gradient of ``fwd_input`` and, unless ``compute_scale_grad`` is off, that of
 # ``act_scales``. ``glu_interleave_size``: gate and up alternate in blocks of that many columns; 0 for halves.
 

@@ -1,1 +1,0 @@
-"""Matrix products: plain, grouped by expert, and with the accumulation of the tensor cores."""
