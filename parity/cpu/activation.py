@@ -94,7 +94,7 @@ def _qgelu_gradient(grad: Tensor, x: Tensor, alpha: float = QUICK) -> Tensor:
 
 
 def _relu(x: Tensor) -> Tensor:
-    """CUDA's ``fmaxf``, which takes the 0 where x is NaN."""
+    """Apply ReLU as CUDA's ``fmaxf`` does, which takes the 0 where x is NaN."""
     return torch.fmax(x, x.new_zeros(()))
 
 
@@ -116,7 +116,7 @@ SWIGLU = Gated(SILU, IDENTITY)
 
 
 def clamped_swiglu_function(limit: float, alpha: float, glu_linear_offset: float) -> Gated:
-    """GPT-OSS's SwiGLU: the gate is clamped from above only, up from both sides before it gets the offset.
+    """Return GPT-OSS's SwiGLU: the gate is clamped from above only, up from both sides before it gets the offset.
 
     With ``c = min(gate, limit)``: ``c sigmoid(alpha c) * (clamp(up, -limit, limit) + glu_linear_offset)``. Where a
     clamp holds a value, its gradient is 0; on the limit itself it is not held.
@@ -134,7 +134,10 @@ def clamped_swiglu_function(limit: float, alpha: float, glu_linear_offset: float
 
 
 def situglu_function(beta1: float, beta2: float) -> Gated:
-    """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(up / beta2)``: SwiGLU with both branches soft-capped."""
+    """Return SwiGLU with both branches soft-capped.
+
+    That is ``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(up / beta2)``.
+    """
 
     def gate_gradient(grad: Tensor, x: Tensor) -> Tensor:
         tanh, sigmoid = (x / beta1).tanh(), x.sigmoid()
@@ -148,7 +151,8 @@ def situglu_function(beta1: float, beta2: float) -> Gated:
 
 
 def _halves(tensor: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
-    """Gate and up, ``[..., blocks, size]``, of ``[..., 2 n]``: in one block, or in blocks of ``interleave`` columns.
+    """Split ``[..., 2 n]`` into gate and up, ``[..., blocks, size]``, which alternate in blocks of ``interleave``
+    columns, or, for 0, are the two halves.
 
     Raises:
         ValueError: if the blocks do not fill the last dimension.
@@ -207,7 +211,7 @@ def _backward(function: Pointwise | Gated, grad: Tensor, fwd_input: Tensor, quan
 
 
 def _backward_with_bias(function: Pointwise, grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Any]:
-    """``[bias gradient, gradient]``, of ``grad``'s dtype; the bias gradient is ``[columns]``.
+    """Return ``[bias gradient, gradient]`` in ``grad``'s dtype; the bias gradient is ``[columns]``.
 
     The fused kernels of delayed scaling and MXFP8 sum what they have in FP32; the others sum the gradient that they
     have stored.
@@ -263,7 +267,7 @@ dbias_dsrelu = _bias_kernel("dbias_dsrelu", SRELU)
 def clamped_swiglu(
     input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = QUICK, glu_linear_offset: float = 1.0
 ) -> Any:
-    """See ``clamped_swiglu_function``."""
+    """Apply ``clamped_swiglu_function``."""
     return _forward(clamped_swiglu_function(limit, alpha, glu_linear_offset), input, quantizer)
 
 
@@ -279,7 +283,7 @@ def clamped_dswiglu(
 
 
 def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """See ``situglu_function``."""
+    """Apply ``situglu_function``."""
     return _forward(situglu_function(beta1, beta2), input, quantizer)
 
 

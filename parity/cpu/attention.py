@@ -76,7 +76,7 @@ class _Configuration:
 def get_fused_attn_backend(
     *configuration: Any,
 ) -> NVTE_Fused_Attn_Backend | tuple[NVTE_Fused_Attn_Backend, str]:
-    """cuDNN's attention in FP8, or in FP16 and BF16 for sequences of any length, if it serves this; else no backend.
+    """Return cuDNN's attention for FP8, or for FP16 and BF16, if it serves this configuration; else no backend.
 
     TE 2.20 passes one object and takes the reason as well; up to 2.19 it passes each property and takes the backend
     alone (``attention/dot_product_attention/utils.py``).
@@ -132,7 +132,7 @@ def _head_dimensions_fit_in_fp8(c: _Configuration, architecture: int) -> bool:
 
 
 def _objections(configuration: _Configuration) -> Iterator[str]:
-    """Why cuDNN does not serve this in FP16 and BF16; nothing if it does."""
+    """Yield why cuDNN does not serve this in FP16 and BF16; nothing if it does."""
     c, architecture = configuration, _architecture()
     if c.qkv_dtype not in _F16_DTYPES or c.kv_dtype != c.qkv_dtype:
         yield "fused attention takes FP16, BF16 and FP8"
@@ -250,7 +250,7 @@ def fused_attn_fwd(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> list[Tensor]:
-    """Attention; without padding in the mask type, sequence lengths are the tensors' own.
+    """Compute attention; unless the mask type has padding, the sequences are as long as the tensors.
 
     Args:
         Q: ``[batch, seq, heads, features]``, or as the layout says; FP16, BF16 or TE's FP8 tensor.
@@ -394,7 +394,7 @@ def _attention(scale: float, band: Band, bias_type: int, sink: Tensor | None, dr
 
 
 def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> Tensor:
-    """Seed and offset, INT64 ``[2]``: drawn from the generator (default: the CPU's) if dropout needs any, else 0.
+    """Return seed and offset, INT64 ``[2]``: drawn from the generator (default: the CPU's) for dropout, 0 without it.
 
     On a GPU each call advances the GPU's generator; the CPU's also serves the user, so it is left alone where possible.
     """
@@ -433,7 +433,7 @@ def _check_operands(
 
 @torch.no_grad()
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
-    """Packed sequences ``[tokens, heads, features]`` as ``[b, max_seq_len, heads, features]``, with 0 for padding.
+    """Pad packed sequences ``[tokens, heads, features]`` with zeros to ``[b, max_seq_len, heads, features]``.
 
     Args:
         cu_seqlens: cumulative lengths ``[at least b + 1]``; sequences follow each other without gaps.
@@ -445,7 +445,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 @torch.no_grad()
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    """Padded sequences ``[batch, seq, heads, features]`` as ``[t, heads, features]``, 0 after the last sequence."""
+    """Pack padded sequences ``[batch, seq, heads, features]`` to ``[t, heads, features]``, then zeros."""
     batch, max_seq_len = tensor.shape[:2]
     result = tensor.new_zeros(t, *tensor.shape[2:])
     result[: int(cu_seqlens[batch])] = tensor[_is_token(cu_seqlens, batch, max_seq_len)]
@@ -453,7 +453,7 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
 
 
 def _is_token(cu_seqlens: Tensor, batch: int, max_seq_len: int) -> Tensor:
-    """``[batch, max_seq_len]``, False for padding."""
+    """Return a mask ``[batch, max_seq_len]``, False for padding."""
     return torch.arange(max_seq_len) < cu_seqlens[: batch + 1].diff()[:, None]
 
 
@@ -505,7 +505,7 @@ def copy_to_kv_cache(
 
 
 def _tokens(tensor: Tensor, qkv_format: int, entry: Tensor, token: Tensor) -> Tensor:
-    """``[tokens, heads, features]`` of all sequences, without padding."""
+    """Return the tokens of all sequences without padding, ``[tokens, heads, features]``."""
     if qkv_format == NVTE_QKV_Format.NVTE_BSHD:
         return tensor[entry, token]
     if qkv_format == NVTE_QKV_Format.NVTE_SBHD:
@@ -516,7 +516,7 @@ def _tokens(tensor: Tensor, qkv_format: int, entry: Tensor, token: Tensor) -> Te
 
 
 def _move_to_front(caches: tuple[Tensor, Tensor], sources: Tensor, lengths: Tensor) -> None:
-    """Sequence j moves from ``sources[j]`` to j, up to the last j before which the sources decrease."""
+    """Move sequence j from ``sources[j]`` to j, up to the last j before which the sources decrease."""
     falls = (sources.diff() < 0).nonzero()
     count = int(falls[-1]) + 1 if len(falls) else len(sources)
     sources, lengths = sources[:count], lengths[:count]

@@ -39,7 +39,7 @@ class Band:
 
 
 def band_of(mask_type: int, window: Sequence[int], bottom_right: bool) -> Band:
-    """The band of an ``NVTE_Mask_Type`` and a sliding window ``(left, right)``, in which -1 stands for all keys."""
+    """Return the band of an ``NVTE_Mask_Type`` and a sliding window ``(left, right)``, where -1 stands for all keys."""
     left, right = (None if side == -1 else side for side in window)
     return Band(left, 0 if is_causal(mask_type) else right, bottom_right)
 
@@ -62,7 +62,7 @@ def visible_keys(band: Band, rows: range, queries: int, keys: int) -> range:
 
 
 def hidden_keys(band: Band, rows: range, columns: range, queries: int, keys: int) -> Tensor | None:
-    """``[rows, columns]``, True where a query must not see a key; None if each sees all of these."""
+    """Return a mask ``[rows, columns]``, True where a query must not see a key; None if nothing is hidden."""
     offset = keys - queries if band.bottom_right else 0
     left_is_free = band.left is None or columns.start >= rows.stop - 1 + offset - band.left
     right_is_free = band.right is None or columns.stop - 1 <= rows.start + offset + band.right
@@ -78,8 +78,11 @@ def hidden_keys(band: Band, rows: range, columns: range, queries: int, keys: int
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """``[heads]`` FP32: ``2^(-8 i / n)`` for i = 1..n, with every other step of a finer series for heads beyond a power
-    of two n (Press, Smith and Lewis 2022, https://arxiv.org/abs/2108.12409, and their published code)."""
+    """Return ALiBi's slopes, ``[heads]`` FP32.
+
+    They are ``2^(-8 i / n)`` for i = 1..n, with every other step of a finer series for heads beyond a power of two n
+    (Press, Smith and Lewis 2022, https://arxiv.org/abs/2108.12409, and their published code).
+    """
     power = 2 ** math.floor(math.log2(heads))
     slopes = torch.pow(2.0 ** (-8.0 / power), torch.arange(1, power + 1))
     finer = torch.pow(2.0 ** (-4.0 / power), torch.arange(1, 2 * (heads - power) + 1, 2))
@@ -87,8 +90,11 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def alibi(heads: int, rows: range, columns: range) -> Tensor:
-    """``[heads, rows, columns]`` FP32: minus slope times the distance between query and key, counted from the first
-    query and the first key (TE's table of biases: fused attention aligns ALiBi top left)."""
+    """Return ALiBi's penalty, ``[heads, rows, columns]`` FP32: minus slope times the distance between query and key.
+
+    The distance counts from the first query and the first key (TE's table of biases: fused attention aligns ALiBi top
+    left).
+    """
     distance = torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
     return distance.abs().neg() * alibi_slopes(heads)[:, None, None]
 
@@ -151,7 +157,7 @@ class Gradients:
 
 
 def blocks(attention: Attention, query: Tensor, key: Tensor) -> Iterator[Block]:
-    """Blocks of queries with the keys that they may see, each with about ``_SCORES_IN_A_BLOCK`` scores."""
+    """Yield blocks of queries with the keys that they may see, each with about ``_SCORES_IN_A_BLOCK`` scores."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     size = max(16, _SCORES_IN_A_BLOCK // max(1, batch * heads * keys))
@@ -161,7 +167,7 @@ def blocks(attention: Attention, query: Tensor, key: Tensor) -> Iterator[Block]:
 
 
 def of_block(query: Tensor, key: Tensor, attention: Attention, block: Block) -> Tensor:
-    """``[batch, heads, rows, columns]`` FP32: scaled, biased, minus infinity where a key is hidden.
+    """Return scores, ``[batch, heads, rows, columns]`` FP32: scaled, biased, minus infinity where a key is hidden.
 
     Args:
         query: all queries.
@@ -197,19 +203,19 @@ def in_fp32(tensor: Tensor) -> Tensor:
 
 
 def grouped(tensor: Tensor, groups: int) -> Tensor:
-    """``[batch, heads, rows, n]`` as ``[batch, groups, heads of a group * rows, n]``."""
+    """Reshape ``[batch, heads, rows, n]`` to ``[batch, groups, heads of a group * rows, n]``."""
     return tensor.reshape(tensor.shape[0], groups, -1, tensor.shape[-1])
 
 
 def sink_of(attention: Attention) -> Tensor:
-    """``[1, heads, 1, 1]``; minus infinity, which changes nothing, where there is none."""
+    """Return the sinks' scores, ``[1, heads, 1, 1]``; minus infinity, which changes nothing, where there are none."""
     if attention.sink is None:
         return torch.full((1, 1, 1, 1), -math.inf)
     return attention.sink.view(1, -1, 1, 1)
 
 
 def generator_of(attention: Attention) -> torch.Generator:
-    """Of the dropout masks, block by block."""
+    """Return the generator that the dropout masks are drawn from, block by block."""
     return torch.Generator().manual_seed(attention.seed)
 
 
@@ -224,7 +230,7 @@ def drop(weights: Tensor, attention: Attention, masks_from: torch.Generator) -> 
 
 
 def zero_gradients(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Gradients:
-    """FP32 zeros to add up gradients in."""
+    """Return zeros in FP32 to add up gradients in."""
     return Gradients(
         query=torch.zeros(query.shape),
         key=torch.zeros(key.shape),
@@ -259,7 +265,7 @@ class Span:
     pages: Tensor | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """``[batch, heads, length, features]``: a view, or a copy if the sequence lies on pages."""
+        """Return ``[batch, heads, length, features]``: a view, or a copy if the sequence lies on pages."""
         tokens = slice(self.start, self.start + self.length)
         if self.pages is not None:
             by_page = tensor if self.format == "bshd" else tensor.transpose(0, 1)
@@ -321,14 +327,14 @@ def parse_layout(layout: int) -> Layout:
 
 
 def format_name(qkv_format: int, default: str) -> str:
-    """``bshd`` and so on of ``NVTE_QKV_Format``; ``default`` if it is not set."""
+    """Return the name of an ``NVTE_QKV_Format``, such as ``bshd``; ``default`` if it is not set."""
     if qkv_format == NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET:
         return default
     return NVTE_QKV_Format(qkv_format).name.removeprefix("NVTE_").lower()
 
 
 def reshaped(shape: Sequence[int], old: str, new: str) -> list[int]:
-    """A shape in format ``old`` as it is in format ``new``.
+    """Return the shape in format ``new`` of a tensor whose shape in format ``old`` is ``shape``.
 
     Raises:
         ValueError: if one of two different formats is ``thd``, whose shape does not tell the batch.
@@ -342,7 +348,7 @@ def reshaped(shape: Sequence[int], old: str, new: str) -> list[int]:
 
 
 def gradient_buffers(layout: Layout, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros of the shapes of Q, K and V for their gradients, in one tensor where the layout shares one."""
+    """Return zeros for the gradients of Q, K and V, in their shapes, and in one tensor where the layout shares one."""
     apart = 0 if "3" in layout.shared else 1 if "2" in layout.shared else 3
     buffers = [torch.zeros(shape, dtype=dtype) for shape in shapes[:apart]]
     if apart < 3:
@@ -367,7 +373,7 @@ class Lengths:
 
 
 def lengths(cumulative: Tensor, padded: Tensor | None) -> Lengths:
-    """From cumulative lengths ``[batch + 1]``, and those with the padding between sequences if there is any."""
+    """Return the lengths from cumulative ones ``[batch + 1]``; ``padded`` also counts the padding between sequences."""
     start = (cumulative if padded is None else padded)[:-1].tolist()
     return Lengths(cumulative.diff().tolist(), start)
 
@@ -449,7 +455,7 @@ def parts(problem: Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Sequen
 
 
 def part_of_bias(bias: Tensor, sequences: Sequences) -> Tensor:
-    """``[batch or 1, heads or 1, queries or 1, keys]`` of these sequences, a view."""
+    """Return a view of the bias of these sequences, ``[batch or 1, heads or 1, queries or 1, keys]``."""
     if bias.shape[0] > 1:
         bias = bias[sequences.query.batch]
     return bias[:, :, : sequences.query.length, : sequences.key.length]
@@ -462,8 +468,10 @@ def new_output(problem: Problem, query: Tensor, value: Tensor, dtype: torch.dtyp
 
 
 def new_statistics(problem: Problem, query: Tensor, max_seqlen_q: int) -> Tensor:
-    """FP32 ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd``, as cuDNN 9.6 and later lay them
-    out; minus infinity, which stays where there is padding."""
+    """Return minus infinity, which stays where there is padding, FP32, in the shape that cuDNN 9.6 and later use.
+
+    That is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd``.
+    """
     layout = problem.layout.query
     if layout == "thd":
         shape = [*query.shape[:2], 1]
@@ -475,7 +483,7 @@ def new_statistics(problem: Problem, query: Tensor, max_seqlen_q: int) -> Tensor
 def new_gradients(
     problem: Problem, layout: Layout, qkv: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Zeros for the gradients of Q, K and V in ``layout``, in one tensor where it says so."""
+    """Return zeros for the gradients of Q, K and V in ``layout``, in one tensor where it says so."""
     old = (problem.layout.query, problem.layout.key, problem.layout.key)
     new = (layout.query, layout.key, layout.key)
     shapes = [reshaped(tensor.shape, *formats) for tensor, *formats in zip(qkv, old, new, strict=True)]

@@ -30,12 +30,12 @@ def directions(quantizer: Any) -> list[str]:
 
 
 def as_matrix(values: Tensor) -> Tensor:
-    """``[*leading, last]`` as ``[rows, last]``; a scalar as ``[1, 1]``."""
+    """Reshape ``[*leading, last]`` to ``[rows, last]``, and a scalar to ``[1, 1]``."""
     return values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
 
 
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the size of ``matrix`` of a tensor of this shape."""
+    """Return the size of ``as_matrix`` of a tensor of this shape."""
     rows = 1
     for size in shape[:-1]:
         rows *= size
@@ -56,7 +56,7 @@ def amax(values: Tensor, block: Block) -> Tensor:
 
 
 def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
-    """``[m, n]`` times the factor of each block: a new tensor, FP32 if the factors are."""
+    """Return ``[m, n]`` times the factor of each block: a new tensor, FP32 if the factors are."""
     rows, columns = values.shape
     product = _tiles(values, block) * factors[:, None, :, None]
     return product.flatten(2).flatten(0, 1)[:rows, :columns]
@@ -79,7 +79,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _tiles(values: Tensor, block: Block) -> Tensor:
-    """``[m, n]`` as ``[blocks down, block rows, blocks across, block columns]``, with zeros in the last ones."""
+    """Reshape ``[m, n]`` to ``[blocks down, block rows, blocks across, block columns]``, filled up with zeros."""
     rows, columns = (round_up(size, length) for size, length in zip(values.shape, block, strict=True))
     values = fill_up(values, (rows, columns))
     return values.view(rows // block[0], block[0], columns // block[1], block[1])
@@ -113,7 +113,7 @@ def settings(quantizer: Any) -> dict[str, Any]:
 
 
 def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Codes and scale_inv in the directions that the quantizer asks for.
+    """Return codes and scale_inv in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
@@ -132,7 +132,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
 
 
 def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each buffer of a tensor of this shape."""
+    """Return the shape and the dtype of each buffer of a tensor of this shape."""
     rows, columns = rows_and_columns(shape)
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name in directions(quantizer):
@@ -163,8 +163,9 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's
-    blocks, ``[outer, ceil(inner / 128)]``.
+    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16, and their blocks' FP32 scales.
+
+    The scales are ``[outer, ceil(inner / 128)]``.
     """
     codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
     scales = scale_inv.repeat_interleave(block[0], 0)[: codes.shape[0]]
@@ -180,7 +181,7 @@ def logical_shape(tensor: Any) -> torch.Size:
 
 
 def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Block]:
-    """Codes ``[outer, inner]``, one scale_inv a block, and the block's size."""
+    """Return codes ``[outer, inner]``, one scale_inv a block, and the block's size."""
     codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     codes = codes.flatten(1) if columnwise and codes.dim() else as_matrix(codes)
@@ -190,7 +191,7 @@ def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Bl
 
 
 def _cast(flat: Tensor, block: Block, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """Codes in the order of the values, and scale_inv, one number a block."""
+    """Return codes in the order of the values, and scale_inv, one number a block."""
     dtype, largest = float8.fp8_dtype(quantizer), torch.finfo(flat.dtype).max
     scale = float8.scale_from_amax(
         amax(flat, block),
@@ -210,6 +211,6 @@ def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> 
 
 
 def _stored(scale_inv: Tensor, dimensions: int, columnwise: bool) -> Tensor:
-    """One number a block, as it lies in TE's buffer: transposed for rowwise vectors and for columnwise squares."""
+    """Lay out one number a block as TE's buffer does: transposed for rowwise vectors and for columnwise squares."""
     ordered = scale_inv.t() if columnwise == (dimensions == 2) else scale_inv
     return fill_up(ordered, (ordered.shape[0], round_up(ordered.shape[1], 4)))

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def is_delayed(quantizer: Any) -> bool:
-    """Whether the quantizer takes a scale from earlier steps: then kernels cast to FP8 from their FP32 results."""
+    """Return whether the quantizer's scale is from earlier steps: then kernels cast to FP8 from their FP32 results."""
     return type(quantizer).__name__ == "Float8Quantizer"
 
 
@@ -171,7 +171,7 @@ def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
 
 
 def current_scale(amax: Tensor, quantizer: Any) -> Tensor:
-    """The scale of current scaling for an amax, FP32, which is first reduced over the quantizer's ranks, in place."""
+    """Return current scaling's FP32 scale for an amax, which is first reduced over the quantizer's ranks, in place."""
     if quantizer.with_amax_reduction:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
     limit = torch.finfo(float8.fp8_dtype(quantizer)).max
@@ -180,7 +180,7 @@ def current_scale(amax: Tensor, quantizer: Any) -> Tensor:
 
 @torch.no_grad()
 def dequantize(input: Any, otype: int) -> Tensor:
-    """Codes times their scales, in FP32, rounded once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
+    """Return codes times their scales, in FP32, rounded once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
     entry = formats.of_tensor(input)
     if entry is not None:
         return entry.kernels.decode(input).to(TORCH_DTYPE[int(otype)])
@@ -189,7 +189,7 @@ def dequantize(input: Any, otype: int) -> Tensor:
             f"the CPU kernel dequantize reads TE's FP8 and FP4 tensors, and no {type(input).__name__}, "
             f"which TransformerEngine {versions.installed_version()} asked for"
         )
-    return float8.decode(input._data, float8.fp8_dtype(input)).mul_(input._scale_inv).to(TORCH_DTYPE[int(otype)])
+    return float8.dequantize(input).to(TORCH_DTYPE[int(otype)])
 
 
 @torch.no_grad()
@@ -248,7 +248,7 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
 
 @torch.no_grad()
 def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Tensor:
-    """Codes ``[*leading, last]`` as ``[last, *leading]``, in ``out`` if it is given (``transpose.cpp``, TE 2.20.2)."""
+    """Transpose codes ``[*leading, last]`` to ``[last, *leading]``, into ``out`` if it is given (``transpose.cpp``)."""
     if out is None:
         return float8.transpose(input)
     out.view(input.movedim(-1, 0).shape).copy_(input.movedim(-1, 0))
@@ -257,14 +257,14 @@ def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Te
 
 @torch.no_grad()
 def nvfp4_data_transpose(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Packed FP4 ``[m, k / 2]`` as ``[k, m / 2]``, in ``out`` if it is given (``transpose.cpp``, TE 2.20.2)."""
+    """Transpose packed FP4 ``[m, k / 2]`` to ``[k, m / 2]``, into ``out`` if it is given (``transpose.cpp``)."""
     transposed = float4.transpose(input)
     return transposed if out is None else out.copy_(transposed)
 
 
 @torch.no_grad()
 def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Rowwise scales of 16 x 16 blocks, each repeated 16 times down, as columnwise ones, in ``output``.
+    """Write rowwise scales of 16 x 16 blocks, each repeated 16 times down, as columnwise ones into ``output``.
 
     Args:
         input: E4M3 bytes, ``[m up to 128, k / 16 up to 4]``.
@@ -341,7 +341,7 @@ def bgrad_group_quantize(
     last_dims: Tensor | None = None,
     tensor_offsets: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """``group_quantize`` of an output gradient, and the bias gradients, ``[groups, columns]`` in its dtype.
+    """Return ``group_quantize`` of an output gradient, and the bias gradients, ``[groups, columns]`` in its dtype.
 
     A bias gradient is the sum over a group's rows before the cast, in FP32 and rounded once.
 
@@ -375,7 +375,7 @@ def nvfp4_group_quantize_with_amax(
     columnwise_amax: Tensor,
     tensor_offsets: Tensor | None = None,
 ) -> Any:
-    """``group_quantize`` to NVFP4 with amaxes that are known already (FP32, ``[groups]`` each)."""
+    """Cast each group to NVFP4 as ``group_quantize`` does, with known amaxes (FP32, ``[groups]`` each)."""
     _nvfp4(quantizer)
     _check_groups(quantizer, last_dims)
     output = _empty_groups(tensor, quantizer, num_tensors, first_dims)

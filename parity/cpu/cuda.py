@@ -82,7 +82,7 @@ def environment_gpu() -> DeviceProperties:
 
 @functools.cache
 def cublaslt_version() -> int:
-    """cuBLASLt's version as ``cublasLtGetVersion`` encodes it; ``PARITY_EMULATED_CUBLASLT`` sets another than 13.2.
+    """Return cuBLASLt's version as ``cublasLtGetVersion`` encodes it: 13.2, or ``PARITY_EMULATED_CUBLASLT``.
 
     From 13.3 on (13.4 to 13.6 on a Hopper), TE 2.19 and later multiply the experts of a ``GroupedLinear`` as one
     grouped tensor.
@@ -112,7 +112,7 @@ def check_environment() -> None:
 
 
 def has_gemm_without_transposes() -> bool:
-    """Whether FP8 GEMMs read their operands in any order (``nvte_is_non_tn_fp8_gemm_supported`` of TE 2.20.2)."""
+    """Return whether FP8 GEMMs read their operands in any order (``nvte_is_non_tn_fp8_gemm_supported``, TE 2.20.2)."""
     capability = get_device_capability()
     return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
 
@@ -147,7 +147,7 @@ class Event:
         self._recorded = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event's record to that of ``end_event``."""
+        """Return the milliseconds from this event's record to that of ``end_event``."""
         return 1000.0 * (end_event._recorded - self._recorded)
 
     def wait(self, stream: Stream | None = None) -> None: ...
@@ -170,7 +170,7 @@ def device_count() -> int:
 
 
 def current_device() -> torch.device:
-    """TE passes this on as a device; its comparisons with the index 0 only choose who prints."""
+    """Return the CPU: TE passes this on as a device, and only compares it with the index 0 to choose who prints."""
     return torch.device("cpu")
 
 
@@ -275,7 +275,7 @@ _CachedFunction = type(functools.cache(len))
 
 @contextmanager
 def emulated(gpu: DeviceProperties) -> Iterator[None]:
-    """Within the context, TE's modules on CPU kernels find themselves on ``gpu``, in this thread."""
+    """Let TE's modules on CPU kernels find themselves on ``gpu`` within the context, in this thread."""
     token = chosen_gpu.set(gpu)
     _forget_gpu()
     try:
@@ -287,7 +287,7 @@ def emulated(gpu: DeviceProperties) -> Iterator[None]:
 
 @contextmanager
 def emulated_libraries(cuda_version: str = CUDA_VERSION, cublaslt: int = DEFAULT_CUBLASLT) -> Iterator[None]:
-    """Within the context, TE's modules on CPU kernels find these versions; for questions, since kernels stay the same.
+    """Let TE's modules on CPU kernels find these versions within the context; the kernels stay the same.
 
     Args:
         cuda_version: as ``torch.version.cuda``.

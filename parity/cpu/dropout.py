@@ -48,8 +48,9 @@ def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = Non
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient: entries that were kept, times ``1 / (1 - p)``; arguments as ``dropout_fwd`` takes and
-    returns them.
+    """Return the gradient: entries that were kept, times ``1 / (1 - p)``.
+
+    Arguments are as ``dropout_fwd`` takes and returns them.
 
     Raises:
         ValueError: for another dtype, number of entries or probability, or a mask of another length.
@@ -64,8 +65,7 @@ def dropout_bwd(
 def _values(input: Any) -> tuple[Tensor, torch.dtype]:
     """Return the values in FP32, and the dtype of the result."""
     if float8.is_float8_tensor(input):
-        values = float8.decode(input._data, float8.fp8_dtype(input)).mul_(input._scale_inv)
-        return values, input.dtype if isinstance(input, Tensor) else input._dtype
+        return float8.dequantize(input), input.dtype if isinstance(input, Tensor) else input._dtype
     return input.detach().float(), input.dtype
 
 

@@ -161,7 +161,7 @@ def _with_member(enumeration: type[enum.IntEnum], name: str, value: int) -> type
 
 
 def _without_sizes(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A router kernel as it was before 2.17: called with two sizes that its tensors tell as well."""
+    """Return a router kernel as it was before 2.17: called with two sizes that its tensors tell as well."""
 
     def call(num_tokens: int, num_experts: int, *arguments: Any, **named: Any) -> None:
         kernel(*arguments, **named)
@@ -170,7 +170,7 @@ def _without_sizes(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_dense_indices(kernel: Callable[..., None]) -> Callable[..., None]:
-    """``fused_topk_with_score_function_bwd`` as it was in 2.17: its last argument is the format of the map."""
+    """Return ``fused_topk_with_score_function_bwd`` as it was in 2.17: its last argument is the format of the map."""
 
     def call(*arguments: Any) -> None:
         kernel(*arguments[:-1], False, arguments[-1])
@@ -179,7 +179,7 @@ def _without_dense_indices(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
-    """``fused_attn_fwd`` as it was before 2.15: the output's format is the query's, and FP8 had one more statistic.
+    """Return ``fused_attn_fwd`` as it was before 2.15: O has the query's format, and FP8 has one more statistic.
 
     That one, ZInv, cuDNN's graph did not fill any more.
     """
@@ -195,7 +195,7 @@ def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
 
 
 def _with_formats_of_backward(extension: ModuleType) -> Callable[..., Any]:
-    """``fused_attn_bwd`` as it was before 2.15: formats are the inputs', and the dtype of gradients was an argument."""
+    """Return ``fused_attn_bwd`` as it was before 2.15: formats are the inputs', the gradients' dtype an argument."""
     kernel, format_unset = extension.fused_attn_bwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
     layout_unset = extension.NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
     unset = (format_unset, format_unset, layout_unset, format_unset, format_unset)

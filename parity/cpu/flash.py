@@ -42,7 +42,7 @@ from parity.cpu.attention_problem import (
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """``softmax(scale q k^T + bias) v``.
+    """Compute ``softmax(scale q k^T + bias) v``.
 
     Args:
         query: ``[batch, heads, queries, features]``, BF16 or FP16.
@@ -144,7 +144,7 @@ class Tensors:
 def forward_of_batch(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """O, the log-sum-exp and the largest scores."""
+    """Return O, the log-sum-exp and the largest scores."""
     output = new_output(problem, query, value, query.dtype)
     lse = new_statistics(problem, query, max_seqlen_q)
     largest = lse.clone()

@@ -93,7 +93,7 @@ class Result:
 
 
 def forward(query: Operand, key: Operand, value: Operand, attention: Attention, probabilities: Cast) -> Result:
-    """``softmax(scale q k^T) v``, shapes as in ``parity.cpu.flash.forward``.
+    """Compute ``softmax(scale q k^T) v``, with shapes as in ``parity.cpu.flash.forward``.
 
     Args:
         probabilities: the cast of P.
@@ -214,7 +214,7 @@ def forward_of_batch(
     o_quantizer: Any,
     dtype: torch.dtype,
 ) -> tuple[Any, Tensor]:
-    """O and the log-sum-exp.
+    """Return O and the log-sum-exp.
 
     Args:
         query: TE's FP8 tensor; as key and value.
@@ -313,7 +313,7 @@ class _Written:
 
 
 def _operand(tensor: Any) -> Operand:
-    """FP8 codes decoded to BF16, which holds them exactly."""
+    """Decode FP8 codes to BF16, which holds them exactly."""
     if not float8.is_float8_tensor(tensor):
         return Operand(tensor.detach(), 1.0)
     values = float8.decode(tensor._data, float8.fp8_dtype(tensor), torch.bfloat16)

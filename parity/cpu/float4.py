@@ -28,7 +28,7 @@ _BELOW_INDEX = (1 << _INDEX_SHIFT) - 1
 
 
 def encode(values: Tensor) -> Tensor:
-    """Codes 0 to 15, uint8, of FP32 values: nearest, ties to the even code, saturating; NaN becomes 6, as in PTX.
+    """Return uint8 codes 0 to 15 of FP32 values: nearest, ties to the even code, saturating; NaN is 6, as in PTX.
 
     Zeros keep their sign.
     """
@@ -43,7 +43,7 @@ def encode(values: Tensor) -> Tensor:
 
 
 def encode_stochastically(values: Tensor) -> Tensor:
-    """Codes whose expectation is the value: up or down with a probability that is linear in between; saturating.
+    """Round each value to a neighbouring code, up with a probability that makes it the mean; saturating.
 
     The random numbers are PyTorch's, of its default generator: like the GPU's (Philox, seeded by PyTorch) in
     distribution, not in bits. Each has 16 bits: a probability is rounded down to a multiple of ``2**-16``.
@@ -60,13 +60,13 @@ def encode_stochastically(values: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes ``[..., n]`` as bytes ``[..., n / 2]``, the first of a pair in the low bits."""
+    """Pack codes ``[..., n]`` into bytes ``[..., n / 2]``, the first of a pair in the low bits."""
     pairs = codes.unflatten(-1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Bytes ``[..., n / 2]`` as codes ``[..., n]``."""
+    """Unpack bytes ``[..., n / 2]`` into codes ``[..., n]``."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
@@ -77,7 +77,7 @@ def decode(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def transpose(packed: Tensor) -> Tensor:
-    """Bytes of a matrix ``[m, n]`` as those of its transpose."""
+    """Return the bytes of the transpose of a packed matrix ``[m, n]``."""
     return pack(unpack(packed).t().contiguous())
 
 
@@ -97,7 +97,7 @@ def _codes() -> Tensor:
 
 @functools.cache
 def _midpoints() -> Tensor:
-    """Where each code but the first begins: a tie belongs to the even of its two codes."""
+    """Return where each code but the first begins: a tie belongs to the even of its two codes."""
     middle = [(low + high) / 2 for low, high in itertools.pairwise(_MAGNITUDES)]
     upper = torch.tensor(math.inf)
     return torch.stack(

@@ -71,8 +71,7 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
 
 
 def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the uint8 codes of FP32 values, which are overwritten: nearest even, saturating (infinities too), NaN as
-    0x7F.
+    """Return the uint8 codes of FP32 values, which are overwritten: nearest even, saturating; NaN is 0x7F.
 
     The conversion is CUDA's ``__nv_cvt_float_to_fp8(..., __NV_SATFINITE, ...)``, which TE's ``cast_transpose`` and
     ``unary_kernel`` (``common/util/vectorized_pointwise.h``, 2.20.2) use.
@@ -85,8 +84,7 @@ def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what the codes of ``cast`` stand for, without the codes: FP32 values, which are overwritten; NaN stays
-    NaN.
+    """Round FP32 values, which are overwritten, to what the codes of ``cast`` stand for; NaN stays NaN.
 
     Adding and taking away 1.5 times a large enough power of two rounds off what lies below the format's last bit. It
     is several times faster than PyTorch's conversions.
@@ -127,6 +125,11 @@ def decode(codes: Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -
     return _values(dtype, to).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
+def dequantize(tensor: Any) -> Tensor:
+    """Return the FP32 values of a TE per-tensor FP8 tensor's rowwise codes."""
+    return decode(tensor._data, fp8_dtype(tensor)).mul_(tensor._scale_inv)
+
+
 @functools.cache
 def _values(dtype: torch.dtype, to: torch.dtype) -> Tensor:
     """Return what each of the 256 codes stands for: a table, as PyTorch's own conversion is several times slower."""
@@ -134,7 +137,7 @@ def _values(dtype: torch.dtype, to: torch.dtype) -> Tensor:
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Codes of shape ``[*leading, last]`` as contiguous ``[last, *leading]``."""
+    """Transpose codes ``[*leading, last]`` to contiguous ``[last, *leading]``."""
     if codes.dim() == 0:
         return codes.clone()
     return codes.movedim(-1, 0).contiguous()

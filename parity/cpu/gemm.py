@@ -105,7 +105,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """``D = epilogue(alpha * op(B) op(A) + beta * D)``, leading dimensions flattened.
+    """Compute ``D = epilogue(alpha * op(B) op(A) + beta * D)``, with leading dimensions flattened.
 
     If A, B and D are all FP32, A and B are rounded to TF32. Values with one FP8 scale a tensor are multiplied unscaled,
     and the sums scaled; block scales multiply the values. ``kernel_choices`` may change either, and split K.
@@ -227,7 +227,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _output_shape(A: Any, B: Any, D: Any, transB: bool, left: _Operand, right: _Operand) -> torch.Size:
-    """D keeps B's leading dimensions, unless B is transposed."""
+    """Return the shape of D, which keeps B's leading dimensions, unless B is transposed."""
     both_quantized = left.is_quantized and right.is_quantized
     if left.is_quantized != right.is_quantized or (left.matrix.dtype != right.matrix.dtype and not both_quantized):
         raise ValueError(f"generic_gemm: operands differ in dtype: A {_kind(A)}, B {_kind(B)}")
@@ -310,14 +310,14 @@ def _compute(
 def _without_product(
     left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """An empty operand makes zeros, without bias, or leaves D alone (``csrc/extensions/gemm.cpp``)."""
+    """Return zeros without bias for an empty operand, or D as it is (``csrc/extensions/gemm.cpp``)."""
     zeros = torch.zeros(right.matrix.shape[0], left.matrix.shape[0])
     pre_gelu = zeros if epilogue.gelu else None
     return (zeros if epilogue.addend is None else epilogue.addend).to(result_dtype), pre_gelu
 
 
 def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -> Tensor:
-    """``B A^T`` over a range of the inner dimension, in FP32."""
+    """Return ``B A^T`` over a range of the inner dimension, in FP32."""
     a, b = left.matrix[:, part], right.matrix[:, part]
     if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized:
         a, b = tensor_cores.operand(a), tensor_cores.operand(b)
@@ -355,7 +355,7 @@ def _in_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue) -> Ten
 
 
 def _bias_grad(right: _Operand, dtype: torch.dtype) -> Tensor:
-    """``[n]``: the sum over k of op(B), in FP32 and rounded once (cuBLAS's BGRADB)."""
+    """Return the bias gradient ``[n]``: the sum over k of op(B), in FP32 and rounded once (cuBLAS's BGRADB)."""
     return right.matrix.sum(1, dtype=torch.float32).mul_(right.scale_inv).to(dtype)
 
 
@@ -385,7 +385,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> Sequence[Tensor]:
-    """``D[i] = op(B[i]) op(A[i])`` for each group i, with the epilogue of ``generic_gemm``.
+    """Compute ``D[i] = op(B[i]) op(A[i])`` for each group i, with the epilogue of ``generic_gemm``.
 
     Args:
         A: one matrix a group, ``[m, k]`` if ``transA`` else ``[k, m]``.
@@ -426,7 +426,7 @@ def te_general_grouped_gemm(
 
 
 def _parts(output: Tensor, rows: list[int]) -> Sequence[Tensor]:
-    """Views of consecutive rows of a single output."""
+    """Return views of consecutive rows of a single output."""
     return output.view(-1, output.shape[-1])[: sum(rows)].split(rows)
 
 
@@ -446,12 +446,12 @@ def _without_rows(output: Tensor, bias: Tensor, pre_gelu: Tensor, grad: bool, ac
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """No bytes: there are no descriptors to set up."""
+    """Return 0 bytes: there are no descriptors to set up."""
     return 0
 
 
 def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
-    """Where each group begins and ends, int64 ``[groups + 1]``, from numbers of rows and elements in a row."""
+    """Return where each group begins and ends, int64 ``[groups + 1]``, from numbers of rows and elements in a row."""
     return torch.nn.functional.pad(first_dims.long().cumsum(0) * logical_last_dim, (1, 0))
 
 
@@ -487,7 +487,7 @@ def te_general_grouped_gemm_for_grouped_tensor(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> Any:
-    """``D[i] = alpha[i] op(B[i]) op(A[i]) + beta[i] D[i]`` for each group i, then plus a bias.
+    """Compute ``D[i] = alpha[i] op(B[i]) op(A[i]) + beta[i] D[i]`` for each group i, then add a bias.
 
     Args:
         A, B: grouped tensors or lists of matrices, FP16, BF16 or quantized.

@@ -49,7 +49,7 @@ class BadChoice(BadVariable):
 
 @contextmanager
 def kernel_choices(*names: str) -> Iterator[None]:
-    """Within the context, the CPU kernels of this thread take these liberties and no others.
+    """Let the CPU kernels of this thread take these liberties and no others within the context.
 
     Args:
         names: of ``NAMES``; none for the default kernels, whatever the environment says.

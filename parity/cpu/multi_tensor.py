@@ -64,7 +64,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: _Lists, inv_scale: Tensor, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``multi_tensor_l2norm``, of the tensors times ``inv_scale`` (FP32, one element)."""
+    """Return ``multi_tensor_l2norm`` of the tensors times ``inv_scale`` (FP32, one element)."""
     return _l2norm(noop_flag, tensor_lists, inv_scale, per_tensor)
 
 
@@ -187,7 +187,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """As ``multi_tensor_adam``, with numbers that may change in tensors of one element.
+    """Update as ``multi_tensor_adam`` does, with numbers that may change in tensors of one element.
 
     Args:
         noop_flag: 1 leaves everything as it is.
@@ -220,7 +220,7 @@ def multi_tensor_adam_param_remainder(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """As ``multi_tensor_adam``, for FP32 parameters kept as BF16 and a remainder.
+    """Update as ``multi_tensor_adam`` does FP32 parameters that are kept as BF16 and a remainder.
 
     Args:
         tensor_lists: the fifth list has int16 remainders: an FP32 parameter's bits are those of the BF16 parameter, as
@@ -249,7 +249,7 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: int,
 ) -> None:
-    """As ``multi_tensor_adam``, for parameters that are FP8 codes with delayed scaling.
+    """Update as ``multi_tensor_adam`` does parameters that are FP8 codes with delayed scaling.
 
     Args:
         tensor_lists: gradients, uint8 codes, first and second moments, FP32 parameters, and, FP32 of one element each,

@@ -40,7 +40,7 @@ def settings(quantizer: Any) -> dict[str, Any]:
 
 
 def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Codes and scale_inv in the directions that the quantizer asks for.
+    """Return codes and scale_inv in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
@@ -67,7 +67,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
 
 
 def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each buffer of a tensor of this shape.
+    """Return the shape and the dtype of each buffer of a tensor of this shape.
 
     Raises:
         RuntimeError: for sizes that are no multiples of 32.
@@ -95,14 +95,15 @@ def decode(tensor: Any) -> Tensor:
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """What a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and 1, the factor left to it."""
+    """Return what a GEMM multiplies, ``[outer, inner]``, exact in BF16; and 1, the factor that is left to it."""
     values = _values(tensor, columnwise, torch.bfloat16)
     return values.t() if columnwise else values, 1.0
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's
-    blocks, ``[outer, inner / 32]``.
+    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16, and their blocks' FP32 scales.
+
+    The scales are ``[outer, inner / 32]``.
     """
     codes, scales = _codes_and_scales(tensor, columnwise)
     values = float8.decode(codes, float8.fp8_dtype(tensor), torch.bfloat16)
@@ -115,7 +116,10 @@ def logical_shape(tensor: Any) -> torch.Size:
 
 
 def to_e8m0(values: Tensor) -> Tensor:
-    """FP32 numbers, not negative, as E8M0 bytes: rounded up, infinity to the largest (``cvt.rp.satfinite.ue8m0x2``)."""
+    """Return E8M0 bytes of FP32 numbers that are not negative: rounded up, infinity to the largest number.
+
+    As PTX's ``cvt.rp.satfinite.ue8m0x2``.
+    """
     bits = values.view(torch.int32)
     exponent, mantissa = bits >> _MANTISSA_BITS, bits & ((1 << _MANTISSA_BITS) - 1)
     rounds_up = torch.where(exponent == 0, bits > _SMALLEST_BITS, mantissa > 0)
@@ -141,14 +145,14 @@ def reciprocal_limit(dtype: torch.dtype) -> Tensor:
 
 
 def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:
-    """Decoded values in the order of the tensor, ``[m, k]``."""
+    """Return decoded values in the order of the tensor, ``[m, k]``."""
     codes, scales = _codes_and_scales(tensor, columnwise)
     block = _VECTOR["columnwise" if columnwise else "rowwise"]
     return block_scaling.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)
 
 
 def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Codes ``[m, k]``, and the FP32 scale of each block."""
+    """Return codes ``[m, k]``, and the FP32 scale of each block."""
     codes = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     block = _VECTOR["columnwise" if columnwise else "rowwise"]

@@ -36,7 +36,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """LayerNorm, rounded to ``otype`` or quantized.
+    """Apply LayerNorm, rounded to ``otype`` or quantized.
 
     Args:
         input: ``[..., n]``, FP32, FP16 or BF16.
@@ -71,7 +71,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """RMSNorm, rounded to ``otype`` or quantized; arguments as of ``layernorm_fwd``.
+    """Apply RMSNorm, rounded to ``otype`` or quantized; arguments as of ``layernorm_fwd``.
 
     Returns:
         ``[z, None, rsigma]``: z like ``input``; rsigma FP32, ``[rows]``.
@@ -86,7 +86,7 @@ def rmsnorm_fwd(
 def layernorm_bwd(
     dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
-    """Gradients of LayerNorm.
+    """Return the gradients of LayerNorm.
 
     Args:
         dz: gradient of the result, in the shape of ``x``.
@@ -108,7 +108,7 @@ def layernorm_bwd(
 def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
-    """Gradients ``[dx, dgamma]`` of RMSNorm; arguments as of ``layernorm_bwd``."""
+    """Return the gradients ``[dx, dgamma]`` of RMSNorm; arguments as of ``layernorm_bwd``."""
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
 
@@ -116,7 +116,7 @@ def rmsnorm_bwd(
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
-    """Gradients ``[dx + add, dgamma]`` of RMSNorm; ``add``, in the shape of ``x``, joins before dx is rounded."""
+    """Return ``[dx + add, dgamma]`` of RMSNorm; ``add``, in the shape of ``x``, joins before dx is rounded."""
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.add_(add).to(x.dtype), dgamma.to(gamma.dtype)]
 
@@ -132,7 +132,7 @@ def _rmsnorm_gradients(
 
 
 def _weight_gradient_and_projection(dz: Tensor, y: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """``dgamma``, ``[n]``, and the mean of ``dy y`` over each row, ``[rows, 1]``."""
+    """Return ``dgamma``, ``[n]``, and the mean of ``dy y`` over each row, ``[rows, 1]``."""
     product = _rows(dz) * y
     dgamma = product.sum(0)
     torch.mul(dy, y, out=product)
@@ -140,7 +140,7 @@ def _weight_gradient_and_projection(dz: Tensor, y: Tensor, dy: Tensor) -> tuple[
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """``[rows, n]`` in FP32; a view if ``tensor`` is FP32 and contiguous."""
+    """Return ``[rows, n]`` in FP32; a view if ``tensor`` is FP32 and contiguous."""
     return tensor.reshape(-1, tensor.shape[-1]).float()
 
 
@@ -149,7 +149,7 @@ def _reciprocal_root_mean_square(x: Tensor, eps: float) -> Tensor:
 
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
-    """The factor of each column, FP32, ``[n]``; TE adds the 1 in FP32, so a small gamma - 1 keeps all its bits."""
+    """Return each column's factor, FP32 ``[n]``; TE adds the 1 in FP32, so a small gamma - 1 keeps all its bits."""
     return weight.float() + 1 if zero_centered else weight.float()
 
 

@@ -61,7 +61,7 @@ class _Choice:
 def _encode_4over6(
     matrix: Tensor, block_amax: Tensor, block: block_scaling.Block, choice: _Choice
 ) -> tuple[Tensor, Tensor]:
-    """Codes ``[rows, columns]``, and the E4M3 bytes of each block; a tie goes to 6.
+    """Return codes ``[rows, columns]``, and the E4M3 bytes of each block; a tie goes to 6.
 
     Args:
         matrix: FP32, FP16 or BF16, ``[rows, columns]``.
@@ -84,7 +84,7 @@ def _encode_4over6(
 def _block_errors(
     matrix: Tensor, codes: Tensor, decoding: Tensor, block: block_scaling.Block, choice: _Choice
 ) -> Tensor:
-    """The summed error of each block, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
+    """Sum each block's error, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
     decoded = block_scaling.multiply(float4.decode(float4.pack(codes)), float8.decode(decoding, E4M3), block)
     difference = decoded.mul_(choice.amax).div_(float4.LIMIT * choice.limit).sub_(matrix)
     summand = difference.square_() if choice.error == "MSE" else difference.abs_()
@@ -131,7 +131,7 @@ def settings(quantizer: Any) -> dict[str, Any]:
 
 
 def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Codes, scale_inv and amax in the directions that the quantizer asks for.
+    """Return codes, scale_inv and amax in the directions that the quantizer asks for.
 
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``; BF16 for a random Hadamard transform.
@@ -161,7 +161,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
 
 
 def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each buffer of a tensor of this shape.
+    """Return the shape and the dtype of each buffer of a tensor of this shape.
 
     Raises:
         RuntimeError: for sizes that are no multiples of 16.
@@ -200,8 +200,7 @@ def decode(tensor: Any) -> Tensor:
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """Return what a GEMM multiplies, ``[outer, inner]`` in BF16, which holds it exactly; and the factor left to the
-    GEMM.
+    """Return what a GEMM multiplies, ``[outer, inner]``, exact in BF16; and the factor that is left to it.
 
     Raises:
         RuntimeError: for a row-scaled tensor: TE's Python applies the amax of each row, and hands over an amax of 1.
@@ -217,8 +216,9 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16; and the FP32 scales of each row's
-    blocks, ``[outer, inner / 16]``, without the factor of the whole tensor.
+    """Return the values of the codes that a GEMM reads, ``[outer, inner]`` in BF16, and their blocks' FP32 scales.
+
+    The scales are ``[outer, inner / 16]``, without the factor of the whole tensor.
     """
     packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
@@ -285,7 +285,7 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
 
 
 def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
-    """FP32: one amax, or, if the tensor is row-scaled, one for each row of ``matrix``."""
+    """Return one FP32 amax, or, if the tensor is row-scaled, one for each row of ``matrix``."""
     if getattr(quantizer, "row_scaled_nvfp4", False):
         return block_scaling.amax(matrix, (1, matrix.shape[1])).flatten()
     amax = float8.amax_of(matrix) if amax is None else amax.clone()

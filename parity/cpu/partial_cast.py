@@ -137,8 +137,10 @@ def nvfp4_multi_tensor_fused_scale(
     rows_padded_list: Sequence[int],
     block_len: int,
 ) -> None:
-    """Fill the decoding scales of blocks (FP32), a weight's scale_inv (E4M3 bytes, each ``block_len`` times down) and
-    its amax, from amaxes of blocks and of the weight.
+    """Fill in scales from the amaxes of blocks and of the weight.
+
+    That is, the decoding scales of blocks (FP32), a weight's scale_inv (E4M3 bytes, each ``block_len`` times down), and
+    its amax.
     """
     lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
     for block_amax, global_amax, per_block_scale, target_scale, target_amax in zip(*lists, strict=True):
@@ -209,6 +211,6 @@ def _store(out: Tensor, codes: Tensor, start_offset: int) -> None:
 
 
 def _global_scale(amax: Tensor) -> Tensor:
-    """As of a whole tensor, but subnormal amaxes count as the smallest normal number, and NaN as 0."""
+    """Return a whole tensor's scale, but count subnormal amaxes as the smallest normal number, and NaN as 0."""
     smallest = torch.finfo(torch.float32).smallest_normal
     return torch.where(amax > 0, global_scale(amax.clamp(min=smallest), _NVFP4_E4M3_LIMIT), 1.0)

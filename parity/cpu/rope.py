@@ -133,10 +133,9 @@ def _token_angles(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Return the angles of each token, FP32, to be broadcast over heads: ``[s, b or 1, 1, d2]`` in the order of
-    ``tokens``.
+    """Return the angles of each token, FP32, to be broadcast over heads.
 
-    For THD ``[tokens of all sequences, 1, d2]``.
+    They are ``[s, b or 1, 1, d2]`` in the order of ``tokens``, or, for THD, ``[tokens of all sequences, 1, d2]``.
     """
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.dtype != torch.float32:
         raise ValueError(
@@ -171,7 +170,7 @@ def _packed_positions(
 
 
 def _chunked(index: Tensor, length: int | Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions in the whole sequence of the tokens that are ``index``-th of ``length`` on this rank."""
+    """Return the positions in the whole sequence of the tokens that are ``index``-th of ``length`` on this rank."""
     if cp_size == 1:
         return index
     near = cp_rank * length // 2
@@ -189,7 +188,7 @@ def _rotate_tokens(tokens: Tensor, angles: Tensor, interleaved: bool, inverse: b
 
 
 def _rotate(heads: Tensor, angles: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """``(a, b) -> (a cos - b sin, b cos + a sin)`` or its transpose, with the angle of a and of b to each.
+    """Map ``(a, b)`` to ``(a cos - b sin, b cos + a sin)``, each with its own angle, or apply the transpose.
 
     Args:
         heads: ``[..., d]``.

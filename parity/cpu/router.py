@@ -171,7 +171,7 @@ def fused_topk_with_score_function_bwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, score_function: str, routing_map_format: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of all experts that add up to 1, FP32 in the shape of the logits.
+    """Return scores of all experts that add up to 1, FP32 in the shape of the logits, and the map of the best.
 
     Returns:
         The scores, the routing map of the ``topk`` best, and the FP32 activations that the backward pass needs.
@@ -236,7 +236,7 @@ def _routed(
     routing_map_format: int,
     topk_indices: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities, map and activations from the experts that were chosen, ``[tokens, topk]``."""
+    """Return probabilities, map and activations from the experts that were chosen, ``[tokens, topk]``."""
     values = biased.gather(1, chosen)
     if expert_bias is not None:
         values = values - expert_bias[chosen]
@@ -284,13 +284,13 @@ def _softmax_bwd(grad: Tensor, softmax: Tensor) -> Tensor:
 
 
 def _normalize_bwd(grad: Tensor, scores: Tensor) -> Tensor:
-    """Through the division of scores by their sum."""
+    """Take a gradient back through the division of scores by their sum."""
     total = scores.sum(-1, keepdim=True) + _EPSILON
     return grad / total - (grad * scores).sum(-1, keepdim=True) / (total * total)
 
 
 def _score_bwd(grad: Tensor, logits_or_scores: Tensor, scores: Tensor, score_function: str) -> Tensor:
-    """Through sigmoid, from its output, or through sqrtsoftplus, from its input and output."""
+    """Take a gradient back through sigmoid, from its output, or sqrtsoftplus, from its input and output."""
     if score_function == "sigmoid":
         return grad * scores * (1 - scores)
     slope = torch.where(logits_or_scores > 20, 1.0, logits_or_scores.sigmoid())
@@ -308,12 +308,12 @@ _LARGEST_RADIX_ROW = 255 * _LANES
 
 
 def uses_radix(k: int, columns: int) -> bool:
-    """Whether TE selects by radix; the environment variable ``NVTE_RADIX_TOPK_THRESHOLD`` (16) says from which k on."""
+    """Return whether TE selects by radix: from the k on that ``NVTE_RADIX_TOPK_THRESHOLD`` (16 unless set) says."""
     return k >= int(os.environ.get("NVTE_RADIX_TOPK_THRESHOLD", "16")) and columns <= _LARGEST_RADIX_ROW
 
 
 def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
-    """Where the k largest of each row are.
+    """Return where the k largest of each row are.
 
     Args:
         scores: FP32 ``[rows, columns]``, no NaN.
@@ -346,7 +346,7 @@ def _warp_order(columns: int) -> Tensor:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Int32 that are ordered as FP32 are, -0 below 0."""
+    """Return int32 that are ordered as the FP32 scores are, -0 below 0."""
     bits = scores.contiguous().view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -401,7 +401,7 @@ def fused_moe_aux_loss_fwd_graph_safe(
     topk: int,
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
-    """As ``fused_moe_aux_loss_fwd``, with the number of tokens in an int64 tensor of one element."""
+    """Return ``fused_moe_aux_loss_fwd`` with the number of tokens in an int64 tensor of one element."""
     return fused_moe_aux_loss_fwd(
         probs, tokens_per_expert, int(total_num_tokens), num_experts, num_rows, num_cols, topk, coeff
     )

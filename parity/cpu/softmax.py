@@ -29,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """Softmax of ``scale_factor * input`` over the last dimension.
+    """Return the softmax of ``scale_factor * input`` over the last dimension.
 
     Args:
         input: scores, FP16 or BF16, ``[batch, heads, queries, keys]``.
@@ -45,7 +45,7 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
 
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
-    """As ``scaled_softmax_forward``, where masked scores are -10000; a row with nothing above that gets zeros.
+    """Apply ``scaled_softmax_forward`` where masked scores are -10000; a row with nothing above that gets zeros.
 
     Args:
         mask: bool or uint8, ``[batch or 1, 1, queries, keys]``; true or 1 means masked out.
@@ -63,14 +63,14 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: flo
 
 
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """Causal softmax of square scores ``[batch * heads, sequence, sequence]``: query i attends to keys up to i."""
+    """Return the causal softmax of square scores ``[batch * heads, seq, seq]``: query i attends to keys up to i."""
     _check(input, dimensions=3)
     scores = _scaled(input, scale_factor).masked_fill_(_future(input), float("-inf"))
     return torch.softmax(scores, -1).to(input.dtype)
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """Causal softmax aligned bottom right: the last query attends to all keys.
+    """Return the causal softmax aligned bottom right: the last query attends to all keys.
 
     As ``scaled_softmax_forward`` for shapes. Where there are more queries than keys, the first rows attend to nothing
     and are zeros.
@@ -82,7 +82,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: fl
 
 
 def scaled_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """``scale_factor * (g y - y sum(g y))`` for gradients g of probabilities y, summed over the last dimension.
+    """Return ``scale_factor * (g y - y sum(g y))`` for gradients g of probabilities y, summed over the last dimension.
 
     Returns:
         A new tensor in shape and dtype of ``output_grads``.
@@ -94,21 +94,21 @@ def scaled_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale
 
 
 def scaled_masked_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """As ``scaled_softmax_backward``: masked probabilities are 0, and so are their gradients."""
+    """Return what ``scaled_softmax_backward`` does: masked probabilities are 0, and so are their gradients."""
     return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
 
 
 def scaled_upper_triang_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """As ``scaled_softmax_backward``, for 3D tensors."""
+    """Return what ``scaled_softmax_backward`` does, of 3D tensors."""
     return _backward(output_grads, softmax_results, scale_factor, dimensions=3)
 
 
 def scaled_aligned_causal_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """As ``scaled_softmax_backward``."""
+    """Return what ``scaled_softmax_backward`` does."""
     return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
 
 

@@ -28,7 +28,7 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def parts(inner: int, step: int = SHORTEST) -> list[slice]:
-    """Ranges of ``inner`` elements, as equal as multiples of ``step`` allow; the last has what is left over."""
+    """Split ``inner`` elements into ranges as equal as multiples of ``step`` allow; the last has what is left over."""
     steps = inner // step
     count = max(1, min(PARTS, steps))
     borders = [step * (steps * index // count) for index in range(count)]
@@ -62,14 +62,14 @@ _DROPPED_BITS = 13
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Within the context, FP32 GEMMs of this thread compute in FP32; backward passes that are started in it too."""
+    """Compute FP32 GEMMs of this thread in FP32 within the context; backward passes that are started in it too."""
     others = kernel_choices.current() - kernel_choices.FP32_OPERANDS
     with kernel_choices.kernel_choices(*others, kernel_choices.FP32_EXACT):
         yield
 
 
 def operand(values: Tensor) -> Tensor:
-    """FP32 values as a GEMM of this thread multiplies them; infinities and NaNs stay."""
+    """Return FP32 values as a GEMM of this thread multiplies them; infinities and NaNs stay."""
     choices = kernel_choices.current()
     if kernel_choices.FP32_EXACT in choices:
         return values
@@ -81,7 +81,7 @@ def operand(values: Tensor) -> Tensor:
 
 
 def round_to_tf32(values: Tensor) -> Tensor:
-    """FP32 rounded to TF32's 10 mantissa bits, nearest even; infinities and NaNs stay.
+    """Round FP32 to TF32's 10 mantissa bits, nearest even; infinities and NaNs stay.
 
     TE computes every GEMM of FP32 operands and FP32 result in ``CUBLAS_COMPUTE_32F_FAST_TF32``, whatever PyTorch's
     ``allow_tf32`` says.
@@ -170,7 +170,7 @@ _current: ContextVar[TensorCore | None] = ContextVar("accumulation", default=Non
 
 @contextmanager
 def emulated(core: TensorCore = HOPPER) -> Iterator[None]:
-    """Within the context, FP8 GEMMs of this thread add as ``core`` does; backward passes that are started in it too.
+    """Add in FP8 GEMMs of this thread as ``core`` does within the context; backward passes that are started in it too.
 
     It has scales a tensor and a block, and goes before the kernel choices.
     """
@@ -221,7 +221,7 @@ class Factor:
 
 
 def product(core: TensorCore, left: Factor, right: Factor, split: bool) -> Tensor:
-    """``right left^T``, ``[n, m]`` in FP32, added as ``core`` does.
+    """Return ``right left^T``, ``[n, m]`` in FP32, added as ``core`` does.
 
     Args:
         left: ``[m, k]``.
@@ -278,12 +278,12 @@ def power_of_two(values: Tensor) -> Tensor:
 
 
 def truncated(values: Tensor, bits: int) -> Tensor:
-    """FP32 values cut to a significand of so many bits, toward zero."""
+    """Cut FP32 values to a significand of so many bits, toward zero."""
     return (values.view(torch.int32) & -(1 << (_FP32_BITS - bits))).view(torch.float32)
 
 
 def _tile(core: TensorCore, a: _Terms, b: _Terms, interval: int) -> Tensor:
-    """``b a^T``; a running sum is added in FP32 after each ``interval`` products, times the scales of its block."""
+    """Return ``b a^T``; a running sum, times its block's scales, is added in FP32 after each ``interval`` products."""
     inner = a.values.shape[0]
     promoted = torch.zeros(b.values.shape[1], a.values.shape[1])
     for block, begin in enumerate(range(0, inner, interval)):
@@ -324,7 +324,7 @@ def _largest_power(a: _Terms, b: _Terms, products: range) -> Tensor:
 
 
 def _toward_zero(values: Tensor) -> Tensor:
-    """FP32 values as they are, FP64 values cut to FP32, lest a rounding up survive the next cut."""
+    """Return FP32 values as they are, and cut FP64 values to FP32, lest a rounding up survive the next cut."""
     if values.dtype == torch.float32:
         return values
     nearest = values.float()
@@ -384,7 +384,7 @@ class BlockFactor:
 
 
 def block_product(left: BlockFactor, right: BlockFactor) -> Tensor:
-    """``right left^T``, ``[n, m]`` in FP32, added as a Blackwell's tensor cores do.
+    """Return ``right left^T``, ``[n, m]`` in FP32, added as a Blackwell's tensor cores do.
 
     Args:
         left: ``[m, k]``.
@@ -469,7 +469,7 @@ def power_of_two_fp64(values: Tensor) -> Tensor:
 
 
 def _to_fp32(values: Tensor) -> Tensor:
-    """FP64 values cut to what FP32 holds, toward zero."""
+    """Cut FP64 values to what FP32 holds, toward zero."""
     nearest = values.float()
     toward_zero = torch.nextafter(nearest, torch.zeros(()))
     return torch.where(nearest.double().abs() > values.abs(), toward_zero, nearest).double()

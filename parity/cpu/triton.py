@@ -42,7 +42,7 @@ def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
 
 @torch.no_grad()
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """``row_id_map`` of a mask ``[num_tokens, num_experts]``; columns that stand for no row are -1.
+    """Return the ``row_id_map`` of a mask ``[num_tokens, num_experts]``; columns that stand for no row are -1.
 
     Rows are numbered expert by expert, within an expert token by token.
     """
@@ -154,7 +154,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 @torch.no_grad()
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
-    """Where each row goes, int32 ``[num_tokens]``, if the chunks are put in the order ``sorted_indices``.
+    """Return where each row goes, int32 ``[num_tokens]``, if the chunks are put in the order ``sorted_indices``.
 
     Args:
         split_sizes: rows of each chunk, int ``[num_splits]``. Rows beyond the last chunk stay where they are.
@@ -181,7 +181,7 @@ def sort_chunks_by_map(
 
 
 def _routes(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The token, the expert and the row of each route, int64; a token's routes follow each other, highest row first."""
+    """Return token, expert and row of each route, int64; a token's routes follow each other, highest row first."""
     tokens, column = torch.nonzero(torch.arange(num_experts) < row_id_map[:, 2 * num_experts, None], as_tuple=True)
     rows, experts = row_id_map[tokens, column].long(), row_id_map[tokens, num_experts + column].long()
     return tokens, experts, rows if pad_offsets is None else rows + pad_offsets.long()[experts]
@@ -338,7 +338,7 @@ def cross_entropy_backward(
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """This rank and the number of ranks; a single device without a process group."""
+    """Return this rank and the number of ranks, ``(0, 1)`` without a process group."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -348,7 +348,7 @@ def counted_rows(tokens: Tensor, ignore_idx: int) -> Tensor:
 
 
 def statistics(rows: Tensor, tokens: Tensor, rank: int, ranks: int, group: Any) -> Statistics:
-    """``Statistics`` of rows ``[rows, vocabulary]`` of which each rank has a part, in the order of the ranks."""
+    """Return the ``Statistics`` of rows ``[rows, vocabulary]`` that are split over the ranks, in their order."""
     logits = rows.float()
     largest = logits.amax(1)
     column = (tokens - rank * logits.shape[1])[:, None]
@@ -365,7 +365,7 @@ def statistics(rows: Tensor, tokens: Tensor, rank: int, ranks: int, group: Any) 
 
 
 def row_losses(row: Statistics, vocabulary: int, label_smoothing: float) -> Tensor:
-    """FP32 ``[rows]``: ``-log softmax`` of the target, smoothed over the whole vocabulary."""
+    """Return the losses, FP32 ``[rows]``: ``-log softmax`` of the target, smoothed over the whole vocabulary."""
     largest, log_sum = row.stats[:, 0], row.stats[:, 1].log()
     losses = -(row.of_target - largest - log_sum)
     if label_smoothing > 0:
@@ -375,7 +375,7 @@ def row_losses(row: Statistics, vocabulary: int, label_smoothing: float) -> Tens
 
 
 def gradient_without_target(rows: Tensor, stats: Tensor, label_smoothing: float, ranks: int) -> Tensor:
-    """FP32 in the shape of ``rows``: softmax, less what label smoothing expects of each token."""
+    """Return softmax less what label smoothing expects of each token, FP32 in the shape of ``rows``."""
     return (rows.float() - stats[:, :1]).exp_().div_(stats[:, 1:]).sub_(label_smoothing / (rows.shape[1] * ranks))
 
 
@@ -396,7 +396,7 @@ _Forward = Callable[[Tensor, Tensor, float, bool, Any, int], tuple[Tensor, Tenso
 
 
 def _forward_before_2_19(gradient_in_fp32: bool) -> _Forward:
-    """``cross_entropy_forward`` of these versions.
+    """Return the ``cross_entropy_forward`` of these versions.
 
     It takes the logits ``[batch, sequence, vocabulary]``, the target, the label smoothing, whether to average over the
     rows that count, the process group, and the target that is ignored. It returns the loss, as that of 2.19 does, and

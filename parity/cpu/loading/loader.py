@@ -170,7 +170,7 @@ def _read(file: Path, key: bytes) -> CodeType | None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """All at once, since other processes may read the file or write it, too."""
+    """Write all at once, since other processes may read the file or write it, too."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
         written.write(content)
@@ -270,7 +270,7 @@ class _ExtensionLoader(importlib.abc.Loader):
         return extension.build(versions.installed_version())
 
     def exec_module(self, module: ModuleType) -> None:
-        """Its kernels are in place once it is built."""
+        """Leave the module as it is: its kernels are in place once it is built."""
 
 
 class CpuFinder(importlib.abc.MetaPathFinder):
@@ -299,7 +299,7 @@ class CpuFinder(importlib.abc.MetaPathFinder):
 
 
 def _import_dynamo_without_triton() -> None:
-    """TE imports ``torch._dynamo``, and that Triton, whose code has no CPU target, which takes 0.1 s and at exit 1.2 s.
+    """Import ``torch._dynamo``, as TE will, without Triton, which has no CPU target and costs 0.1 s, and 1.2 s at exit.
 
     PyTorch imports Triton later where it compiles for a GPU; who has imported it already keeps it.
     """
@@ -317,7 +317,7 @@ def _import_dynamo_without_triton() -> None:
 
 @contextmanager
 def _importing_without_cuda_libraries() -> Iterator[None]:
-    """TE looks for libcudnn, libnvrtc and its core library while it is imported, unless it is being built."""
+    """Keep TE from looking for libcudnn, libnvrtc and its core library in its import, as while it is being built."""
     flag = "NVTE_PROJECT_BUILDING"
     before = os.environ.get(flag)
     os.environ[flag] = "1"

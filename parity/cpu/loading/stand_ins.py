@@ -61,14 +61,14 @@ def _to_fp32(value: Any) -> Any:
 
 
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """``torch.baddbmm``: ``beta * input + alpha * batch1 @ batch2``; parts are added as said above if ``beta`` is 0."""
+    """Compute ``beta * input + alpha * batch1 @ batch2``; parts are added as said above if ``beta`` is 0."""
     if beta == 0.0 and _splits(batch1):
         return _SplitProduct.apply(batch1, batch2, alpha)
     return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
 
 
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    """``torch.bmm``: ``input @ mat2``, ``[batch, n, m]`` of ``[batch, n, k]`` and ``[batch, k, m]``."""
+    """Compute ``input @ mat2``, ``[batch, n, m]`` of ``[batch, n, k]`` and ``[batch, k, m]``."""
     return _SplitProduct.apply(input, mat2, 1.0) if _splits(input) else torch.bmm(input, mat2)
 
 

@@ -40,12 +40,12 @@ class _Name:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """As ``triton.jit``, with and without options."""
+    """Return a kernel that cannot be launched; called as ``triton.jit``, with and without options."""
     return jit if function is None else _Kernel(function)
 
 
 def autotune(*_args: Any, **_options: Any) -> Callable[[_Kernel], _Kernel]:
-    """As ``triton.autotune``, which picks the fastest configuration of a kernel."""
+    """Return the kernel as it is; called as ``triton.autotune``, which picks a kernel's fastest configuration."""
     return lambda kernel: kernel
 
 
@@ -53,7 +53,7 @@ heuristics = autotune
 
 
 def cdiv(x: int, y: int) -> int:
-    """``x / y``, rounded up."""
+    """Return ``x / y``, rounded up."""
     return -(-x // y)
 
 
