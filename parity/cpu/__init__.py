@@ -20,7 +20,7 @@ page                                                stands for, in TransformerEn
 ``rope``                                            ``apply_rope.cpp``
 ``router``                                          ``router.cpp``
 ``softmax``                                         ``softmax.cpp``
-``extension``, ``enums``, ``versions``              ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
+``extension``, ``enums``, ``misc``, ``versions``    ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
 ``triton``                                          the functions of TE's Python that launch Triton kernels
 ``cuda``                                            ``torch.cuda``, of one emulated GPU
 ``loading``                                         how TE's Python, and a user's script, are read to mean the CPU

@@ -19,6 +19,7 @@ from parity.cpu import (
     enums,
     gemm,
     kernel_choices,
+    misc,
     multi_tensor,
     normalization,
     partial_cast,
@@ -32,17 +33,15 @@ from parity.cpu import (
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
     activation,
-    dropout,
     attention,
-    gemm,
     cast,
+    dropout,
     gemm,
-    attention,
-    normalization,
+    misc,
     multi_tensor,
+    normalization,
     partial_cast,
     permutation,
-    cast,
     recipe,
     rope,
     router,
@@ -85,55 +84,11 @@ def build(version: Version) -> ModuleType:
     for family in KERNEL_FAMILIES:
         for name in family.__all__:
             setattr(extension, name, getattr(family, name))
-    for question in _QUESTIONS:
-        setattr(extension, question.__name__, question)
     for name, value in vars(enums).items():
         if isinstance(value, type) and value.__module__ == enums.__name__:
             setattr(extension, name, value)
     _adapt(extension, version)
     return extension
-
-
-# What TE asks about libraries and streams before it computes anything (``csrc/extensions/misc.cpp``).
-
-
-def get_cublasLt_version() -> int:
-    return cuda.cublaslt_version()
-
-
-def get_cudnn_version() -> int:
-    return cuda.cudnn_version()
-
-
-def get_num_cublas_streams() -> int:
-    return 4
-
-
-def device_supports_multicast(device_id: int = -1) -> bool:
-    return False
-
-
-def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    return 0, 0
-
-
-def ubuf_built_with_mpi() -> bool:
-    return False
-
-
-def nvte_built_with_cublasmp() -> bool:
-    return False
-
-
-_QUESTIONS = (
-    device_supports_multicast,
-    get_cublasLt_version,
-    get_cudnn_version,
-    get_num_cublas_streams,
-    get_stream_priority_range,
-    nvte_built_with_cublasmp,
-    ubuf_built_with_mpi,
-)
 
 
 # What older versions of TE expect otherwise.

@@ -12,7 +12,7 @@ from emulated_gpu import emulated
 from packaging.version import Version
 
 from parity import te
-from parity.cpu import cuda, extension
+from parity.cpu import cuda, extension, misc
 from parity.cpu.enums import DType
 
 
@@ -67,7 +67,7 @@ def test_the_environment_sets_cublaslt(value: str | None, version: int, monkeypa
     monkeypatch.delenv("PARITY_EMULATED_CUBLASLT", raising=False)
     if value is not None:
         monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", value)
-    assert extension.get_cublasLt_version() == version
+    assert misc.get_cublasLt_version() == version
 
 
 @pytest.mark.usefixtures("fresh_cublaslt")

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import attention_oracle as oracle
-import backend_choice
 import emulated_gpu
 import pytest
 import torch
@@ -121,7 +120,7 @@ def test_te_takes_its_fp8_backend_which_errs_by_the_casts_it_makes(
     tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
     tensors[3] *= visible.any(-1).expand(BATCH, 1, SEQ).transpose(1, 2)[..., None]
     with emulated_gpu.emulated(GPUS[gpu]) as te_module:
-        backend_choice.choose_again()
+        emulated_gpu.choose_again()
         attention = te_module.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
         actual = steps(attention, te_module, tensors, name, attn_mask_type=mask, **call)
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
@@ -147,7 +146,7 @@ def _gradients_pass_fp8_outputs(te_module: ModuleType) -> None:
 @pytest.mark.usefixtures("_gradients_pass_fp8_outputs")
 def test_scales_follow_the_amaxes_that_attention_keeps(fused_calls: list[tuple[str, bool]]) -> None:
     with emulated_gpu.emulated(cuda.HOPPER) as te_module:
-        backend_choice.choose_again()
+        emulated_gpu.choose_again()
         torch.manual_seed(0)
         hidden = FUSED_HEADS * FUSED_FEATURES
         layer = te_module.MultiheadAttention(
@@ -178,7 +177,7 @@ def test_nvte_fp8_dpa_bwd_0_runs_the_backward_in_bf16(
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
     with emulated_gpu.emulated(cuda.HOPPER) as te_module:
-        backend_choice.choose_again()
+        emulated_gpu.choose_again()
         attention = te_module.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
         actual = steps(attention, te_module, tensors, "delayed", attn_mask_type="causal")
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", False)]
@@ -190,7 +189,7 @@ def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(
     te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
-    backend_choice.choose_again()
+    emulated_gpu.choose_again()
     tensors = leaves(HEADS, FEATURES)
     attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
     actual = steps(attention, te_module, tensors, name, attn_mask_type="causal")
@@ -233,7 +232,7 @@ def test_a_layer_with_fused_fp8_attention_learns_as_in_bf16(
     fused_calls: list[tuple[str, bool]], gpu: str, name: str
 ) -> None:
     with emulated_gpu.emulated(GPUS[gpu]) as te_module:
-        backend_choice.choose_again()
+        emulated_gpu.choose_again()
         expected = losses(te_module, None, FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
         fused_calls.clear()
         actual = losses(te_module, recipe(name), FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
@@ -246,7 +245,7 @@ def test_a_layer_with_emulated_fp8_attention_learns_as_in_bf16(
     te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
-    backend_choice.choose_again()
+    emulated_gpu.choose_again()
     assert_learns_alike(losses(te_module, recipe(name)), losses(te_module, None))
 
 
@@ -267,7 +266,7 @@ def test_a_hopper_trains_with_128_features_and_delayed_scaling_alone_and_te_says
     te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, features: int
 ) -> None:
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
-    backend_choice.choose_again()
+    emulated_gpu.choose_again()
     attention = te_module.DotProductAttention(HEADS, features, attention_dropout=0.0, qkv_format="bshd")
     inputs = leaves(HEADS, features)[:3]
     with (

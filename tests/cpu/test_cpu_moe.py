@@ -1,17 +1,22 @@
-"""TE's permutations of tokens for mixtures of experts on the CPU kernels, forward and backward."""
+"""Mixtures of experts: TE's permutations of tokens, and its router against FP64 formulas."""
 
 from __future__ import annotations
 
+from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from parity import te
-from parity.cpu import permutation
+from parity.cpu import permutation, versions
+from parity.cpu.router import largest
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDING = {FP32: 2.0**-22, BF16: 2.0**-8, FP16: 2.0**-11}
@@ -186,3 +191,214 @@ def test_chunks_change_places_and_gradients_change_back(split_sizes: list[int], 
     assert torch.equal(y_probs, torch.cat([probs.split(split_sizes)[i] for i in order]))
     y.backward(2 * y.detach())
     assert torch.equal(grad_of(x), 2 * x)
+
+
+SCORE_FUNCTIONS = ["softmax", "sigmoid", "sqrtsoftplus"]
+ROUTED_TOKENS, ROUTED_EXPERTS = 9, 40
+
+needs_2_18 = pytest.mark.skipif(
+    versions.installed_version() < Version("2.18"), reason="maps of bits and dense indices came with 2.18"
+)
+
+
+def router() -> Any:
+    te.kernels("cpu")
+    from transformer_engine.pytorch import router as module
+
+    return module
+
+
+def distinct_logits(dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """No two alike in a row, in any dtype, and some beyond 20, where softplus is the identity."""
+    rng = torch.Generator().manual_seed(seed)
+    steps = torch.rand(ROUTED_TOKENS, ROUTED_EXPERTS, generator=rng).argsort(1).double()
+    return (steps / 8 - 2).where(steps < ROUTED_EXPERTS - 1, 21.0).to(dtype)
+
+
+def fp64_scores(logits: Tensor, score_function: str) -> Tensor:
+    if score_function == "softmax":
+        return logits.softmax(1)
+    return logits.sigmoid() if score_function == "sigmoid" else softplus(logits).sqrt()
+
+
+def fp64_probs(
+    logits: Tensor, topk: int, pre_softmax: bool, scale: float, score_function: str, bias: Tensor | None
+) -> Tensor:
+    """The table in ``parity/cpu/router.py``."""
+    scores = logits if score_function == "softmax" and not pre_softmax else fp64_scores(logits, score_function)
+    chosen = (scores if bias is None else scores + bias.double()).topk(topk, 1).indices
+    values = scores.gather(1, chosen)
+    if score_function == "softmax":
+        values = values if pre_softmax else values.softmax(1)
+    elif topk > 1:
+        values = values / values.sum(1, keepdim=True)
+    return torch.zeros_like(logits).scatter(1, chosen, scale * values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("topk", [1, 4, 17])
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_router_agrees_with_its_formula(score_function: str, topk: int, dtype: torch.dtype) -> None:
+    biases = [None] if score_function == "softmax" else [None, torch.linspace(0.5, -0.5, ROUTED_EXPERTS)]
+    for pre_softmax, scale, bias in product([True, False], [1.0, 2.5], biases):
+        x = distinct_logits(dtype).requires_grad_()
+        probs, routing_map = router().fused_topk_with_score_function(
+            x, topk, pre_softmax, None, None, scale, score_function, bias
+        )
+        x64 = x.detach().double().requires_grad_()
+        exact = fp64_probs(x64, topk, pre_softmax, scale, score_function, bias)
+        grad = torch.randn(probs.shape).to(dtype)
+        probs.backward(grad)
+        exact.backward(grad.double())
+        eps = torch.finfo(dtype).eps
+        assert torch.equal(routing_map, exact != 0)
+        torch.testing.assert_close(probs.double(), exact, rtol=max(eps, 1e-5), atol=1e-6)
+        torch.testing.assert_close(grad_of(x).double(), x64.grad, rtol=max(eps, 1e-4), atol=1e-5)
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_only_experts_of_the_best_groups_are_chosen(score_function: str) -> None:
+    groups, group_topk, topk = 8, 2, 4
+    logits = distinct_logits(torch.float32)
+    probs, routing_map = router().fused_topk_with_score_function(
+        logits, topk, True, groups, group_topk, None, score_function, None
+    )
+    scores = fp64_scores(logits.double(), score_function).view(ROUTED_TOKENS, groups, -1)
+    best = scores.topk(topk // group_topk, 2).values.sum(2).topk(group_topk, 1).indices
+    inside = torch.zeros(ROUTED_TOKENS, groups, dtype=torch.bool).scatter(1, best, True)[:, :, None]
+    expected = scores.masked_fill(~inside, -1).view(ROUTED_TOKENS, ROUTED_EXPERTS).topk(topk, 1).indices
+    assert torch.equal(
+        routing_map, torch.zeros(ROUTED_TOKENS, ROUTED_EXPERTS, dtype=torch.bool).scatter(1, expected, True)
+    )
+    assert torch.equal(probs != 0, routing_map)
+
+
+@needs_2_18
+@pytest.mark.parametrize("topk", [3, 17])
+def test_a_map_of_bits_and_dense_indices_say_what_the_map_of_bytes_says(topk: int) -> None:
+    logits, grad = distinct_logits(torch.float32)[:, :37].contiguous(), torch.randn(ROUTED_TOKENS, 37)
+    results = []
+    indices = torch.empty(ROUTED_TOKENS, topk, dtype=torch.int16)
+    for options in ({}, {"routing_map_format": "bitmap_u8"}, {"topk_indices": indices}):
+        x = logits.clone().requires_grad_()
+        probs, routing = router().fused_topk_with_score_function(
+            x, topk, False, None, None, None, "sigmoid", None, **options
+        )
+        probs.backward(grad)
+        results.append((probs.detach(), routing, grad_of(x)))
+    (probs, mask, logits_grad), bits, dense = results
+    for other in (bits, dense):
+        assert torch.equal(other[0], probs)
+        assert torch.equal(other[2], logits_grad)
+    assert bits[1].shape == (ROUTED_TOKENS, 5)
+    unpacked = torch.stack([(bits[1][:, e // 8] >> (e % 8)) & 1 for e in range(37)], 1)
+    assert torch.equal(unpacked.bool(), mask)
+    assert dense[1] is indices or dense[1].data_ptr() == indices.data_ptr()
+    assert torch.equal(torch.zeros_like(mask).scatter(1, dense[1].long(), True), mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_scores_for_the_auxiliary_loss_add_up_to_one(score_function: str, dtype: torch.dtype) -> None:
+    x = distinct_logits(dtype).requires_grad_()
+    routing_map, scores = router().fused_compute_score_for_moe_aux_loss(x, 4, score_function)
+    x64 = x.detach().double().requires_grad_()
+    exact = fp64_scores(x64, score_function)
+    exact = exact / exact.sum(1, keepdim=True)
+    grad = torch.randn(scores.shape)
+    scores.backward(grad)
+    exact.backward(grad.double())
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(grad_of(x).double(), x64.grad, rtol=max(torch.finfo(dtype).eps, 1e-4), atol=1e-5)
+    assert torch.equal(routing_map, torch.zeros_like(routing_map).scatter(1, exact.topk(4, 1).indices, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auxiliary_loss_agrees_with_its_formula(dtype: torch.dtype) -> None:
+    probs = torch.rand(ROUTED_TOKENS, ROUTED_EXPERTS).to(dtype).requires_grad_()
+    counts = torch.randint(0, 9, (ROUTED_EXPERTS,))
+    loss = router().fused_moe_aux_loss(probs, counts, ROUTED_TOKENS, ROUTED_EXPERTS, 4, 0.01)
+    (3 * loss).backward()
+    p64 = probs.detach().double().requires_grad_()
+    exact = ROUTED_EXPERTS * 0.01 / (4 * ROUTED_TOKENS**2) * (p64.sum(0) * counts).sum()
+    (3 * exact).backward()
+    assert loss.dtype == dtype
+    torch.testing.assert_close(loss.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=0)
+    torch.testing.assert_close(grad_of(probs).double(), p64.grad, rtol=2 * max(torch.finfo(dtype).eps, 1e-5), atol=0)
+
+
+@needs_2_18
+def test_the_number_of_tokens_may_be_in_a_tensor() -> None:
+    probs, counts = torch.rand(ROUTED_TOKENS, ROUTED_EXPERTS), torch.randint(0, 9, (ROUTED_EXPERTS,))
+    loss = router().fused_moe_aux_loss(probs, counts, ROUTED_TOKENS, ROUTED_EXPERTS, 4, 0.01)
+    assert torch.equal(
+        loss, router().fused_moe_aux_loss(probs, counts, torch.tensor(ROUTED_TOKENS), ROUTED_EXPERTS, 4, 0.01)
+    )
+
+
+@pytest.mark.skipif(versions.installed_version() < Version("2.20"), reason="quantile balancing came with 2.20")
+def test_quantile_balancing_counts_the_bias_that_would_have_brought_each_expert_in() -> None:
+    logits, topk, bins = distinct_logits(torch.float32), 4, 16
+    bias, bounds = torch.linspace(-0.2, 0.2, ROUTED_EXPERTS), torch.tensor([-1.0, 1.0])
+    histogram = torch.ones(ROUTED_EXPERTS, bins, dtype=torch.int32)
+    probs, routing_map = router().fused_topk_with_score_function(
+        logits, topk, False, None, None, None, "sigmoid", bias,
+        qb_histogram=histogram, qb_bin_bounds=bounds, qb_histogram_mode="two_kernel",
+    )  # fmt: skip
+    same = router().fused_topk_with_score_function(logits, topk, False, None, None, None, "sigmoid", bias)
+    assert torch.equal(probs, same[0])
+    assert torch.equal(routing_map, same[1])
+    scores = logits.sigmoid()
+    needed = (scores + bias).sort(1, descending=True).values[:, topk : topk + 1] - scores
+    expected = torch.stack([1 + torch.histc(column, bins, -1, 1) for column in needed.t()]).int()
+    assert torch.equal(histogram, expected)
+
+
+def test_too_many_experts_are_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot choose 41 experts"):
+        router().fused_topk_with_score_function(
+            distinct_logits(torch.float32), 41, False, None, None, None, "sigmoid", None
+        )
+
+
+# Which of equal scores is chosen: a simulation of the warp, lane by lane.
+
+
+def warp_choice(row: list[float], taken: set[int]) -> int:
+    """The column that one round of TE's ``naive_topk_and_mask`` finds."""
+    lanes = []
+    for lane in range(32):
+        best = (-float("inf"), lane)
+        for column in range(lane, len(row), 32):
+            if column not in taken and row[column] > best[0]:
+                best = (row[column], column)
+        lanes.append(best)
+    for step in (16, 8, 4, 2, 1):
+        lanes = [lanes[i ^ step] if lanes[i ^ step][0] > lanes[i][0] else lanes[i] for i in range(32)]
+    return lanes[0][1]
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 90), st.integers(1, 15), st.integers(0, 2**31))
+def test_of_equal_scores_the_one_that_the_warp_meets_first_is_chosen(columns: int, k: int, seed: int) -> None:
+    k = min(k, columns)
+    scores = torch.randint(0, 4, (1, columns), generator=torch.Generator().manual_seed(seed)).float()
+    taken: list[int] = []
+    for _ in range(k):
+        taken.append(warp_choice(scores[0].tolist(), set(taken)))
+    assert largest(scores, k, radix=False)[0].tolist() == taken
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 2**31))
+def test_radix_selection_chooses_the_lowest_of_equal_columns_and_puts_the_smallest_last(
+    columns: int, k: int, seed: int
+) -> None:
+    k = min(k, columns)
+    scores = torch.randint(0, 6, (3, columns), generator=torch.Generator().manual_seed(seed)).float()
+    for row, chosen in zip(scores.tolist(), largest(scores, k, radix=True).tolist(), strict=True):
+        smallest = sorted(row, reverse=True)[k - 1]
+        above = [column for column in range(columns) if row[column] > smallest]
+        equal = [column for column in range(columns) if row[column] == smallest]
+        assert chosen == above + equal[: k - len(above)]

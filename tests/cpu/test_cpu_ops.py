@@ -1,32 +1,157 @@
-"""TE's fusible operations (``te.ops``) on the CPU kernels, forward and backward, in FP32, BF16 and FP16."""
+"""TE's fusible operations (``te.ops``), forward and backward, in each precision and under every recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from fusible import (
-    BF16,
-    FP16,
-    FP32,
-    ROWS,
-    WIDTH,
-    clamped_swiglu,
-    compare,
-    fused_sequences,
-    gated,
-    operations,
-    quick_gelu,
-    situglu,
-    squared_relu,
-    tanh_gelu,
-)
+from emulated_gpu import emulated
+from packaging.version import Version
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear, normalize, relu, rms_norm, silu
+from torch.nn.functional import gelu, layer_norm, linear, normalize, relu, rms_norm, silu
 
 from parity import te
+from parity.cpu import cuda
+from parity.numerics import formats
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ROWS, WIDTH = 32, 64
+# TE's FP32 products round their operands to TF32.
+TOLERANCE = {FP32: 2.0**-10, BF16: 2.0**-6, FP16: 2.0**-9}
+
+
+def operations() -> ModuleType:
+    te.kernels("cpu")
+    import transformer_engine.pytorch.ops as ops
+
+    return ops
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """TE gates with the first half of the features."""
+    return lambda x: activation(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return relu(x).square()
+
+
+def clamped_swiglu(x: Tensor, limit: float = 7.0) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return quick_gelu(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
+
+
+def situglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
+
+
+def compare(
+    ops: list[Any],
+    formula: Callable[..., Any],
+    dtype: torch.dtype,
+    *extra: Tensor,
+    rows: int = ROWS,
+    width: int = WIDTH,
+    tolerance: float | None = None,
+    recipe: Any = None,
+) -> None:
+    """Run operations and a formula in FP64 on the same numbers; outputs, input and parameter gradients agree.
+
+    Args:
+        formula: takes the input, the parameters, and extra inputs: those that require a gradient first.
+        tolerance: relative error, in the Euclidean norm, of each output and gradient. Default: that of the dtype.
+    """
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, width, generator=rng).to(dtype).requires_grad_()
+    model = operations().Sequential(*ops)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=rng) / parameter.shape[-1] ** 0.5)
+    leaves = [x, *model.parameters(), *(e for e in extra if e.requires_grad)]
+    # Operations in place write into extra inputs and into gradients: the formula gets what they held before.
+    copies = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    others = [e.detach().clone() for e in extra if not e.requires_grad]
+    with te.kernels("cpu").te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x, *extra)
+    exact = formula(*copies, *others)
+    ours, theirs = (y if isinstance(y, tuple) else (y,)), (exact if isinstance(exact, tuple) else (exact,))
+    grads = [torch.randn(part.shape, generator=rng).to(part.dtype) for part in ours]
+    torch.autograd.backward(theirs, [grad.double() for grad in grads])
+    torch.autograd.backward(ours, grads)
+    pairs = [*zip(ours, theirs, strict=True), *((a.grad, b.grad) for a, b in zip(leaves, copies, strict=True))]
+    for actual, expected in pairs:
+        assert actual is not None
+        error = (actual.double() - expected).norm()
+        assert error <= (TOLERANCE[dtype] if tolerance is None else tolerance) * expected.norm()
+
+
+def make_recipe(name: str) -> Any:
+    te.kernels("cpu")
+    from transformer_engine.common import recipe
+
+    return getattr(recipe, name)()
+
+
+def fused_sequences(dtype: torch.dtype) -> dict[str, tuple[list[Any], Callable[..., Any], int]]:
+    """Sequences that TE fuses in the forward pass, in the backward pass, or in both.
+
+    Returns:
+        By name: operations, formula, and how many extra inputs there are.
+    """
+    ops, options = operations(), {"device": "cpu", "dtype": dtype}
+
+    def make_linear(bias: bool = True, inner: int = WIDTH) -> Any:
+        return ops.Linear(inner, WIDTH, bias=bias, **options)
+
+    return {
+        "linear bias add": (
+            [make_linear(), ops.AddExtraInput(in_place=True)],
+            lambda x, w, b, e: linear(x, w, b) + e,
+            1,
+        ),
+        "linear scale add": (
+            [make_linear(False), ops.ConstantScale(0.5), ops.AddExtraInput(in_place=True)],
+            lambda x, w, e: 0.5 * linear(x, w) + e,
+            1,
+        ),
+        "extra output linear": (
+            [ops.MakeExtraOutput(in_place=True), make_linear()],
+            lambda x, w, b: (linear(x, w, b), x),
+            0,
+        ),
+        "extra output norm": (
+            [ops.MakeExtraOutput(), ops.RMSNorm(WIDTH, **options)],
+            lambda x, w: (rms_norm(x, (WIDTH,), w, 1e-5), x),
+            0,
+        ),
+        "linear activation linear": (
+            [make_linear(), ops.GELU(), make_linear()],
+            lambda x, w, b, v, c: linear(tanh_gelu(linear(x, w, b)), v, c),
+            0,
+        ),
+        "norm mlp": (
+            [
+                ops.LayerNorm(WIDTH, **options),
+                make_linear(False),
+                ops.SwiGLU(),
+                ops.Linear(WIDTH // 2, WIDTH, **options),
+            ],
+            lambda x, g, h, w, v, c: linear(gated(silu)(linear(layer_norm(x, (WIDTH,), g, h, 1e-5), w)), v, c),
+            0,
+        ),
+    }
+
 
 DTYPES = [FP32, BF16, FP16]
 
@@ -117,3 +242,146 @@ def test_fused_sequences_are_their_formulas(name: str, dtype: torch.dtype) -> No
     ops, formula, extras = fused_sequences(dtype)[name]
     inputs = [torch.randn(ROWS, WIDTH).to(dtype).requires_grad_() for _ in range(extras)]
     compare(ops, formula, dtype, *inputs)
+
+
+# By recipe: the GPU that has it, and what it rounds operands with, as the expected error of a comparison models it.
+RECIPES: dict[str, tuple[str, tuple[Callable[[Tensor, int], Tensor], ...]]] = {
+    "DelayedScaling": ("HOPPER", (formats.e4m3, formats.e5m2)),
+    "Float8CurrentScaling": ("HOPPER", (formats.e4m3, formats.e5m2)),
+    "Float8BlockScaling": ("HOPPER", (formats.e4m3_blocks(128),)),
+    "MXFP8BlockScaling": ("BLACKWELL", (formats.e4m3_blocks(32),)),
+    "NVFP4BlockScaling": ("BLACKWELL", (formats.nvfp4_blocks, formats.nvfp4_stochastic)),
+}
+NEW_IN_2_18 = pytest.mark.skipif(
+    Version(te.version()) < Version("2.18"), reason="TransformerEngine's operations refuse it before 2.18"
+)
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=NEW_IN_2_18 if name == "Float8BlockScaling" else ()) for name in RECIPES]
+)
+def recipe(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a recipe, on a GPU that has it."""
+    with emulated(getattr(cuda, RECIPES[request.param][0])):
+        yield request.param
+
+
+def tolerance_of(recipe: str) -> float:
+    """What two products in a row may lose, each of two operands.
+
+    Roundings are independent. A weight's gradient gathers most of them: its own two operands, and what two products
+    left in each of these, six in all, of the relative size that a rounding of normal numbers has.
+    """
+    torch.manual_seed(0)
+    values = torch.randn(128, 128)
+    worst = max(((rounded(values, 1) - values).norm() / values.norm()).item() for rounded in RECIPES[recipe][1])
+    return 6**0.5 * worst + 2.0**-6
+
+
+@pytest.mark.parametrize("name", fused_sequences(BF16))
+def test_fused_sequences_err_by_the_rounding_of_the_recipe(name: str, recipe: str) -> None:
+    ops, formula, extras = fused_sequences(BF16)[name]
+    inputs = [torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(extras)]
+    compare(ops, formula, BF16, *inputs, tolerance=tolerance_of(recipe), recipe=make_recipe(recipe))
+
+
+# By sequence: what TE makes one operation of, forward and backward.
+FUSIONS = {
+    "linear bias add": ("ForwardLinearBiasAdd", "BasicLinear"),
+    "linear scale add": ("ForwardLinearScaleAdd", "BackwardLinearScale"),
+    "extra output linear": ("MakeExtraOutput", "BackwardLinearAdd"),
+    "extra output norm": ("MakeExtraOutput", "BackwardAddRMSNorm"),
+    "linear activation linear": ("ForwardLinearBiasActivation", "BackwardActivationBias"),
+    "norm mlp": ("LayerNorm", "SwiGLU"),
+}
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_te_fuses_what_the_sequences_are_for(name: str) -> None:
+    ops, _, extras = fused_sequences(BF16)[name]
+    model = operations().Sequential(*ops)
+    inputs = [torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(1 + extras)]
+    with te.kernels("cpu").te.autocast(enabled=True, recipe=make_recipe("DelayedScaling")):
+        model(*inputs)
+    fuser = model._module_groups[0]
+    forward, backward = ({type(op).__name__ for op, _ in found} for found in (fuser._forward_ops, fuser._backward_ops))
+    assert FUSIONS[name][0] in forward
+    assert FUSIONS[name][1] in backward
+
+
+def test_linear_operation_and_linear_module_are_the_same_to_the_bit(recipe: str) -> None:
+    te_module = te.kernels("cpu").te
+    module = te_module.Linear(WIDTH, 96, params_dtype=BF16, device="cpu")
+    operation = operations().Linear(WIDTH, 96, dtype=BF16, device="cpu")
+    operation.weight.data.copy_(module.weight)
+    operation.bias.data.copy_(module.bias)
+    x, grad, results = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(ROWS, 96).to(BF16), []
+    for candidate in (module, operation):
+        torch.manual_seed(0)  # NVFP4 rounds gradients stochastically
+        inp = x.clone().requires_grad_()
+        with te_module.autocast(enabled=True, recipe=make_recipe(recipe)):
+            y = candidate(inp)
+        y.backward(grad)
+        results.append((y, inp.grad, candidate.weight.grad, candidate.bias.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def experts(linears: dict[str, Tensor], x: Tensor, splits: Tensor) -> Tensor:
+    parts = enumerate(x.split(splits.tolist()))
+    return torch.cat([linear(part, linears[f"weight{i}"], linears[f"bias{i}"]) for i, part in parts])
+
+
+def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
+    if recipe == "NVFP4BlockScaling" and Version(te.version()) < Version("2.18"):
+        pytest.skip("TransformerEngine's grouped operation confuses NVFP4's quantizers before 2.18: docs/te-api.md")
+    ops, splits = operations(), torch.tensor([128, 0, 128])
+    options = {"device": "cpu", "dtype": BF16}
+    first, second = ops.GroupedLinear(3, WIDTH, 256, **options), ops.GroupedLinear(3, 128, WIDTH, **options)
+    names = [[name for name, _ in module.named_parameters()] for module in (first, second)]
+    scales = torch.rand(256, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def formula(x: Tensor, *rest: Tensor) -> Tensor:
+        up = dict(zip(names[0], rest, strict=False))
+        down = dict(zip(names[1], rest[len(names[0]) :], strict=False))
+        hidden = gated(silu)(experts(up, x, splits)) * rest[-3][:, None]
+        return experts(down, hidden, splits)
+
+    compare(
+        [first, ops.ScaledSwiGLU(), second],
+        formula,
+        BF16,
+        *(splits, scales, splits),
+        rows=256,
+        tolerance=tolerance_of(recipe),
+        recipe=make_recipe(recipe),
+    )
+
+
+def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens(recipe: str) -> None:
+    te_module, ops = te.kernels("cpu").te, operations()
+    x, grad, results = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(ROWS, WIDTH).to(BF16), []
+    for before in ([], [ops.Quantize()]):
+        torch.manual_seed(0)
+        layer = ops.Linear(WIDTH, WIDTH, device="cpu", dtype=BF16)
+        inp = x.clone().requires_grad_()
+        with te_module.autocast(enabled=True, recipe=make_recipe(recipe)):
+            y = ops.Sequential(*before, layer)(inp)
+        y.backward(grad)
+        results.append((y, inp.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_dropout_drops_the_same_entries_of_output_and_gradient(recipe: str) -> None:
+    te_module, ops = te.kernels("cpu").te, operations()
+    layer = ops.Linear(WIDTH, WIDTH, bias=False, device="cpu", dtype=BF16)
+    model = ops.Sequential(layer, ops.Dropout(0.5), ops.AddExtraInput())
+    x, extra = (torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(2))
+    with te_module.autocast(enabled=True, recipe=make_recipe(recipe)):
+        y = model(x, extra)
+        y.backward(torch.ones_like(y))
+    kept = y.detach() != extra.detach()
+    assert 0.4 < kept.float().mean() < 0.6
+    assert torch.equal(extra.grad, torch.ones_like(extra))
+    # The gradient of the product is 2 where an entry was kept, and no format rounds 0 and 2.
+    of_weight = (2.0 * kept.float()).t() @ x.detach().float()
+    assert (layer.weight.grad.float() - of_weight).norm() < tolerance_of(recipe) * of_weight.norm()

@@ -2,9 +2,9 @@
 
 The interpreter must be chosen before Triton is imported, so a process of its own runs the kernels::
 
-    python triton_oracle.py permutation calls.pt results.pt
+    python triton_oracle.py calls.pt results.pt
 
-reads ``[(function, arguments), ...]`` and writes each call's result.
+reads ``{module: [(function, arguments), ...]}`` and writes each call's result.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ import torch
 Call = tuple[str, tuple[Any, ...]]
 
 
-def run(module: str, calls: list[Call], folder: Path) -> list[Any]:
-    """The results of functions of ``transformer_engine/pytorch/triton/<module>.py``, in a new process.
+def run(calls: dict[str, list[Call]], folder: Path) -> dict[str, list[Any]]:
+    """Run functions of ``transformer_engine/pytorch/triton/<module>.py`` in a new process, and return their results.
 
     Args:
-        module: the file's name without ``.py``.
-        calls: the functions' names and positional arguments.
+        calls: by the file's name without ``.py``, the functions' names and positional arguments.
         folder: where the arguments and results are left.
     """
-    arguments, results = folder / f"{module}_calls.pt", folder / f"{module}_results.pt"
+    arguments, results = folder / "calls.pt", folder / "results.pt"
     torch.save(calls, arguments)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, __file__, module, str(arguments), str(results)]
+    command = [sys.executable, __file__, str(arguments), str(results)]
     subprocess.run(command, env=environment, check=True, timeout=900)
     return torch.load(results)
 
@@ -53,7 +52,7 @@ def _package(name: str, folder: Path) -> None:
     sys.modules[name] = package
 
 
-def _load(module: str) -> dict[str, Any]:
+def _load(module: str, root: Path) -> dict[str, Any]:
     """The wrappers of ``module``, on the CPU; block sizes are not searched for but the smallest that TE tries."""
     import triton
 
@@ -66,7 +65,6 @@ def _load(module: str) -> dict[str, Any]:
             return lambda *args, **kwargs: self.kernel[chosen](*args, **kwargs, **self.block)
 
     triton.autotune = lambda configs, key, **_: lambda kernel: Tuned(kernel, configs[0].kwargs)
-    root = te_root()
     for name in ("", ".common", ".common.triton"):
         _package(f"transformer_engine{name}", root / Path(*name.split(".")))
     source = (root / "pytorch" / "triton" / f"{module}.py").read_text()
@@ -76,6 +74,9 @@ def _load(module: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    wanted, calls_file, results_file = sys.argv[1:]
-    wrappers = _load(wanted)
-    torch.save([wrappers[function](*args) for function, args in torch.load(calls_file)], results_file)
+    calls_file, results_file = sys.argv[1:]
+    te, found = te_root(), {}
+    for module_name, asked in torch.load(calls_file).items():
+        wrappers = _load(module_name, te)
+        found[module_name] = [wrappers[function](*args) for function, args in asked]
+    torch.save(found, results_file)

@@ -1,9 +1,11 @@
-"""Float8BlockQuantizer and its tensors: scales of 1 x 128 and of 128 x 128 blocks, as TE's own objects ask for them."""
+"""Float8BlockQuantizer, MXFP8Quantizer and their tensors, as TE's own objects ask for them, block by block."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,12 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from emulated_gpu import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, gemm
+from parity.cpu import activation, cast, cuda, gemm, mxfp8
 from parity.cpu.enums import DType
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -264,3 +267,207 @@ def test_a_gemm_names_the_operand_that_lacks_a_direction(te_module: ModuleType) 
             a, False, a, False, None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False, torch.empty(0),
             0, False, True,
         )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Iterator[ModuleType]:
+    with emulated(cuda.BLACKWELL) as module:
+        yield module
+
+
+def mxfp8_values(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Values whose magnitude differs from block to block, with a row of zeros."""
+    torch.manual_seed(0)
+    values = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).clamp(-6e4, 6e4)
+    values[0] = 0
+    return values.to(dtype)
+
+
+def exponent_of(amax: float, limit: float) -> int:
+    """The E8M0 byte of ``amax / limit``, a product in FP32, rounded up."""
+    quotient = float(np.float32(amax) * np.float32(1 / limit))
+    if quotient == 0:
+        return 0
+    mantissa, exponent = math.frexp(quotient)  # quotient = mantissa * 2**exponent, 0.5 <= mantissa < 1
+    return min(max(exponent - (mantissa == 0.5) + 127, 0), 254)
+
+
+def mxfp8_blocks(values: Tensor, block: tuple[int, int], dtype: DType) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of a matrix and the E8M0 byte of each block, block by block in FP64."""
+    matrix = values.double().numpy()
+    down, across = (size // length for size, length in zip(matrix.shape, block, strict=True))
+    codes, exponents = np.zeros(matrix.shape, np.uint8), np.zeros((down, across), np.uint8)
+    for i in range(down):
+        for j in range(across):
+            where = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            exponents[i, j] = exponent_of(np.abs(matrix[where]).max(), LIMIT[dtype])
+            scaled = np.clip(matrix[where] * 2.0 ** (127 - int(exponents[i, j])), -LIMIT[dtype], LIMIT[dtype])
+            codes[where] = scaled.astype(np.float32).astype(ML_DTYPE[dtype]).view(np.uint8)
+    return codes, exponents
+
+
+def assert_mxfp8_stored(stored: Tensor, exponents: np.ndarray, multiples: tuple[int, int]) -> None:
+    down, across = exponents.shape
+    assert stored.shape == tuple(-(-size // m) * m for size, m in zip(exponents.shape, multiples, strict=True))
+    assert np.array_equal(stored[:down, :across].numpy(), exponents)
+    assert not stored[down:].any()
+    assert not stored[:, across:].any()
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("source", [FP32, BF16, FP16])
+def test_rows_and_columns_have_a_scale_for_each_32_values(
+    blackwell: ModuleType, dtype: DType, source: torch.dtype
+) -> None:
+    values = mxfp8_values(96, 160, dtype=source)
+    tensor = blackwell.MXFP8Quantizer(dtype)(values)
+    codes, exponents = mxfp8_blocks(values, (1, 32), dtype)
+    assert np.array_equal(tensor._rowwise_data.numpy(), codes)
+    assert_mxfp8_stored(tensor._rowwise_scale_inv, exponents, (128, 4))
+    codes, exponents = mxfp8_blocks(values, (32, 1), dtype)
+    assert np.array_equal(tensor._columnwise_data.numpy(), codes)
+    assert_mxfp8_stored(tensor._columnwise_scale_inv, exponents, (4, 128))
+
+
+def test_square_blocks_repeat_their_scale(blackwell: ModuleType) -> None:
+    if "with_2d_quantization" not in inspect.signature(blackwell.MXFP8Quantizer).parameters:
+        pytest.skip("this TransformerEngine has no square MXFP8 blocks")
+    values = mxfp8_values(96, 160)
+    tensor = blackwell.MXFP8Quantizer(DType.kFloat8E4M3, with_2d_quantization=True)(values)
+    codes, exponents = mxfp8_blocks(values, (32, 32), DType.kFloat8E4M3)
+    assert np.array_equal(tensor._rowwise_data.numpy(), codes)
+    assert np.array_equal(tensor._columnwise_data.numpy(), codes)
+    assert_mxfp8_stored(tensor._rowwise_scale_inv, exponents.repeat(32, 0), (128, 4))
+    assert_mxfp8_stored(tensor._columnwise_scale_inv, exponents.repeat(32, 1), (4, 128))
+
+
+def test_mxfp8_buffers_have_the_shapes_that_te_states(blackwell: ModuleType) -> None:
+    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+    for shape in ((256, 384), (2, 48, 64)):
+        for tensor in (quantizer(mxfp8_values(*shape)), quantizer.make_empty(shape, dtype=BF16, device="cpu")):
+            assert tensor.shape == tensor._rowwise_data.shape == tensor._columnwise_data.shape == shape
+            assert tensor._rowwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=False)
+            assert tensor._columnwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=True)
+
+
+def test_every_e8m0_byte_decodes_to_its_power_of_two() -> None:
+    decoded = mxfp8.from_e8m0(torch.arange(256, dtype=torch.uint8))
+    expected = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert np.array_equal(decoded.numpy(), expected, equal_nan=True)
+
+
+def test_every_power_of_two_encodes_to_its_byte_and_anything_above_to_the_next() -> None:
+    codes = torch.arange(255, dtype=torch.uint8)
+    powers = mxfp8.from_e8m0(codes)
+    assert torch.equal(mxfp8.to_e8m0(powers), codes)
+    above = torch.nextafter(powers, torch.tensor(math.inf))
+    assert torch.equal(mxfp8.to_e8m0(above), (codes.int() + 1).clamp(max=254).to(torch.uint8))
+
+
+@pytest.mark.parametrize(("value", "code"), [(0.0, 0), (1e-45, 0), (math.inf, 254), (3.4e38, 254), (math.nan, 255)])
+def test_e8m0_of_what_it_cannot_hold(value: float, code: int) -> None:
+    assert mxfp8.to_e8m0(torch.tensor([value])).item() == code
+
+
+@given(st.floats(0, width=32, allow_infinity=False))
+def test_e8m0_rounds_up(value: float) -> None:
+    code = mxfp8.to_e8m0(torch.tensor([value])).item()
+    assert code == 254 or value <= 2.0 ** (code - 127)
+    assert code == 0 or value > 2.0 ** (code - 128)
+
+
+def test_nan_and_infinity_stay_in_their_mxfp8_block(blackwell: ModuleType) -> None:
+    values = torch.ones(32, 96)
+    values[0, 0], values[0, 32] = math.nan, -math.inf
+    tensor = blackwell.MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)(values)
+    assert tensor._rowwise_scale_inv[0, :3].tolist() == [exponent_of(1, 448), 254, exponent_of(1, 448)]
+    assert tensor._rowwise_data[0, 0] == 0x7F
+    assert tensor._rowwise_data[0, 32] == 0xFE  # -448
+    assert (tensor.dequantize()[0, 64:] == 1).all()
+
+
+def test_sizes_that_are_no_multiples_of_32_are_refused(blackwell: ModuleType) -> None:
+    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+    for shape in ((32, 48), (33, 64)):
+        with pytest.raises(RuntimeError, match=r"MXFP8 needs tensors .* divisible by 32"):
+            quantizer(torch.ones(shape))
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_dequantize_multiplies_codes_and_scales(blackwell: ModuleType, direction: str, dtype: torch.dtype) -> None:
+    values = mxfp8_values(96, 160, dtype=dtype)
+    usages = {name: name == direction for name in ("rowwise", "columnwise")}
+    tensor = blackwell.MXFP8Quantizer(DType.kFloat8E4M3, **usages)(values)
+    block = (1, 32) if direction == "rowwise" else (32, 1)
+    codes, exponents = mxfp8_blocks(values, block, DType.kFloat8E4M3)
+    scales = 2.0 ** (exponents.repeat(block[0], 0).repeat(block[1], 1).astype(np.float64) - 127)
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
+    assert torch.equal(tensor.dequantize(), torch.from_numpy(expected).to(dtype))
+
+
+def test_quantizing_to_mxfp8_again_fills_the_same_buffers(blackwell: ModuleType) -> None:
+    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+    tensor, other = quantizer(mxfp8_values(64, 64)), mxfp8_values(64, 64).t().contiguous()
+    before = tensor._rowwise_data
+    tensor.copy_(other)
+    assert tensor._rowwise_data is before
+    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
+
+
+def test_a_tensor_can_be_viewed_cloned_saved_and_reduced_to_a_direction(blackwell: ModuleType) -> None:
+    tensor = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)(mxfp8_values(2, 32, 64))
+    assert torch.equal(tensor.view(64, 64).dequantize(), tensor.dequantize().view(64, 64))
+    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor._rowwise_data is None
+    assert tensor._columnwise_data is not None
+
+
+def test_a_bias_gradient_is_summed_before_the_gradient_is_rounded(blackwell: ModuleType) -> None:
+    torch.manual_seed(0)
+    grad, x = torch.randn(64, 32, dtype=BF16), torch.randn(64, 32, dtype=BF16)
+    bias_grad, dx = activation.dbias_dsrelu(grad, x, blackwell.MXFP8Quantizer(DType.kFloat8E4M3))
+    exact = grad.double() * 2 * x.double().clamp(min=0)
+    assert torch.equal(bias_grad, exact.sum(0).to(BF16))
+    rounded = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)(exact.to(BF16))
+    assert torch.equal(dx._rowwise_data, rounded._rowwise_data)
+
+
+def gemm_of(a: Any, b: Any, layout: str) -> Tensor:
+    return gemm.generic_gemm(
+        a, layout[0] == "T", b, layout[1] == "T", None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False,
+        torch.empty(0), 0, False, True,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_a_gemm_multiplies_the_decoded_values_along_its_inner_dimension(blackwell: ModuleType, layout: str) -> None:
+    inner, outer = 128, 96
+    torch.manual_seed(0)
+    left = torch.randn((outer, inner) if layout[0] == "T" else (inner, outer))
+    right = torch.randn((inner, outer) if layout[1] == "T" else (outer, inner))
+    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+    a, b = quantizer(left), quantizer(right)
+    result = gemm_of(a, b, layout)
+    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
+    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
+    x, y = b.dequantize().double(), a.dequantize().double()
+    exact = (x.t() if layout[1] == "T" else x) @ (y.t() if layout[0] == "T" else y)
+    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
+
+
+def test_the_gemm_reads_a_tensor_that_te_asked_to_swizzle_for_it(blackwell: ModuleType) -> None:
+    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+    values = mxfp8_values(64, 64)
+    plain = gemm_of(quantizer(values), quantizer(values), "TN")
+    import transformer_engine_torch
+
+    quantizer.optimize_for_gemm = True
+    swizzled = quantizer(values)
+    transformer_engine_torch.swizzle_scales_for_gemm_(swizzled)
+    assert torch.equal(gemm_of(swizzled, quantizer(values), "TN"), plain)

@@ -1,0 +1,408 @@
+"""How TE's Python, and a user's script, are read so that they compute on the CPU, and which versions of TE are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from parity.cpu import extension, versions
+from parity.cpu.loading.loader import _StandIns, cached, cuda_means_cpu, normalize_devices
+from parity.cpu.loading.stand_ins import fuse
+from parity.cpu.versions import UnsupportedTEVersion
+
+
+def rewritten(source):
+    return ast.unparse(cuda_means_cpu(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("f(device='cuda')", "f(device='cpu')"),
+        ("x.device.type == 'cuda'", "x.device.type == 'cpu'"),
+        ("torch.cuda.current_stream()", "__parity_cuda__.current_stream()"),
+        ("torch.version.cuda", "__parity_cuda__.CUDA_VERSION"),
+        ("torch.device('cuda', torch.cuda.current_device())", "torch.device('cpu')"),
+        ("x.is_cuda", "x.is_cpu"),
+        ("x.cuda()", "x.cpu()"),
+        ("from torch.cuda import _lazy_call", "from parity.cpu.cuda import _lazy_call"),
+    ],
+)
+def test_cuda_is_read_as_the_cpu(written, read):
+    assert rewritten(written) == read
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 'cuda graphs'", "cuda = 1", "module.cuda", "x.cuda(device)", "torch.cudagraph", "torch.compile(f)"]
+)
+def test_other_words_stay(source):
+    assert rewritten(source) == source
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("x.to('cuda:0')", "x.to('cuda')"),
+        ("x.to(f'cuda:{rank}')", "x.to('cuda')"),
+        ("x.cuda(rank, non_blocking=True)", "x.cuda()"),
+        ("torch.device('cuda:1')", "torch.device('cuda')"),
+    ],
+)
+def test_devices_lose_their_index(written, read):
+    assert ast.unparse(normalize_devices(ast.parse(written))) == read
+
+
+@pytest.mark.parametrize("source", ["x = 'cuda: out of memory'", "print(f'cuda:{rank} is ready')", "torch.cuda(1)"])
+def test_text_that_is_no_device_stays(source):
+    assert ast.unparse(normalize_devices(ast.parse(source))) == source
+
+
+def scaled_twice(x):
+    return x * (1 / 3) * 3
+
+
+def test_half_precision_is_rounded_once_at_the_end():
+    x = torch.linspace(-4, 4, 1001).bfloat16()
+    exact = (x.double() * (1 / 3) * 3).bfloat16()
+    assert torch.equal(fuse(scaled_twice)(x), exact)
+    assert not torch.equal(scaled_twice(x), exact)
+
+
+def test_results_keep_the_dtypes_that_they_have_eagerly():
+    def with_statistics(x):
+        return x * 2, x.float().sum()
+
+    doubled, total = fuse(with_statistics)(torch.ones(4, dtype=torch.float16))
+    assert doubled.dtype == torch.float16
+    assert total.dtype == torch.float32
+
+
+def test_fp32_runs_as_it_is():
+    x = torch.randn(10)
+    assert torch.equal(fuse(scaled_twice)(x), scaled_twice(x))
+
+
+def test_gradients_flow_in_the_dtype_of_the_input():
+    x = torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
+    fuse(scaled_twice)(x).sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+
+
+SOURCE = b"answer = 42"
+
+
+class Compiler:
+    """Compiles a source and counts how often."""
+
+    def __init__(self, source):
+        self.source, self.calls = source, 0
+
+    def __call__(self):
+        self.calls += 1
+        return compile(self.source, "module.py", "exec")
+
+
+def code_of(source, compiler, path="module.py"):
+    return cached(source, path, compiler)
+
+
+def value(code):
+    namespace = {}
+    exec(code, namespace)
+    return namespace["answer"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    return tmp_path / "parity" / "transformer_engine"
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_source_is_compiled_once():
+    compiler = Compiler(SOURCE)
+    assert [value(code_of(SOURCE, compiler)) for _ in range(2)] == [42, 42]
+    assert compiler.calls == 1
+
+
+def test_a_changed_source_is_compiled_again_and_takes_the_place_of_the_other(folder):
+    code_of(SOURCE, Compiler(SOURCE))
+    changed = b"answer = 43"
+    assert value(code_of(changed, Compiler(changed))) == 43
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_the_same_source_at_another_path_is_another_entry(folder):
+    for path in ("one.py", "two.py"):
+        code_of(SOURCE, Compiler(SOURCE), path)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_broken_entry_is_replaced(folder):
+    code_of(SOURCE, Compiler(SOURCE))
+    (entry,) = folder.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-5])
+    assert value(code_of(SOURCE, Compiler(SOURCE))) == 42
+
+
+def test_nothing_is_written_where_python_is_to_write_no_bytecode(folder, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert value(code_of(SOURCE, Compiler(SOURCE))) == 42
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert value(code_of(SOURCE, Compiler(SOURCE))) == 42
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("torch.compile(f)", "__parity_compile__(f)"),
+        ("torch.baddbmm(s, q, k, beta=0.0)", "__parity_baddbmm__(s, q, k, beta=0.0)"),
+        ("torch.bmm(p, v)", "__parity_bmm__(p, v)"),
+        ("import triton.language as tl", "import parity.cpu.loading.triton as tl"),
+        ("from triton import jit", "from parity.cpu.loading.triton import jit"),
+        ("from importlib.metadata import version as v", "from parity.cpu.loading.stand_ins import version as v"),
+    ],
+)
+def test_what_only_a_gpu_can_use_has_stand_ins(written, read):
+    assert ast.unparse(_StandIns().visit(ast.parse(written))) == read
+
+
+def test_te_s_own_package_named_triton_stays():
+    source = "from .triton import permutation"
+    assert ast.unparse(_StandIns().visit(ast.parse(source))) == source
+
+
+def test_a_flash_attention_that_is_installed_is_not_called_with_tensors_on_the_cpu(tmp_path):
+    installed = tmp_path / "flash_attn-2.8.3.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    program = (
+        "from importlib.metadata import version; print(version('flash-attn'))\n"
+        "from parity import te; te.kernels('cpu')\n"
+        "from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils\n"
+        "print(FlashAttentionUtils.is_installed)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "PARITY_EMULATED_GPU": "ada"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    assert ran.stdout == "2.8.3\nFalse\n"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that a version of TransformerEngine is installed, or none."""
+
+    def pretend(version: str | None) -> None:
+        def answer(name: str) -> str:
+            if version is None:
+                raise metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(metadata, "version", answer)
+
+    return pretend
+
+
+def test_a_version_that_is_too_old_is_refused_by_name(installed) -> None:
+    installed("2.13.4")
+    with pytest.raises(UnsupportedTEVersion, match=r"2\.13\.4 is older than 2\.14"):
+        versions.installed_version()
+
+
+def test_without_transformer_engine_the_error_says_how_to_install_it(installed) -> None:
+    installed(None)
+    with pytest.raises(UnsupportedTEVersion, match="pip install transformer-engine"):
+        versions.installed_version()
+
+
+@pytest.mark.parametrize("version", ["2.14", "2.14.1", "2.16.1", "2.18.0", "2.19.0", "2.20.2", "2.20.7+cu13"])
+def test_versions_that_were_tried_are_taken_without_a_word(installed, version: str) -> None:
+    installed(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert versions.installed_version() == Version(version)
+
+
+def test_a_newer_version_is_warned_of_once(installed) -> None:
+    installed("2.98.0")
+    with pytest.warns(UserWarning, match=r"2\.98\.0 is newer than 2\.20"):
+        versions.installed_version()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert versions.installed_version() == Version("2.98.0")
+
+
+@pytest.mark.skipif(
+    versions.installed_version().release[:2] < versions.NEWEST.release,
+    reason="only the newest TransformerEngine can pass for a later one",
+)
+def test_a_newer_version_is_tried(tmp_path: Path) -> None:
+    """The installed TransformerEngine, under the number of a later one."""
+    distribution = tmp_path / "transformer_engine-2.99.0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.99.0\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))
+    program = "import torch; from parity import te; print(te.kernels('cpu').te.Linear(32, 16)(torch.ones(8, 32)).shape)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "torch.Size([8, 16])" in ran.stdout, ran.stderr
+    assert ran.stderr.count("2.99.0 is newer than") == 1
+
+
+def test_before_2_16_the_fused_attention_for_short_sequences_has_a_name() -> None:
+    name = "NVTE_F16_max512_seqlen"
+    assert hasattr(extension.build(Version("2.14.1")).NVTE_Fused_Attn_Backend, name)
+    assert not hasattr(extension.build(Version("2.16.1")).NVTE_Fused_Attn_Backend, name)
+
+
+def test_adapting_to_an_old_version_leaves_the_kernels_of_new_ones_as_they_are() -> None:
+    def public_names(version: str) -> dict[str, object]:
+        return {name: value for name, value in vars(extension.build(Version(version))).items() if name[0] != "_"}
+
+    before = public_names("2.20.2")
+    extension.build(Version("2.14.1"))
+    assert {**public_names("2.20.2"), "version": None} == {**before, "version": None}
+
+
+TRAIN = """
+    import argparse
+    import sys
+
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    from blocks.mlp import Block
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    rank = 0
+    torch.cuda.set_device(rank)
+    torch.cuda.manual_seed_all(1)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else None
+    model = torch.nn.Sequential(Block(32), te.Linear(32, 16)).cuda(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = torch.randn(64, 32, device=device), torch.randn(64, 16).to(f"cuda:{rank}")
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    losses = []
+    for _ in range(parser.parse_args().steps):
+        optimizer.zero_grad()
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ended.record()
+    torch.cuda.synchronize()
+    assert began.elapsed_time(ended) > 0
+    assert x.is_cuda
+    if __name__ == "__main__":
+        print("losses", *losses)
+        sys.exit(7)
+"""
+BLOCK = """
+    import torch
+    import transformer_engine.pytorch as te
+
+    class Block(torch.nn.Module):
+        def __init__(self, hidden):
+            super().__init__()
+            self.mlp = te.LayerNormMLP(hidden, 2 * hidden, device="cuda")
+
+        def forward(self, x):
+            return x + self.mlp(x)
+"""
+
+
+def execute(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "parity", "exec", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to_file(name: str, text: str) -> None:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+
+    return to_file
+
+
+def test_a_training_script_for_a_gpu_trains_and_ends_with_its_own_exit_code(write, tmp_path: Path) -> None:
+    write("scripts/train.py", TRAIN)
+    (tmp_path / "scripts/blocks").mkdir()
+    write("scripts/blocks/mlp.py", BLOCK)
+    ran = execute(tmp_path, "scripts/train.py", "--steps", "5")
+    assert ran.returncode == 7, ran.stderr
+    losses = [float(word) for word in ran.stdout.split()[1:]]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+def test_arguments_that_look_like_parity_s_own_are_the_script_s(write, tmp_path: Path) -> None:
+    write("show.py", "import sys; print(sys.argv)")
+    ran = execute(tmp_path, "show.py", "--help", "-x", "1")
+    assert ran.stdout.strip() == "['show.py', '--help', '-x', '1']"
+
+
+def frames(traceback: str) -> list[str]:
+    """Files and lines, as ``fails.py:3``."""
+    return [f"{Path(file).name}:{line}" for file, line in re.findall(r'File "(.*)", line (\d+)', traceback)]
+
+
+def test_an_exception_in_the_script_shows_its_own_line_and_no_other(write, tmp_path: Path) -> None:
+    write("fails.py", "x = 1\n\nraise ValueError('mine')")
+    ran = execute(tmp_path, "fails.py")
+    assert ran.returncode == 1
+    assert frames(ran.stderr) == ["fails.py:3"]
+    assert ran.stderr.strip().endswith("ValueError: mine")
+
+
+def test_an_exception_in_a_module_of_the_script_s_shows_the_way_there_and_its_cause(write, tmp_path: Path) -> None:
+    write("fails.py", "import broken")
+    write("broken.py", "try:\n    import not_there\nexcept ImportError as error:\n    raise ValueError from error")
+    assert frames(execute(tmp_path, "fails.py").stderr) == ["broken.py:2", "fails.py:1", "broken.py:4"]
+
+
+def test_a_script_that_is_not_python_shows_the_line_and_nothing_of_what_parsed_it(write, tmp_path: Path) -> None:
+    write("fails.py", "import broken")
+    write("broken.py", "x = = 1")
+    ran = execute(tmp_path, "fails.py")
+    assert (ran.returncode, frames(ran.stderr)) == (1, ["fails.py:1", "broken.py:1"])
+    assert ran.stderr.strip().endswith("SyntaxError: invalid syntax")
+
+
+def test_a_hook_that_the_script_sets_for_exceptions_is_called(write, tmp_path: Path) -> None:
+    write("fails.py", "import sys\nsys.excepthook = lambda *raised: print('seen', raised[1])\nraise ValueError('mine')")
+    ran = execute(tmp_path, "fails.py")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "seen mine\n", "")
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    ran = execute(tmp_path, "nothing.py")
+    assert ran.returncode == 2
+    assert ran.stderr == "parity: there is no script nothing.py\n"
