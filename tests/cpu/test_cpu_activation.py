@@ -235,43 +235,6 @@ def test_delayed_scaling_casts_and_sums_the_fp32_gradient() -> None:
     assert not torch.equal(of_bias, exact.bfloat16().double().sum(0).bfloat16())
 
 
-OPERATIONS = {
-    "GELU": "gelu",
-    "GLU": "glu",
-    "GEGLU": "geglu",
-    "QGELU": "qgelu",
-    "QGEGLU": "qgeglu",
-    "ReLU": "relu",
-    "ReGLU": "reglu",
-    "SReLU": "srelu",
-    "SReGLU": "sreglu",
-    "SiLU": "silu",
-    "SwiGLU": "swiglu",
-    "SiTUGLU": "situglu",
-    "ClampedSwiGLU": "clamped_swiglu",
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_te_operations_agree_with_fp64(operation: str) -> None:
-    te.kernels("cpu")
-    import transformer_engine.pytorch.ops as ops
-
-    if not hasattr(ops, operation):
-        pytest.skip(f"TransformerEngine {te.version()} has no operation {operation}")
-    rng = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 32, generator=rng, requires_grad=True)
-    y = getattr(ops, operation)()(x)
-    gradient = torch.randn(y.shape, generator=rng)
-    y.backward(gradient)
-    x64 = x.detach().double().requires_grad_()
-    exact = DEFINITIONS[OPERATIONS[operation]](x64)
-    exact.backward(gradient.double())
-    assert x.grad is not None
-    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-5, atol=1e-6)
-
-
 MLP_ACTIVATIONS = sorted(set(DEFINITIONS) - {"situglu"})
 
 
