@@ -45,7 +45,7 @@ def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], 
         if hasattr(study, "RECORD"):
             _look_after(folder / study.RECORD, record.code_of(study.__name__), again)
         try:
-            print(f"report: {study.run(settings, folder)}")
+            print(f"report: {catalogue.run(name, settings, folder)}")
         except KeyboardInterrupt:
             print(
                 f"interrupted; {folder} has what is finished, and the same command goes on from there",

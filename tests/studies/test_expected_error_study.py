@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
+from parity.lab.studies import catalogue
 from parity.lab.studies.expected_error import issue_407, study
 from parity.lab.studies.expected_error import report as claims
 from parity.lab.studies.expected_error.issue_407 import Drawn
@@ -207,7 +208,7 @@ def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeyp
         return faithful(entry, kernels)
 
     monkeypatch.setattr(study, "measure", quick)
-    report = study.run(tiny, tmp_path).read_text()
+    report = catalogue.run("expected_error", tiny, tmp_path).read_text()
     assert re.search(r"Linear \|\s+~0\.0003 \|", report)
     assert "emulated: TransformerEngine's own Python" in report
     for picture in ("expected_error_growth.png", "expected_error_parts.png"):
@@ -227,4 +228,4 @@ def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeyp
 )
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        study.run(settings, tmp_path)
+        catalogue.run("expected_error", settings, tmp_path)

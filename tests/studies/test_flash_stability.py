@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
+from parity.lab.studies import catalogue
 from parity.lab.studies.flash_stability import claims, study
 from parity.lab.studies.flash_stability.claims import flash_over_baseline, growth, of_length
 from parity.lab.studies.flash_stability.deviation import Deviation, Result, Results, over_seeds, result_of
@@ -180,7 +181,7 @@ def test_a_verdict_is_found_from_the_figures(kernels: Kernels) -> None:
 def test_a_study_computes_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = study.run(TINY, tmp_path)
+    report = catalogue.run("flash_stability", TINY, tmp_path)
     assert (tmp_path / "flash_stability.png").stat().st_size > 0
     text = report.read_text()
     assert "emulated" in text
@@ -228,4 +229,4 @@ def resident_bytes() -> int:
 )
 def test_settings_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        study.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]
+        catalogue.run("flash_stability", dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]

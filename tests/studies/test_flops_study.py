@@ -13,6 +13,7 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.case.case import Case, Size
 from parity.lab import flops
+from parity.lab.studies import catalogue
 from parity.lab.studies.flops import report as claims
 from parity.lab.studies.flops import study
 from parity.lab.studies.flops.study import Settings
@@ -72,7 +73,7 @@ def test_every_claim_disagrees_where_the_count_is_another(monkeypatch: pytest.Mo
 
 
 def test_the_report_shows_the_gate_and_every_case(tmp_path: Path) -> None:
-    report = study.run(Settings(seqs=(64, 128)), tmp_path).read_text()
+    report = catalogue.run("flops", Settings(seqs=(64, 128)), tmp_path).read_text()
     assert f"{len(SUITE)} of {len(SUITE)} cases" in report
     assert "32 B s h²" in report
     assert (tmp_path / "flops.png").stat().st_size > 0
@@ -80,4 +81,4 @@ def test_the_report_shows_the_gate_and_every_case(tmp_path: Path) -> None:
 
 def test_heads_that_do_not_divide_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="heads=3 must divide hidden=4096"):
-        study.run(Settings(heads=3), tmp_path)
+        catalogue.run("flops", Settings(heads=3), tmp_path)

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
+from parity.lab.studies import catalogue
 from parity.lab.studies.fp8_accumulation import study
 from parity.lab.studies.fp8_accumulation.report import FAST, SPLIT, claims, growth
 from parity.lab.studies.fp8_accumulation.study import Cost, Costs, Run, Settings, costs_of, mean, runs
@@ -67,11 +68,11 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(study, "costs_of", counted)
     with pytest.raises(KeyboardInterrupt):
-        study.run(tiny, tmp_path)
+        catalogue.run("fp8_accumulation", tiny, tmp_path)
     with (tmp_path / study.RECORD).open("a") as file:
         file.write('{"run": {"cut')
     limit = 100
-    report = study.run(tiny, tmp_path)
+    report = catalogue.run("fp8_accumulation", tiny, tmp_path)
     assert sorted(map(str, made)) == sorted(map(str, runs(tiny)))
     assert "What it means" in report.read_text()
     assert (tmp_path / "fp8_accumulation.png").stat().st_size > 0
@@ -79,7 +80,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_interval_that_no_tensor_core_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="100 is no multiple of the 32"):
-        study.run(Settings(intervals=(100,)), tmp_path)
+        catalogue.run("fp8_accumulation", Settings(intervals=(100,)), tmp_path)
 
 
 TWO = Settings(("normal", "positive"), lengths=(1024, 4096), interval_length=4096, intervals=(32,), seeds=3)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
+from parity.lab.studies import catalogue
 from parity.lab.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
 from parity.lab.studies.fp8_recipes import report as claims
 from parity.lab.studies.fp8_recipes.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
@@ -167,9 +168,9 @@ def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(study, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
-        study.run(TINY, tmp_path)
+        catalogue.run("fp8_recipes", TINY, tmp_path)
     limit = 1000
-    report = study.run(TINY, tmp_path).read_text()
+    report = catalogue.run("fp8_recipes", TINY, tmp_path).read_text()
     assert sorted(map(str, made)) == sorted(map(str, runs(TINY)))
     assert "On an emulated Hopper: `fp8_delayed`. On an emulated Blackwell: `mxfp8`." in report
     for picture in ("fp8_recipes_sqnr.png", "fp8_recipes_steps.png"):
@@ -189,7 +190,7 @@ def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatc
 )
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        study.run(settings, tmp_path)
+        catalogue.run("fp8_recipes", settings, tmp_path)
 
 
 @pytest.mark.parametrize(("both", "agrees"), [(0.4, "yes"), (0.9, "in direction"), (1e6, "no")])

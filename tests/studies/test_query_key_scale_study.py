@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.case.case import Rng
-from parity.lab.studies import te_modules
+from parity.lab.studies import catalogue, te_modules
 from parity.lab.studies.query_key_scale import report as claims
 from parity.lab.studies.query_key_scale import study
 from parity.lab.studies.query_key_scale.study import (
@@ -176,8 +176,8 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(study, "outcome_of", counted)
     with pytest.raises(KeyboardInterrupt):
-        study.run(tiny, tmp_path)
-    report = study.run(tiny, tmp_path).read_text()
+        catalogue.run("query_key_scale", tiny, tmp_path)
+    report = catalogue.run("query_key_scale", tiny, tmp_path).read_text()
     assert made == list(runs(tiny))
     assert "emulated" in report
     assert (tmp_path / "query_key_scale.png").stat().st_size > 0
@@ -212,4 +212,4 @@ def test_ways_that_a_dtype_lacks_are_left_out() -> None:
 )
 def test_settings_that_cannot_run_are_told(tmp_path: Path, settings: Settings, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        study.run(settings, tmp_path)
+        catalogue.run("query_key_scale", settings, tmp_path)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.case.case import Rng
+from parity.lab.studies import catalogue
 from parity.lab.studies.softmax_precision import report, study
 from parity.lab.studies.softmax_precision.study import (
     DTYPES,
@@ -235,8 +236,8 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(study, "outcome_of", counted)
     with pytest.raises(KeyboardInterrupt):
-        study.run(tiny, tmp_path)
-    report = study.run(tiny, tmp_path).read_text()
+        catalogue.run("softmax_precision", tiny, tmp_path)
+    report = catalogue.run("softmax_precision", tiny, tmp_path).read_text()
     assert made == list(runs(tiny))
     assert "emulated" in report
     assert (tmp_path / "softmax_precision.png").stat().st_size > 0
@@ -254,4 +255,4 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_settings_that_cannot_run_are_told(tmp_path: Path, settings: Settings, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        study.run(settings, tmp_path)
+        catalogue.run("softmax_precision", settings, tmp_path)

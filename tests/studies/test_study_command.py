@@ -76,7 +76,7 @@ def test_each_study_has_what_the_command_needs(name: str) -> None:
     study = catalogue.load(name)
     assert isinstance(study.FULL, study.Settings)
     assert isinstance(study.QUICK, study.Settings)
-    assert callable(study.run)
+    assert callable(study.measured)
 
 
 def test_the_command_runs_a_study_with_options_and_names_its_report(tmp_path: Path) -> None:
@@ -116,12 +116,10 @@ def test_results_of_other_code_are_used_and_told_and_computed_again_when_asked_f
 
 
 def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(settings: Any, folder: Path) -> Path:
+    def interrupted(name: str, settings: Any, folder: Path) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        catalogue, "load", lambda name: SimpleNamespace(QUICK=Settings(), FULL=Settings(), run=interrupted)
-    )
+    monkeypatch.setattr(catalogue, "run", interrupted)
     result = CliRunner().invoke(app, ["study", "fp8_accumulation", "-o", str(tmp_path)])
     assert result.exit_code == 130
     assert "the same command goes on from there" in result.stderr
@@ -134,14 +132,12 @@ def test_without_a_name_the_command_shows_what_there_is() -> None:
 def test_all_runs_each_study_after_the_other_and_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, Any]] = []
 
-    def load(name: str) -> SimpleNamespace:
-        def run(settings: Any, folder: Path) -> Path:
-            ran.append((name, settings))
-            return folder / f"{name}.md"
+    def run(name: str, settings: Any, folder: Path) -> Path:
+        ran.append((name, settings))
+        return folder / f"{name}.md"
 
-        return SimpleNamespace(QUICK=Settings(seeds=1), FULL=Settings(), run=run)
-
-    monkeypatch.setattr(catalogue, "load", load)
+    monkeypatch.setattr(catalogue, "load", lambda name: SimpleNamespace(QUICK=Settings(seeds=1), FULL=Settings()))
+    monkeypatch.setattr(catalogue, "run", run)
     result = CliRunner().invoke(app, ["study", "--all", "--quick", "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert ran == [(name, Settings(seeds=1)) for name in catalogue.STUDIES]

@@ -16,6 +16,7 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.case.weight_map import WeightMap, stack
 from parity.lab import record
+from parity.lab.studies import catalogue
 from parity.lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
 from parity.lab.studies.training_curves import study
 from parity.lab.studies.training_curves.study import Outcome, Run, Settings, outcomes
@@ -139,7 +140,7 @@ def test_a_study_trains_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=3, draws=2, final=1)
-    report = study.run(tiny, tmp_path).read_text()
+    report = catalogue.run("training_curves", tiny, tmp_path).read_text()
     assert "1 of 1 runs follow" in report or "0 of 1 runs follow" in report
     assert (tmp_path / "training_curves_llama.png").stat().st_size > 0
     trained: list[Run] = []
@@ -152,7 +153,7 @@ def test_a_study_trains_only_what_its_record_lacks(
     monkeypatch.setattr(study, "losses_of", noted)
     study.train_missing(dataclasses.replace(tiny, draws=3), tmp_path, kernels)
     assert trained == [Run("llama", "rounded", "bf16", 3)]
-    assert study.run(tiny, tmp_path).read_text() == report
+    assert catalogue.run("training_curves", tiny, tmp_path).read_text() == report
 
 
 def test_a_run_on_other_data_is_not_taken_for_a_recorded_one(
@@ -176,7 +177,7 @@ def test_recipes_that_differ_in_when_they_scale_share_their_expectation() -> Non
 
 def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tmp_path: Path) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16", "mxfp8"), steps=2, draws=2, final=1)
-    report = study.run(tiny, tmp_path).read_text()
+    report = catalogue.run("training_curves", tiny, tmp_path).read_text()
     assert "`mxfp8` did not run: Device compute capability 10.0 or higher" in report
 
 
@@ -189,12 +190,12 @@ def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tm
 )
 def test_names_that_there_are_not_are_told(tmp_path: Path, settings: Settings, field: str) -> None:
     with pytest.raises(UserError, match=f"{field}: there is no 'bert'"):
-        study.run(settings, tmp_path)
+        catalogue.run("training_curves", settings, tmp_path)
 
 
 def test_one_draw_is_too_few_for_a_spread(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 2, not 1"):
-        study.run(dataclasses.replace(SMALL, draws=1), tmp_path)
+        catalogue.run("training_curves", dataclasses.replace(SMALL, draws=1), tmp_path)
 
 
 def test_a_plain_pass_leaves_the_gradients_of_the_mean_cross_entropy() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
+from parity.lab.studies import catalogue
 from parity.lab.studies.training_drift import report, study
 from parity.lab.studies.training_drift.report import claims, of_algorithm, of_format, of_other_start, of_rounding, of_te
 from parity.lab.studies.training_drift.study import (
@@ -122,7 +123,7 @@ def test_on_a_gpu_it_trains_for_longer(tmp_path: Path, monkeypatch: pytest.Monke
     for kernels in (te.kernels("cpu"), GPU):
         monkeypatch.setattr(study, "kernels_on", lambda device, kernels=kernels: kernels)
         with pytest.raises(KeyboardInterrupt):
-            study.run(study.FULL, tmp_path)
+            catalogue.run("training_drift", study.FULL, tmp_path)
     assert steps == [300, 2000]
 
 
@@ -135,7 +136,7 @@ def test_stochastic_rounding_is_the_same_twice(kernels: Kernels, kind: Kind) -> 
 def test_a_study_trains_only_what_its_record_lacks(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = study.run(TINY, tmp_path)
+    report = catalogue.run("training_drift", TINY, tmp_path)
     assert all((tmp_path / f"training_drift{part}.png").is_file() for part in ("", "_te", "_tensors"))
     text = report.read_text()
     assert "On an emulated Hopper: `bf16`. On an emulated Blackwell: `mxfp8`." in text
@@ -154,7 +155,7 @@ def test_a_study_trains_only_what_its_record_lacks(
     last = list(pairs(TINY, kernels))[-1]
     assert trained == [last.run, last.against]
     assert len(record.read(path)) == len(lines)
-    assert study.run(TINY, tmp_path).read_text() == text
+    assert catalogue.run("training_drift", TINY, tmp_path).read_text() == text
 
 
 SEEDS = dataclasses.replace(SMALL, te_precisions=(), control_seeds=4)
@@ -218,4 +219,4 @@ def test_settings_that_do_not_fit_are_told(
 ) -> None:
     monkeypatch.setattr(te, "why_no_gpu", lambda: "no GPU")
     with pytest.raises(UserError, match=message):
-        study.run(dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]
+        catalogue.run("training_drift", dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]

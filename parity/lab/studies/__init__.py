@@ -5,9 +5,10 @@ A study is a folder that ``catalogue.STUDIES`` names; its module ``study`` has
 * ``Settings``, a frozen dataclass whose fields are the study's options;
 * ``FULL`` and ``QUICK``, the settings of a whole run and of one that takes less than a minute;
 * ``RECORD``, the name of its record in a folder, if it keeps one (``record``);
-* ``run(settings, folder)``, which does what ``folder`` has no record of yet, writes the report there and returns its
-  path.
+* ``measured(settings, folder)``, which measures what ``folder`` has no record of yet and returns what the report says.
 
-Beside it lie what its report is made of (``report``, ``claims``, ``plots``) and what it alone computes with.
-``training``, ``stepwise`` and the modules of this folder are what studies share.
+Beside it lie ``report``, whose ``write`` is given that and writes the report into the folder, the parts of the report
+(``claims``, ``plots``), and what the study alone computes with. The study imports none of the report, so that a record
+names the code that computed it and no other. ``training``, ``stepwise`` and the modules of this folder are what studies
+share.
 """

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,26 @@ def load(name: str) -> ModuleType:
         if importlib.util.find_spec(library) is None:
             raise UserError(f"studies need {library}: pip install 'te-parity[studies]'")
     return importlib.import_module(f"parity.lab.studies.{name}.study")
+
+
+def run(name: str, settings: Any, folder: Path) -> Path:
+    """Measure what a folder's record of a study lacks, then draw the study's report there, with its plots.
+
+    Args:
+        name: of ``STUDIES``.
+        settings: the study's ``Settings``.
+        folder: exists.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: if there is no such study, a library is missing, or the settings do not fit each other.
+    """
+    measured = load(name).measured(settings, folder)
+    report = importlib.import_module(f"parity.lab.studies.{name}.report")
+    path: Path = report.write(*measured, folder)
+    return path
 
 
 def with_options(settings: Any, options: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,24 +134,24 @@ class Measured:
 Results = Mapping[Run, Measured]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Measure what the folder's record lacks, then write ``expected_error.md`` and its plots there.
+def measured(
+    settings: Settings, folder: Path
+) -> tuple[Results, Sequence[Drawn], Mapping[str, str | None], Settings, Kernels]:
+    """Measure what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a module or precision that there is not, and for sizes that a module cannot have.
     """
-    from parity.lab.studies.expected_error import report
-
     check(settings)
     kernels = te.kernels()
     missing = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.precisions}
     missing = {name: reason for name, reason in missing.items() if reason is not None}
     able = dataclasses.replace(settings, precisions=tuple(name for name in settings.precisions if name not in missing))
     measure_missing(able, folder, kernels)
-    return report.write(results(able, folder, kernels), draws(able, folder, kernels), missing, able, kernels, folder)
+    return results(able, folder, kernels), draws(able, folder, kernels), missing, able, kernels
 
 
 def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:

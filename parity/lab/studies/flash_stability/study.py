@@ -17,7 +17,7 @@ import torch
 
 from parity import te
 from parity.lab import record
-from parity.lab.studies.flash_stability.deviation import Deviation, Result, inputs_of, result_of, shared_part
+from parity.lab.studies.flash_stability.deviation import Deviation, Result, Results, inputs_of, result_of, shared_part
 from parity.lab.studies.flash_stability.inputs import DISTRIBUTIONS
 from parity.lab.studies.flash_stability.sweeps import Run, Settings, runs
 from parity.lab.studies.settings import check_names, kernels_on
@@ -38,17 +38,15 @@ QUICK = Settings(
 )
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Compute what the folder's record lacks, then write ``flash_stability.md`` and its plots there.
+def measured(settings: Settings, folder: Path) -> tuple[Results, Settings, Kernels]:
+    """Compute what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a name that there is not, more rises than tiles allow, or a device that cannot be had.
     """
-    from parity.lab.studies.flash_stability import report
-
     check(settings)
     kernels = kernels_on(settings.device)
     compute_missing(settings, folder, kernels)
@@ -56,7 +54,7 @@ def run(settings: Settings, folder: Path) -> Path:
         folder / RECORD, runs(settings), functools.partial(_identity, settings=settings, kernels=kernels)
     )
     found = {entry: _from_json(result) for entry, result in recorded.items()}
-    return report.write(found, settings, kernels, folder)
+    return found, settings, kernels
 
 
 def compute_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:

@@ -81,21 +81,19 @@ class Count:
 Counts = Mapping[Run, Count]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Count every case, then write ``flops.md`` and its plot; there is no record, since counting takes seconds.
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Count], Settings]:
+    """Count every case; there is no record, since counting takes seconds.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for sizes that do not divide.
     """
-    from parity.lab.studies.flops import report
-
     _check(settings)
     kernels = te.kernels()
     cases = track(list(suite()), "counting", console=Console(stderr=True))
-    return report.write({_run(*entry): count(*entry, kernels) for entry in cases}, settings, folder)
+    return {_run(*entry): count(*entry, kernels) for entry in cases}, settings
 
 
 def count(case: Case, size: Size, kernels: Kernels) -> Count:

@@ -97,17 +97,15 @@ class Run:
 Costs = Mapping[str, Cost]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Measure what the folder's record lacks, then write ``fp8_accumulation.md`` and its plot there.
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Costs], Settings]:
+    """Measure what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a distribution that there is not, or an interval that is no multiple of 32.
     """
-    from parity.lab.studies.fp8_accumulation import report
-
     _check(settings)
 
     def make(entry: Run) -> Any:
@@ -116,7 +114,7 @@ def run(settings: Settings, folder: Path) -> Path:
     identity = functools.partial(_identity, settings=settings)
     results = record.completed(folder / RECORD, runs(settings), identity, make, "adding", record.code_of(__name__))
     found = {entry: _costs(costs) for entry, costs in results.items()}
-    return report.write(found, settings, folder)
+    return found, settings
 
 
 def costs_of(entry: Run, settings: Settings) -> Costs:

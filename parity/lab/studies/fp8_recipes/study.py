@@ -89,24 +89,22 @@ Result = TensorLoss | ModuleLoss | Steps | AttentionLoss
 Results = Mapping[Run, Result]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Measure what the folder's record lacks, then write ``fp8_recipes.md`` and its plots there.
+def measured(settings: Settings, folder: Path) -> tuple[Results, Mapping[str, str | None], Settings, Kernels]:
+    """Measure what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a name that there is not, or sizes that block scaling does not take.
     """
-    from parity.lab.studies.fp8_recipes import report
-
     check(settings)
     kernels = te.kernels()
     missing = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.recipes}
     missing = {name: reason for name, reason in missing.items() if reason is not None}
     able = dataclasses.replace(settings, recipes=tuple(name for name in settings.recipes if name not in missing))
     measure_missing(able, folder, kernels)
-    return report.write(results(able, folder, kernels), missing, able, kernels, folder)
+    return results(able, folder, kernels), missing, able, kernels
 
 
 def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:

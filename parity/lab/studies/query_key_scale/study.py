@@ -251,17 +251,15 @@ class Outcome:
     errors: Mapping[str, Mapping[int, Errors]]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Measure what the folder's record lacks, then write ``query_key_scale.md`` and its plots there.
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], Settings, Kernels]:
+    """Measure what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a name that there is not, or a size that TE's kernels do not take.
     """
-    from parity.lab.studies.query_key_scale import report
-
     _check(settings)
     kernels = te.kernels()
     results = record.completed(
@@ -273,7 +271,7 @@ def run(settings: Settings, folder: Path) -> Path:
         record.code_of(__name__),
     )
     found = {each: from_json(result) for each, result in results.items()}
-    return report.write(found, settings, kernels, folder)
+    return found, settings, kernels
 
 
 def runs(settings: Settings) -> Iterator[Run]:

@@ -104,17 +104,15 @@ class Errors:
 Outcome = Mapping[str, Mapping[int, Errors]]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Measure what the folder's record lacks, then write ``softmax_precision.md`` and its plot there.
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], Settings, Kernels]:
+    """Measure what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a name that there is not, or a size that TE's kernels do not take.
     """
-    from parity.lab.studies.softmax_precision import report
-
     _check(settings)
     kernels = te.kernels()
     results = record.completed(
@@ -126,7 +124,7 @@ def run(settings: Settings, folder: Path) -> Path:
         record.code_of(__name__),
     )
     found = {each: from_json(result) for each, result in results.items()}
-    return report.write(found, settings, kernels, folder)
+    return found, settings, kernels
 
 
 def runs(settings: Settings) -> Iterator[Run]:

@@ -279,22 +279,20 @@ class Outcome:
         return self.final_band.margin([self.final])
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Train what the folder's record lacks, then write ``training_curves.md`` and its plots there.
+def measured(settings: Settings, folder: Path) -> tuple[Sequence[Outcome], Mapping[str, str], Settings, Kernels]:
+    """Train what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a model or precision that there is not, or fewer than two draws.
     """
-    from parity.lab.studies.training_curves import report
-
     _check(settings)
     kernels = te.kernels()
     train_missing(settings, folder, kernels)
     found = _results(settings, folder, kernels)
-    return report.write(outcomes(settings, found), _untrained(settings, found, kernels), settings, kernels, folder)
+    return outcomes(settings, found), _untrained(settings, found, kernels), settings, kernels
 
 
 def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:

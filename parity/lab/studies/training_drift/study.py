@@ -350,17 +350,15 @@ class Drift:
 Drifts = Mapping[Pair, Drift]
 
 
-def run(settings: Settings, folder: Path) -> Path:
-    """Train what the folder's record lacks, then write ``training_drift.md`` and its plots there.
+def measured(settings: Settings, folder: Path) -> tuple[Drifts, Mapping[str, str], Settings, Kernels]:
+    """Train what the folder's record lacks.
 
     Returns:
-        The report's path.
+        What ``report.write`` is given, but for the folder.
 
     Raises:
         UserError: for a name that there is not, where FP32 is missing, or for a device that cannot be had.
     """
-    from parity.lab.studies.training_drift import report
-
     check(settings)
     kernels = kernels_on(settings.device)
     if kernels.backend == "gpu":
@@ -368,7 +366,7 @@ def run(settings: Settings, folder: Path) -> Path:
     train_missing(settings, folder, kernels)
     refused = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.te_precisions}
     missing = {name: reason for name, reason in refused.items() if reason is not None}
-    return report.write(recorded(settings, folder, kernels), missing, settings, kernels, folder)
+    return recorded(settings, folder, kernels), missing, settings, kernels
 
 
 def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
