@@ -130,7 +130,9 @@ def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
 
 def _of_any(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
     own = float(right["lr"])
-    yield from _numbers(module, "lr", right, (10.0 * own, 0.1 * own), "its learning rate")
+    # A near rate comes first, so that it is the subtle one: a matched filter needs the direction in which a small
+    # change of the rate moves the weights, which a rate ten times as large does not have.
+    yield from _numbers(module, "lr", right, (0.9 * own, 10.0 * own, 0.1 * own), "its learning rate")
     yield from _numbers(module, "weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
     yield _kind(
         module, "maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize")
