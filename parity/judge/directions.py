@@ -6,7 +6,6 @@ direction averages the noise of all elements out, so a mistake shows that is far
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,18 +45,16 @@ class Direction:
 
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
     """The directions of every subtle mistake that could be made with the reference; kept for the next precision."""
-    if directions not in prepared.kept:
-        began = time.process_time()
-        found = prepared.kept[directions] = tuple(_directions(prepared))
-        changes = [change.values for direction in found for change in direction.changes.values()]
-        prepared.held["directions"] = 2 * size_in_bytes(changes)  # their squares are kept as well
-        prepared.spent["directions"] = time.process_time() - began
-    return prepared.kept[directions]
+    return prepared.cache.get("directions", lambda: tuple(_directions(prepared)), _bytes_of)
+
+
+def _bytes_of(found: Sequence[Direction]) -> int:
+    """Return the memory of all changes, whose squares are kept as well."""
+    return 2 * size_in_bytes([change.values for direction in found for change in direction.changes.values()])
 
 
 def _directions(prepared: Prepared) -> Iterator[Direction]:
-    calls = prepared.calls.pop() if prepared.calls else calls_of(prepared)
-    prepared.held.pop("calls", None)
+    calls = prepared.cache.take("calls", lambda: calls_of(prepared))
     norms = {name: torch.linalg.vector_norm(golden).item() for name, golden in prepared.golden.outputs.items()}
     for mistake in subtle_hypotheses(prepared, calls.trace):
         with calls.products.reused():

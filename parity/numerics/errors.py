@@ -20,6 +20,10 @@ from parity.result import Errors, Kind
 
 # A tensor with what is summed over it, each sum taken once however many measures and statistics are made of it.
 
+# A tensor of more bytes is the weight of a large model or its gradient. What has its size and is quickly computed of
+# it, such as squares, is not kept: it would be several times the memory of the passes.
+_LARGE = 2**24
+
 
 class Summed:
     """A tensor and its sums, which are taken when they are first asked for.
@@ -34,6 +38,7 @@ class Summed:
         self.values = values
         self.is_drawn = is_drawn
         self.leans = leans
+        self._squares: Tensor | None = None
         self._squares_over: dict[tuple[int, ...], Tensor] = {}
         self._products: dict[Summed, float] = {}
 
@@ -58,10 +63,15 @@ class Summed:
         """Whether every element is."""
         return math.isfinite(self.norm)
 
-    @cached_property
+    @property
     def squares(self) -> Tensor:
-        """Of each element."""
-        return self.values.square()
+        """The square of each element."""
+        if self._squares is not None:
+            return self._squares
+        squares = self.values.square()
+        if squares.nbytes <= _LARGE:
+            self._squares = squares
+        return squares
 
     @cached_property
     def largest_in_rows(self) -> Tensor:
@@ -276,18 +286,27 @@ class Deviations(NamedTuple):
 class Truth:
     """A golden tensor.
 
+    Of a large one nothing is kept beside it: what deviations need of it is computed for each of them again.
+
     Args:
         exact: FP64, of any shape.
     """
 
     def __init__(self, exact: Tensor) -> None:
         self.exact = exact.detach().double()
+        self._split: tuple[Summed, Tensor] | None = None
+        self._wide: Summed | None = None
         self._measures: dict[tuple[Summed, torch.dtype], Measures] = {}
 
-    @property
+    @cached_property
     def root_mean_square(self) -> float:
-        """Of the elements."""
-        return self._in_fp32.root_mean_square
+        """The root mean square of the elements."""
+        return self._in_fp32()[0].root_mean_square
+
+    @property
+    def bytes_kept(self) -> int:
+        """The memory that is kept beside golden, about: it twice in FP32, its squares, and the ulps of each element."""
+        return 0 if self._is_large else 2 * self.exact.nbytes
 
     def deviations(self, computed: Sequence[Tensor]) -> Deviations:
         """Return what tensors of the same shape, of any floating-point dtypes, are judged by.
@@ -295,11 +314,12 @@ class Truth:
         Raises:
             ValueError: if a shape differs.
         """
-        if _is_held(self._in_fp32):
-            errors = [Summed(self._difference(x)) for x in computed]
+        golden, rest = self._in_fp32()
+        if _is_held(golden):
+            errors = [Summed(self._difference(x, golden.values, rest)) for x in computed]
             if all(map(_is_held, errors)):
-                return Deviations(self._in_fp32, errors)
-        return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
+                return Deviations(golden, errors)
+        return Deviations(self._in_fp64(), [Summed(difference(x, self.exact)) for x in computed])
 
     def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
         """Return those of the errors that come with this golden of ``deviations``; kept for the next precision.
@@ -308,25 +328,34 @@ class Truth:
             golden: of ``deviations``.
             dtype: the dtype whose ulps count.
         """
+        if self._is_large:
+            return Measures(golden, dtype)
         return self._measures.setdefault((golden, dtype), Measures(golden, dtype))
 
-    @cached_property
-    def _in_fp32(self) -> Summed:
-        return Summed(self.exact.float())
+    @property
+    def _is_large(self) -> bool:
+        return self.exact.nbytes > _LARGE
 
-    @cached_property
-    def _rest(self) -> Tensor:
-        return self.exact.sub(self._in_fp32.values).float()
+    def _in_fp32(self) -> tuple[Summed, Tensor]:
+        """Return what FP32 holds of golden, and the rest in FP32."""
+        if self._split is not None:
+            return self._split
+        golden = self.exact.float()
+        split = Summed(golden), self.exact.sub(golden).float()
+        if not self._is_large:
+            self._split = split
+        return split
 
-    @cached_property
     def _in_fp64(self) -> Summed:
-        return Summed(self.exact)
+        if self._wide is None:
+            self._wide = Summed(self.exact)  # takes no memory by itself, and keeps no squares of a large tensor
+        return self._wide
 
-    def _difference(self, x: Tensor) -> Tensor:
+    def _difference(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
         """In FP32; what a tensor in FP64 has beyond it counts as well."""
         if x.dtype is torch.float64 or x.shape != self.exact.shape:
             return difference(x, self.exact).float()
-        return (x.detach().float() - self._in_fp32.values).sub_(self._rest)
+        return (x.detach().float() - golden).sub_(rest)
 
 
 Truths = Mapping[tuple[Kind, str], Truth]

@@ -106,12 +106,11 @@ def golden_tensors(prepared: Prepared) -> Tensors:
 
 def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
     """Golden as it is judged against; kept for the next precision."""
-    if golden_truths not in prepared.kept:
-        tensors = golden_tensors(prepared)
-        prepared.kept[golden_truths] = {key: Truth(tensor) for key, tensor in tensors.items()}
-        prepared.held["truths"] = 2 * size_in_bytes(tensors)  # twice in FP32, their squares, the ulps of each
-    truths: dict[tuple[Kind, str], Truth] = prepared.kept[golden_truths]
-    return truths
+    return prepared.cache.get(
+        "truths",
+        lambda: {key: Truth(tensor) for key, tensor in golden_tensors(prepared).items()},
+        lambda truths: sum(truth.bytes_kept for truth in truths.values()),
+    )
 
 
 def _probed(outputs: dict[str, Tensor]) -> Tensors:
@@ -120,32 +119,30 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 
 def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
     """As ``run_model``, kept for the next precision: FP8 with delayed and with current scaling round alike."""
-    models = prepared.kept.setdefault(model_tensors, {})
-    if any(kept != rounding for kept, *_ in models):
-        models.clear()
-    key = rounding, freedom, prepared.wide
-    if key not in models:
+
+    def run_and_chosen() -> tuple[Tensors, Chosen]:
         chosen = Chosen()
-        models[key] = run_model(prepared, rounding, freedom, chosen=chosen), chosen
-        prepared.held["models"] = size_in_bytes([tensors for tensors, _ in models.values()])
-        prepared.held["weights read"] = _weights_read(prepared, rounding).held
-    tensors: Tensors = models[key][0]
-    return tensors
+        return run_model(prepared, rounding, freedom, chosen=chosen), chosen
+
+    kept = prepared.cache.group("models", rounding)
+    return kept.get((freedom, prepared.wide), run_and_chosen, lambda ran: size_in_bytes(ran[0]))[0]
 
 
 def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
     """Return whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
-    runs = [chosen for (kept, *_), (_, chosen) in prepared.kept.get(model_tensors, {}).items() if kept == rounding]
+    runs = [chosen for _, chosen in prepared.cache.group("models", rounding).values()]
     return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
 
 
 def unrounded_choices(prepared: Prepared) -> Chosen:
     """Those of a run of the model without roundings; kept for the next precision."""
-    if unrounded_choices not in prepared.kept:
-        exact = prepared.kept[unrounded_choices] = Chosen()
-        run_model(prepared, Rounding(torch.float32), FUSED, chosen=exact)
-    chosen: Chosen = prepared.kept[unrounded_choices]
-    return chosen
+
+    def exact() -> Chosen:
+        chosen = Chosen()
+        run_model(prepared, Rounding(torch.float32), FUSED, chosen=chosen)
+        return chosen
+
+    return prepared.cache.get("unrounded choices", exact)
 
 
 def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
@@ -200,18 +197,25 @@ def run_model(
         )
     model_numbers(prepared, rounding)[freedom] = ran.numbers
     tensors = tensors_of(ran)
+    prepared.reference.zero_grad(set_to_none=True)  # the next pass would do so, and they are a model's size
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
             tensors |= _probed(outputs_of(prepared.reference, prepared.probe_call, inputs))
     as_they_are = {key for key, tensor in tensors.items() if key in prepared.wide or tensor in stored}
-    return {key: x if key in as_they_are else rounding.store_part(x) for key, x in tensors.items()}
+    returned = {key: x if key in as_they_are else rounding.store_part(x) for key, x in tensors.items()}
+    return {key: _narrow(x, rounding.storage) if key[0] == "weight gradient" else x for key, x in returned.items()}
+
+
+def _narrow(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in the dtype that it was rounded to, if that holds it: all together are a model's size."""
+    narrow = gradient.to(dtype)
+    return narrow if torch.equal(narrow.to(gradient.dtype), gradient) else gradient
 
 
 def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:
     """Return the Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
-    numbers: dict[Freedom, dict[str, float]] = prepared.kept.setdefault((model_numbers, rounding), {})
-    return numbers
+    return prepared.cache.get(("numbers", rounding), dict[Freedom, dict[str, float]])
 
 
 def under_model(
@@ -232,11 +236,8 @@ def under_model(
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
     """What passes with this rounding read of the weights; kept until another rounding, or other weights, come."""
-    now = rounding, [parameter.data_ptr() for parameter in prepared.reference.parameters()]
-    if prepared.kept.get(_weights_read, (None, None))[0] != now:
-        prepared.kept[_weights_read] = now, OperandsRead()
-    read: OperandsRead = prepared.kept[_weights_read][1]
-    return read
+    now = rounding, tuple(parameter.data_ptr() for parameter in prepared.reference.parameters())
+    return prepared.cache.group("weights read", now).get("operands", OperandsRead, lambda read: read.held)
 
 
 def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
@@ -273,7 +274,7 @@ def run_candidate(
     filled, no module's only call is its first: where there are no probing inputs, other inputs come before the pass,
     so that a module that keeps what it computed of these shows it. ``alone``, probing inputs get a new module.
     """
-    built = prepared.built.pop() if prepared.built else build(case, checked, seed, kernels)
+    built = prepared.cache.take("pair", lambda: build(case, checked, seed, kernels))
     pair = _with_weights(built, prepared, precision)
     candidate = pair.candidate
     change(candidate)

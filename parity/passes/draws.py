@@ -27,6 +27,9 @@ from parity.numerics.errors import all_finite
 
 # Draws of fewer elements take no longer than to look for them.
 _FEWEST = 4096
+# Bytes beyond which a tensor is drawn again: in far less time than a pass multiplies by it, and keeping it would cost a
+# large model its weights' memory once more for each module that draws them.
+_LARGEST = 2**24
 # What ``nn.init`` and inputs are drawn with.
 _FILLING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 # Bytes that may be kept where the system does not tell how many are free.
@@ -59,7 +62,7 @@ class Draws:
             generator.set_state(after)
             return tensor.copy_(values)
         drawn = draw(tensor, *args, **kwargs)
-        if tensor.nbytes <= self._left:
+        if tensor.nbytes <= min(self._left, _LARGEST):
             self._left -= tensor.nbytes
             self._made[key] = tensor.detach().clone(), generator.get_state()
         return drawn

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ from parity.passes.build import (
     size_in_bytes,
     vary_constants,
 )
+from parity.passes.cache import Cache
 from parity.passes.draws import Lookups, ScaledLookups, draws_of, forget_draws, probe
 from parity.passes.nominal_clock import Clock
 from parity.passes.one_pass import Pass, outputs_of, positional_names, run
@@ -97,12 +98,10 @@ class Prepared:
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
         apart: what to say of parameters that are one in the reference, and several in the candidate.
-        spent: processor time, in seconds, that went into this and what is kept with it, by what it is.
-        held: bytes that they take, by what they are.
-        calls: of golden's pass, if it ran on the kernels' device; whoever needs them takes them out, since they hold
-            everything that the pass computed.
-        kept: what was computed of this and is asked for again.
-        built: the pair, whose candidate has not run; whoever runs it takes it out.
+        seconds: of processor time that went into this.
+        cache: what is computed of this and asked for again. At first it holds two things that are taken out when they
+            are used: ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that the pass
+            computed; and the ``pair``, whose candidate has not run.
         clock: of what a search for a cause computes.
         wide: kinds and names of the outputs that the candidate returns in a wider dtype, as a loss in FP32.
     """
@@ -122,13 +121,16 @@ class Prepared:
     outside_te: frozenset[str]
     unlike: dict[str, Tensor] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
-    spent: dict[str, float] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    calls: list[Calls] = field(default_factory=list)
-    kept: dict[Hashable, Any] = field(default_factory=dict)
-    built: list[Pair] = field(default_factory=list)
+    seconds: float = 0.0
+    cache: Cache = field(default_factory=Cache)
     clock: Clock = field(default_factory=Clock)
     wide: frozenset[tuple[Kind, str]] = frozenset()
+
+    @property
+    def bytes(self) -> int:
+        """The memory that this takes, and what is kept with it."""
+        own = [list(self.reference.parameters()), *vars(self).values(), vars(self.golden)]
+        return size_in_bytes(own) + self.cache.bytes
 
     @property
     def probe_call(self) -> Callable[..., Any] | None:
@@ -188,7 +190,7 @@ def _make_room(coming: _Key) -> None:
     free = devices.free()
     if free is None:
         return
-    while len(_KEPT) > 1 and sum(sum(one.held.values()) for one in _KEPT.values()) > host.share_to_keep(free):
+    while len(_KEPT) > 1 and sum(one.bytes for one in _KEPT.values()) > host.share_to_keep(free):
         _KEPT.popitem(last=False)
 
 
@@ -233,7 +235,11 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         _check(golden, again, faster if drew else None, written, changed_attributes(pair.reference, state))
     probing, probed, lookups = _probed(pair, inputs, dtype, seed, faster) if case.probe else (None, {}, Counter())
     pair.reference.to(kernels.device)
-    made = Prepared(
+    cache = Cache()
+    cache.get("pair", lambda: pair)
+    if calls:
+        cache.get("calls", lambda: calls[0], lambda one: size_in_bytes(one.trace.tensors))
+    return Prepared(
         dtype,
         pair.reference,
         pair.call_reference,
@@ -249,13 +255,9 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         parameters_outside_te(pair),
         held.unlike,
         apart,
-        calls=calls,
-        built=[pair],
+        seconds=time.process_time() - began,
+        cache=cache,
     )
-    made.held["calls"] = size_in_bytes([one.trace.tensors for one in calls])
-    made.held["golden"] = size_in_bytes([list(made.reference.parameters()), *vars(made).values(), vars(made.golden)])
-    made.spent["golden"] = time.process_time() - began
-    return made
 
 
 def _probed(
