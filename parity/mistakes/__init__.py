@@ -1,1 +1,3 @@
-"""Know what ports get wrong, a page a subject: recognise it in a trace, and compute the reference with it."""
+"""Know what ports get wrong, one subject per page: recognise an operation in a trace, and compute the
+reference with a mistake in it.
+"""

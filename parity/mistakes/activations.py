@@ -20,18 +20,18 @@ from parity.trace.walk import CASTS, agree, back, binary, other, unnumbered, use
 
 # Activations and gated units, called or written out, and what ports get wrong about them.
 #
-# An activation is recognised by what it computes: on a sample of the traced elements, some result after a nonlinear
-# function equals a known activation of something before it.
+# An activation is recognised by what it computes: on a sample of the traced elements, a result that follows a nonlinear
+# function equals a known activation of a value that precedes it.
 
 
 Pointwise = Callable[[Tensor], Tensor]
 
 
 QUICK_ALPHA = 1.702
-"""Of GELU's sigmoid approximation, and of gpt-oss's gated unit."""
+"""Factor inside the sigmoid of quick GELU, and of gpt-oss's gated unit."""
 
 ACTIVATIONS: dict[str, Pointwise] = {
-    # TE's own, and so the likelier one where 16 bits do not tell the two apart.
+    # TE's own comes first: it is the likelier one where 16 bits do not tell the two apart.
     "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
     "gelu (erf)": F.gelu,
     "quick gelu": lambda x: x * torch.sigmoid(QUICK_ALPHA * x),
@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Pointwise] = {
 }
 GELUS = ("gelu (erf)", "gelu (tanh)", "quick gelu")
 OF_TE = ("gelu (erf)", "gelu (tanh)", "quick gelu", "silu", "relu", "squared relu", "sigmoid")
-"""What TE's modules compute; the others are the reference's alone, or a plain module's."""
+"""Activations that TE's modules compute; only references and plain PyTorch modules compute the others."""
 
 
 _NONLINEAR = frozenset(
@@ -55,7 +55,9 @@ _NONLINEAR = frozenset(
     | {"mish", "hardswish", "softplus", "elu", "leaky_relu"}
 )
 _POINTWISE = CASTS | {"square"}
-_MOST_STEPS = 8  # of a GELU written out, from its argument to its nonlinear function, and from there to its result
+# A written-out GELU takes at most so many steps from its argument to its nonlinear function, and from
+# there to its result.
+_MOST_STEPS = 8
 _SAMPLE = 2048
 
 
@@ -74,7 +76,7 @@ class Activation:
     name: str
 
     def edits(self, name: str) -> tuple[Edit, ...]:
-        """Another activation is to be computed; none where it is this one."""
+        """Return the edits that compute another activation instead; empty if it is this one."""
         if name == self.name:
             return ()
         return (edit(self.call, (self.x,), lambda was, x: ACTIVATIONS[name](x).to(was.dtype)),)
@@ -107,7 +109,7 @@ class GatedUnit:
         return ACTIVATIONS[self.activation](gate) * (up + self.offset)
 
     def edits(self, **changes: object) -> tuple[Edit, ...]:
-        """The unit is to be computed with other attributes; none where they are the same."""
+        """Return the edits that compute the unit with other attributes; empty if they are the same."""
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if changed == self:
             return ()
@@ -159,7 +161,7 @@ def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
 
 
 def _made_with(some: list[Activation], module: nn.Module, scope: Scope, where: str) -> Iterator[Hypothesis]:
-    """Mistakes with some of the reference's activations; messages name no other ones."""
+    """Yield mistakes with some of the reference's activations; messages name only those."""
     for one in everywhere_and_somewhere(_others(some), some, module):
         yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
 
@@ -237,7 +239,7 @@ def _swapped_with(name: str) -> Callable[[GatedUnit], tuple[Edit, ...]]:
 
 
 def _clamped(activation: str, limit: float, offset: float) -> Callable[[GatedUnit], tuple[Edit, ...]]:
-    """Another clamping; for units that activate by a sigmoid only, since no others are ever clamped."""
+    """Return a function that clamps a unit otherwise, if it activates by a sigmoid: no other units are ever clamped."""
 
     def edits(unit: GatedUnit) -> tuple[Edit, ...]:
         if unit.activation not in ("silu", "quick gelu"):
@@ -266,7 +268,7 @@ def _around(trace: Trace, core: Call) -> Activation | None:
 
 
 def _pointwise_before(trace: Trace, value: Value) -> list[Value]:
-    """``value``, and what it is made from with numbers and powers alone, as in GELU's polynomial."""
+    """Return ``value`` and what it is computed from by numbers and powers alone, as in GELU's polynomial."""
     found = queue = [value]
     for _ in range(_MOST_STEPS):
         given = [x for made in queue for x in _pointwise_inputs(trace.producer(made))]
@@ -281,7 +283,7 @@ def _pointwise_inputs(call: Call | None) -> list[Value]:
 
 
 def _pointwise_after(trace: Trace, core: Call, arguments: list[Value]) -> list[Call]:
-    """``core``, and the calls that make something of its result and the arguments alone, in order."""
+    """Return ``core`` and the calls that compute something from its result and the arguments alone, in order."""
     known = {value.number for value in arguments}
     made_with_core = {core.outputs[0].number}
     found = [core]
@@ -340,7 +342,7 @@ def _in_three(trace: Trace, call: Call) -> GatedUnit | None:
 
 
 def _factors(trace: Trace, call: Call) -> list[Value]:
-    """Of a product, those of a factor that is a product itself in its place."""
+    """Return the factors of a product; a factor that is itself a product is replaced by its own factors."""
     match binary(call):
         case ("mul", Value() as left, Value() as right):
             inner = [(x, _factors_of_two(trace, x)) for x in (left, right)]
@@ -384,7 +386,7 @@ def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:
     return (call.inputs[0], float(max(bounds))) if bounds else (value, math.inf)
 
 
-# Biases and dropout in a trace, and what ports get wrong about them.
+# Biases in a trace, and what ports get wrong about them.
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,11 +404,13 @@ class Bias:
     name: str
 
     def edits(self, times: float) -> tuple[Edit, ...]:
-        """The bias is to be added so many times."""
+        """Return the edits that add the bias ``times`` times."""
         return (edit(self.call, (self.bias,), lambda was, bias: was + (times - 1) * bias.to(was.dtype)),)
 
     def without_third(self, trace: Trace, third: int) -> tuple[Edit, ...]:
-        """Of a fused layer, whose outputs are thrice as many as its inputs, a third's bias is to be left out."""
+        """Return the edits that leave out a third of a fused layer's bias; none if it has not three
+        outputs per input.
+        """
         width = trace.tensor(self.bias).shape[0] // 3
         if self.call.name == "add" or trace.tensor(self.call.inputs[self.call.name == "addmm"]).shape[-1] != width:
             return ()
@@ -469,7 +473,7 @@ class Clamp:
     limit: float
 
     def edits(self, limit: float) -> tuple[Edit, ...]:
-        """Clamped otherwise; none where that is the same."""
+        """Return the edits that clamp to another limit; empty if it is the same."""
         if math.isclose(limit, self.limit):
             return ()
 
@@ -480,7 +484,7 @@ class Clamp:
 
 
 def clamp_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That all activations which one limit clamps are clamped by another, or by none."""
+    """Yield another limit, or none, for all activations that are clamped to the same one."""
     by_limit: dict[float, list[Clamp]] = {}
     for one in filter(None, (_clamp(trace, call) for call in trace.calls)):
         by_limit.setdefault(one.limit, []).append(one)
@@ -490,7 +494,7 @@ def clamp_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def _clamp(trace: Trace, call: Call) -> Clamp | None:
-    """Of activations, to a range about 0."""
+    """Return the clamp that a call computes, if it limits activations to a range that is symmetric about 0."""
     if call.name not in ("clamp", "clip") or not call.args or not isinstance(call.args[0], Value):
         return None
     given = dict(zip(("min", "max"), call.args[1:], strict=False)) | call.kwargs

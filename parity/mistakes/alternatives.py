@@ -18,13 +18,13 @@ from parity.mistakes.constants import numbers
 from parity.trace.trace import Call, Trace, Value
 from parity.trace.walk import CASTS, RESHAPES, binary, with_number
 
-# Calls that are about a number, and what a port computes that has another one.
+# Calls with a number in them, and what a port computes that has another number there.
 
 
 Compute = Callable[..., Any]
 
 _PARAMETERS = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0), "celu": ("alpha", 1.0)}
-"""Of activations: their number and what it is where it is not given."""
+"""Activations that take a number: its name, and its default."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def other_numbers(call: Call) -> Iterator[Alternative]:
 
 
 def _numbers(call: Call) -> Iterator[Alternative]:
-    """Another number in the place of a positive one."""
+    """Yield the call with another number in the place of a positive one."""
     match with_number(call):
         case (("add" | "sub" | "mul" | "div" | "pow") as name, _, number) if number > 0.0:
             pass
@@ -72,7 +72,7 @@ def _numbers(call: Call) -> Iterator[Alternative]:
 
 
 def _parameters(call: Call) -> Iterator[Alternative]:
-    """Another number of an activation that has one, and the activation where it is 0: ReLU."""
+    """Yield an activation that takes a number with another number, and with 0, which makes it a ReLU."""
     if call.name not in _PARAMETERS:
         return
     name, default = _PARAMETERS[call.name]
@@ -91,11 +91,12 @@ def _parameters(call: Call) -> Iterator[Alternative]:
 
 
 def of_operands(call: Call, compute: Compute) -> Compute:
-    """From a function of the result, or what is in its place, and both operands to one of it and the call's tensors.
+    """Turn a function of the result and both operands into a function of the result and the call's tensors.
 
     Args:
-        call: a function of two operands, as ``binary`` knows it.
-        compute: called with numbers where operands are numbers.
+        call: a function of two operands, as ``binary`` recognises it.
+        compute: called with the result, or what stands in its place, and both operands; with numbers
+            where they are numbers.
     """
     _, left, right = binary(call) or ("", None, None)
 
@@ -109,7 +110,7 @@ def of_operands(call: Call, compute: Compute) -> Compute:
 
 
 def again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
-    """From a function of the call's arguments to one of the result and the call's tensors."""
+    """Turn a function of the call's arguments into a function of its result and its tensors."""
 
     def computed(was: Any, *inputs: Tensor) -> Any:
         given = dict(zip((value.number for value in call.inputs), inputs, strict=True))
@@ -121,17 +122,17 @@ def again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
     return computed
 
 
-# Parts of a tensor that a port takes in another order, or joins in one: chunks, splits, concatenations.
+# Parts of a tensor (chunks, splits, concatenations) that a port takes, or joins, in another order.
 
 
-_MOST_ORDERED = 3  # parts of which every order is tried; of more, each two are exchanged
+_MOST_ORDERED = 3  # try every order of up to so many parts; of more parts, only exchange each two
 _MOST_PARTS = 8
 _SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 
 
 def split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Parts of a tensor in another order, or every so many elements for those that follow each other."""
+    """Yield the parts of a tensor in another order, or interleaved elements in the place of consecutive ones."""
     if call.name not in _SPLITS or not isinstance(call.result, (tuple, list)) or len(call.outputs) < 2:
         return
     shapes = [trace.tensor(x).shape for x in call.outputs]
@@ -158,14 +159,14 @@ def split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]) -> tuple[Tensor, ...]:
-    """Parts of the same sizes, where ``x`` holds them in another order: the one that is first there first."""
+    """Return parts of the same sizes, cut from ``x`` as if they lay there in the order ``order``."""
     sizes = [part.shape[dim] for part in parts]
     lying = x.split([sizes[i] for i in order], dim)
     return tuple(lying[list(order).index(i)] for i in range(len(parts)))
 
 
 def joined_otherwise(call: Call) -> Iterator[Alternative]:
-    """Parts that are joined in another order."""
+    """Yield the parts joined in another order."""
     if call.name not in _JOINS or len(call.inputs) < 2:
         return
 
@@ -177,7 +178,7 @@ def joined_otherwise(call: Call) -> Iterator[Alternative]:
 
 
 def _orders(count: int) -> list[tuple[int, ...]]:
-    """Other orders than the one there is."""
+    """Return the orders other than the one there is."""
     right = tuple(range(count))
     if count <= _MOST_ORDERED:
         return [order for order in permutations(right) if order != right]
@@ -199,7 +200,9 @@ def _orders(count: int) -> list[tuple[int, ...]]:
 
 
 def _halves_alike(count: int) -> list[tuple[int, ...]]:
-    """Both halves in one other order, or exchanged: shift, scale and gate of attention and of the MLP, as in DiT."""
+    """Return orders in which both halves are reordered alike, or exchanged: DiT's shift, scale and gate
+    of attention and MLP.
+    """
     half = count // 2
     if count % 2 or half > _MOST_ORDERED:
         return []
@@ -217,7 +220,7 @@ def _in_columns(count: int) -> list[tuple[int, ...]]:
 
 
 def _taken_twice(count: int) -> list[tuple[int, ...]]:
-    """Parts of one half in the place of those of the other: the gate of attention for that of the MLP."""
+    """Return orders in which parts of one half stand for the other's: attention's gate in the place of the MLP's."""
     half = count // 2
     if count % 2 or not 1 < half <= _MOST_ORDERED:
         return []
@@ -233,7 +236,7 @@ def _counted(order: Sequence[int]) -> str:
     return ", ".join(str(i + 1) for i in order)
 
 
-# Tables by query and key that are added to scores of several heads or windows, and what a port adds instead.
+# Tables by query and key that are added to the scores of several heads or windows, and what a port adds instead.
 
 
 _Move = Callable[[Tensor], Tensor]
@@ -272,17 +275,17 @@ def _added(move: _Move, is_left: bool) -> Compute:
     return lambda was, x, y: move(x) + y if is_left else x + move(y)
 
 
-# What a single call could have computed instead: for every function the mistakes that people make with it.
+# What a single call could have computed instead: the mistakes that people make with each function.
 #
-# Nothing here knows what a call is for. A term of a sum is left out, the parts of a tensor change places, a sine is a
-# cosine, the last token stands for the first, a dimension is split the other way round.
+# Nothing here knows what a call is for. A term of a sum is left out, the parts of a tensor change places, a sine
+# becomes a cosine, the last token stands for the first, a dimension is split the other way round.
 
 
 LEFT_OUT = "it is left out"
-"""Of a call that changes a tensor and keeps its shape."""
+"""Describes the alternative to a call that changes a tensor and keeps its shape."""
 
 OTHER_WAY = "it moves the other way"
-"""Of a call that moves elements along a dimension."""
+"""Describes the alternative to a call that moves elements along a dimension."""
 
 _FUNCTIONS = {
     "sin": ("cos",),
@@ -295,7 +298,7 @@ _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean"
 
 
 def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Every known way to get a call wrong."""
+    """Yield every known way to get a call wrong."""
     yield from _operands(call)
     yield from other_tables(trace, call)
     yield from _selections(call)
@@ -313,7 +316,7 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _operands(call: Call) -> Iterator[Alternative]:
-    """Operands that are missing, exchanged, or of the other sign."""
+    """Yield the call with an operand that is missing, exchanged with the other, or of the other sign."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
             of_two = functools.partial(of_operands, call)
@@ -350,7 +353,7 @@ def _selections(call: Call) -> Iterator[Alternative]:
 
 
 def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Yield what changes a tensor and keeps its shape."""
+    """Leave out a call that changes a tensor and keeps its shape."""
     if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
         return
     given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
@@ -366,7 +369,7 @@ def _other_functions(call: Call) -> Iterator[Alternative]:
 
 
 def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Functions along another dimension than their own."""
+    """Yield functions that work along a dimension, along another one."""
     if call.name not in ("softmax", "log_softmax", "cumsum", "flip", *_REDUCTIONS) or len(call.inputs) != 1:
         return
     x, result = trace.tensor(call.inputs[0]), trace.tensor(call.outputs[0])
@@ -389,7 +392,7 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
-    """As of all tokens but the one that stands for all."""
+    """Yield the mean without the first or the last element, as of all tokens but the one that stands for all."""
 
     def without(x: Tensor, place: int) -> Tensor:
         mean = _mean_of_others(x, dim, place)
@@ -401,7 +404,7 @@ def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
 
 
 def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Yield a variance, or its root, that is divided by the count where it was by one less, or the reverse."""
+    """Yield a variance, or a standard deviation, divided by n where it was divided by n - 1, or the reverse."""
     if call.name not in ("var", "std") or len(call.outputs) != 1 or len(call.inputs) != 1:
         return
     count = trace.tensor(call.inputs[0]).numel() // max(trace.tensor(call.outputs[0]).numel(), 1)
@@ -415,7 +418,7 @@ def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Other places of a dimension than an index says: its end for its beginning, a neighbour, the mean of all."""
+    """Yield other places of a dimension than the indexed one: the other end, a neighbour, the mean of all."""
     if call.name != "getitem" or len(call.inputs) != 1:
         return
     x, index = trace.tensor(call.inputs[0]), call.args[1]
@@ -443,7 +446,7 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:
-    """Return the mean over a dimension, kept, without its first place, for 0, or its last, for -1."""
+    """Return the mean over a dimension, which is kept, without its first element (``place`` 0) or its last (-1)."""
     return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, keepdim=True)
 
 
@@ -480,7 +483,7 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
 
 
 def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Dimensions that stay, or change places otherwise; elements that are moved the other way."""
+    """Yield dimensions that stay or change places otherwise, and elements that are moved the other way."""
     if call.name in ("transpose", "T", "mT", "swapaxes") and len(call.inputs) == 1:
         yield Alternative("it is left out", lambda was, x: x)
     if call.name in ("transpose", "T", "mT", "swapaxes", "permute") and len(call.inputs) == 1:
@@ -499,7 +502,7 @@ def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _padded(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """Padding at the other end, or of a convolution at one end alone, as where it is causal, or is not to be."""
+    """Yield padding at the other end, or a convolution padded at one end alone, as a causal one is."""
     if call.name == "pad" and len(call.args) > 1 and len(call.inputs) == 1:
         amounts, rest = tuple(call.args[1]), call.args[2:]
         other = tuple(amounts[i ^ 1] for i in range(len(amounts)))
@@ -514,7 +517,7 @@ def _padded(trace: Trace, call: Call) -> Iterator[Alternative]:
 
 
 def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
-    """Return a convolution in one dimension of an input that has so many zeros at each end."""
+    """Return a one-dimensional convolution whose input is padded with so many zeros at each end."""
 
     def computed(args: Any, kwargs: Any) -> Tensor:
         x, weight, bias, stride, _, dilation, groups = args
@@ -531,7 +534,7 @@ def _rolled_back(call: Call, x: Tensor) -> Tensor:
 
 
 def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
-    """As a whole for one by one, or the reverse."""
+    """Yield a repetition as a whole for one element by element, or the reverse."""
     before, after = trace.tensor(call.inputs[0]).shape, trace.tensor(call.outputs[0]).shape
     grown = [dim for dim in range(len(after)) if len(before) == len(after) and before[dim] != after[dim]]
     if len(grown) != 1:

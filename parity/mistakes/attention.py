@@ -17,7 +17,7 @@ from parity.numerics.golden import SDPA
 from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
 from parity.trace.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
 
-# Attention in a trace, called or written out: what is attended with what, at which scale, behind which mask.
+# Attention in a trace, called or written out: its queries, keys and values, its scale and its mask.
 
 
 Rearrange = Callable[[Tensor], Tensor]
@@ -131,7 +131,7 @@ class Attention:
         return bias
 
     def edits(self, **changes: Any) -> tuple[Edit, ...]:
-        """The attention is to be computed with other attributes; none where they are the same."""
+        """Return the edits that compute the attention with other attributes; empty if they are the same."""
         changed = replace(self, **changes)
         if changed == self:
             return ()
@@ -139,7 +139,7 @@ class Attention:
         return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
 
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
-        """Return the edits under which another mask is added to the scores: ``bias`` of the reference's."""
+        """Return the edits under which ``bias`` of the reference's mask is added to the scores."""
         return self.edits(mask=bias)
 
 
@@ -150,7 +150,7 @@ def attentions(trace: Trace) -> list[Attention]:
 
 
 def seeming_attentions(trace: Trace) -> Iterator[Attention]:
-    """What looks like attention, in order; whether it computes the same numbers was not tried, which takes long."""
+    """Yield what looks like attention, in order, without the slow test whether it computes the same numbers."""
     for call in trace.calls:
         attention = _called(trace, call) or _written_out(trace, call)
         if attention is not None:
@@ -158,14 +158,14 @@ def seeming_attentions(trace: Trace) -> Iterator[Attention]:
 
 
 def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Traced query, key and value as ``[..., heads, seq, head_dim]``."""
+    """Return the traced query, key and value as ``[..., heads, seq, head_dim]``."""
     values = (attention.query, attention.key, attention.value)
     query, key, value = (to(trace.tensor(x)) for to, x in zip(attention.to_heads, values, strict=True))
     return query, key, value
 
 
 def distinct_heads(key: Tensor) -> int:
-    """Return how many different heads ``[batch, heads, seq, head_dim]`` has, repeated in whatever order."""
+    """Return how many different heads ``[batch, heads, seq, head_dim]`` has, in whatever order they are repeated."""
     sums = key.double().abs().sum((0, 2, 3))
     return int(torch.unique((sums / sums.max()).mul(1e9).round()).numel())
 
@@ -181,12 +181,14 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Keys or values, each group's repeated for its heads."""
+    """Repeat each group's keys or values for its heads."""
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
 
 
 def _in_batches_of(like: Tensor, x: Tensor) -> Tensor:
-    """``x`` with the leading dimensions of ``like``, if it has as many matrices: ``batch * heads`` are one or two."""
+    """Give ``x`` the leading dimensions of ``like``, if it has as many matrices: ``batch * heads`` is
+    one dimension or two.
+    """
     batches = like.shape[:-2]
     return x.reshape(*batches, *x.shape[-2:]) if math.prod(x.shape[:-2]) == math.prod(batches) else x
 
@@ -249,7 +251,7 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
 
 
 def _scores_and_sinks(trace: Trace, value: Value) -> tuple[Value, Value | None]:
-    """A softmax's argument without the sinks that follow the scores, from which their maximum may be subtracted."""
+    """Split a softmax's argument into scores and the sinks that follow; their maximum may have been subtracted."""
     joined = value
     match binary(trace.producer(value)):
         case ("sub", Value() as scores, Value() as most):
@@ -278,7 +280,7 @@ class _Path:
 
 
 def _to_product(trace: Trace, value: Value) -> _Path | None:
-    """From a softmax's argument back to query times key."""
+    """Trace a softmax's argument back to query times key."""
     masks: tuple[Value, ...] = ()
     mask_scales: tuple[float, ...] = ()
     scale, softcap = 1.0, math.inf
@@ -314,7 +316,7 @@ def _to_product(trace: Trace, value: Value) -> _Path | None:
 
 
 def _scores_among(trace: Trace, call: Call) -> Value:
-    """Of a call's arguments the one that is made of a product."""
+    """Return which of a call's arguments is made of a product."""
     for value in call.inputs:
         queue, seen = [value], 0
         while queue and seen < 16:
@@ -329,7 +331,9 @@ def _scores_among(trace: Trace, call: Call) -> Value:
 
 
 def _product(trace: Trace, call: Call) -> _Product | None:
-    """Query times key: the two, how each comes to ``[..., heads, seq, head_dim]``, and a mask that is added at once."""
+    """Return query and key, how each becomes ``[..., heads, seq, head_dim]``, and a mask that the
+    product adds at once.
+    """
     named = binary(call)
     if named is not None and named[0] == "matmul":
         return named[1], named[2], _as_they_are, _last_two_exchanged, ()
@@ -356,7 +360,7 @@ def _product(trace: Trace, call: Call) -> _Product | None:
 def _product_with_values(
     trace: Trace, probabilities: Value, names: Collection[str]
 ) -> tuple[Call, Value, Rearrange, Rearrange] | None:
-    """Probabilities times values, after calls of these names: the call, the values, and the layouts of both."""
+    """Return the call that multiplies probabilities by values, the values, and the layouts of both."""
     for call, given in users(trace, probabilities, names):
         named = binary(call)
         if named is not None and named[0] == "matmul" and named[1] == given:
@@ -389,7 +393,7 @@ def _last_two_exchanged(x: Tensor) -> Tensor:
 
 
 def _earlier_scale(trace: Trace, value: Value) -> float:
-    """By which number a query or key was multiplied before it was attended with; 1 for none."""
+    """Return the number by which a query or key was multiplied before attention; 1 if there is none."""
     match with_number(trace.producer(back(trace, value, RESHAPES))):
         case ("mul", _, factor):
             return factor
@@ -398,10 +402,10 @@ def _earlier_scale(trace: Trace, value: Value) -> float:
     return 1.0
 
 
-# Attention with another number of heads: the weights have the same shapes, and nothing else says that it is wrong.
+# Attention with another number of heads: the weights have the same shapes, and nothing else shows the mistake.
 
 
-_MOST = 8  # other numbers
+_MOST = 8  # try at most so many other numbers of heads
 _SMALLEST, _LARGEST = 4, 512  # channels of a head
 
 
@@ -440,7 +444,7 @@ def _with_heads(count: int, heads: int, groups: int, width: int) -> Callable[[At
 
 
 def _split(count: int, distinct: int = 0) -> Rearrange:
-    """From ``[batch, heads, seq, head_dim]`` to other heads of the same channels.
+    """Return a rearrangement of ``[batch, heads, seq, head_dim]`` into another number of heads with the same channels.
 
     Args:
         count: of the other heads.

@@ -64,7 +64,7 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
 
 
 def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
-    """Attentions whose masks leave the same band visible, such as those with a window, and those to an encoder."""
+    """Group attentions whose masks leave the same band visible, such as those with a window, or those to an encoder."""
     alike: dict[tuple[object, ...], list[Attention]] = defaultdict(list)
     for attention in found:
         bias = traced_bias(trace, attention)
@@ -76,7 +76,7 @@ def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attenti
 def _masks_of_others(
     trace: Trace, some: Sequence[Attention], others: Sequence[Attention]
 ) -> Iterator[Mistake[Attention]]:
-    """That layers with a window, and those without one, or with another, have each other's mask."""
+    """Yield the mistake that layers with a window, and those without one or with another, have each other's mask."""
     masks = [traced_bias(trace, one[0]) for one in (some, others)]
     if masks[0].shape != masks[1].shape or any(not bool((mask == mask[:1]).all()) for mask in masks):
         return
@@ -100,7 +100,7 @@ def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
 
 
 def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
-    """Keys and values that were written to a cache, or read from it, one position off."""
+    """Yield keys and values that were written to a cache, or read from it, one position off."""
     if key.shape[-2] < 2:
         return
     for by, described in ((1, "the position before"), (-1, "the position after")):
@@ -113,7 +113,9 @@ def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
 
 
 def _hidden_scores() -> Iterator[Mistake[Attention]]:
-    """Keys hidden by a score that others may be below: TE's ``attention_mask_func`` (``pytorch/utils.py``)."""
+    """Yield the finite score of hidden keys in TE's ``attention_mask_func`` (``pytorch/utils.py``):
+    others may be below it.
+    """
     yield Mistake(
         "mask",
         f"hidden scores of {_TES_HIDDEN_SCORE:g}",
@@ -125,7 +127,7 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
 
 
 def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
-    """Scales that stand in the place of the reference's own."""
+    """Yield scales that a port may have in the place of the reference's own."""
     head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 3 else 1
     named = {
         "1 (missing)": 1.0,
@@ -195,7 +197,7 @@ def _softcap(right: float, cap: float) -> Mistake[Attention]:
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
-    """Heads and channels that are taken for each other, in ``[batch, heads, seq, head_dim]``."""
+    """Yield heads and channels ``[batch, heads, seq, head_dim]`` that are taken for each other."""
     heads = query.shape[1]
     groups = distinct_heads(key)
     if 1 < groups < heads:
@@ -254,7 +256,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attent
 
 
 def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
-    """Groups repeated as a whole; where they are so already, each for consecutive heads."""
+    """Repeat the groups as a whole; if they already are, repeat each for consecutive heads."""
     if x.shape[1] == groups:
         return x.repeat(1, heads // groups, 1, 1)
     if torch.equal(x[:, 0], x[:, 1]):
@@ -263,7 +265,7 @@ def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def _channels_before_heads(x: Tensor) -> Tensor:
-    """``[batch, heads, seq, head_dim]`` whose rows were laid out as ``[head_dim, heads]``."""
+    """Read ``[batch, heads, seq, head_dim]`` as if its rows were laid out as ``[head_dim, heads]``."""
     batch, heads, seq, head_dim = x.shape
     return x.permute(0, 2, 3, 1).reshape(batch, seq, heads, head_dim).transpose(1, 2)
 
@@ -287,7 +289,7 @@ def _positions_taken_for_heads(x: Tensor) -> Tensor:
 def _arranged(
     queries: Rearrange | None = None, keys: Rearrange | None = None, context: Rearrange | None = None
 ) -> Callable[[Attention], tuple[Edit, ...]]:
-    """Other layouts of queries, of keys and values, of the context."""
+    """Return the edits under which queries, keys and values, or the context have another layout."""
     return lambda one: one.edits(arrange=(queries, keys, keys, context))
 
 
@@ -295,9 +297,9 @@ def _with(**changes: object) -> Callable[[Attention], tuple[Edit, ...]]:
     return lambda attention: attention.edits(**changes)
 
 
-# Caps of activations by ``tanh``, such as Gemma's of its logits, and ports that have another, none, or one more.
+# Caps of activations by ``tanh``, such as Gemma's of its logits, and ports with another cap, none, or one too many.
 #
-# Caps of attention's scores are told by ``parity.mistakes.attention_mistakes``.
+# Caps of attention's scores are among the mistakes in attention above.
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,7 +311,7 @@ class Cap:
     cap: float
 
     def edits(self, cap: float) -> tuple[Edit, ...]:
-        """Capped otherwise; none where that is the same."""
+        """Return the edits that cap otherwise; empty if the cap is the same."""
         if math.isclose(cap, self.cap):
             return ()
         if self.x in self.call.outputs:
@@ -318,7 +320,7 @@ class Cap:
 
 
 def softcap_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Other caps than the reference's, or one of the last linear layer's result, the logits, where it has none."""
+    """Yield other caps than the reference's; if it has none, caps of the last linear layer's result, the logits."""
     found = caps(trace)
     by_cap: dict[float, list[Cap]] = {}
     for one in found or _uncapped(trace):
@@ -355,7 +357,7 @@ def _cap(trace: Trace, call: Call) -> Cap | None:
 
 
 def _meets_softmax(trace: Trace, value: Value) -> bool:
-    """Return whether a softmax is the next function of a value that is more than a mask's."""
+    """Return whether the next function that reads the value is a softmax, and the value is more than a mask's."""
     through = CASTS | {"add", "masked_fill", "where", "view", "reshape"}
     return any(user.name == "softmax" for user, _ in users(trace, value, through))
 
@@ -382,14 +384,14 @@ def _cap_instead(right: float, cap: float) -> Mistake[Cap]:
     )
 
 
-# Attention to keys of several streams that are joined, and ports in which a stream does not see all of them.
+# Attention to the joined keys of several streams, and ports in which a stream does not see all of them.
 #
-# Text and image in MMDiT and Flux, tokens of a prompt before those of a sequence, a class token before patches.
+# For example text and image in MMDiT and Flux, a prompt's tokens before a sequence's, a class token before patches.
 
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
 _NEAR_A_KEY = 32  # of a key's ancestors, among which streams are joined
-_MOST = 3  # streams
+_MOST = 3  # streams that are looked for
 
 _Blocks = frozenset[tuple[int, int]]  # which stream's queries do not see which stream's keys
 
@@ -409,7 +411,7 @@ class _Joined:
     queries: tuple[int, ...]
 
     def edits(self, blocks: _Blocks) -> tuple[Edit, ...]:
-        """Queries of some streams are not to see keys of some."""
+        """Return the edits that hide the keys of some streams from the queries of some streams."""
 
         def hiding(bias: Tensor) -> Tensor:
             hidden = torch.zeros_like(bias, dtype=torch.bool)
@@ -422,7 +424,9 @@ class _Joined:
 
 
 def joined_stream_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That a stream's queries see their own keys alone, that all do, or that no query sees a stream's keys."""
+    """Yield mistakes where one stream's queries, or all, see their own keys alone, or that no query
+    sees a stream's keys.
+    """
     alike: dict[tuple[int, int], list[_Joined]] = defaultdict(list)
     for attention in attentions(trace):
         joined = _joined(trace, attention)
@@ -435,7 +439,7 @@ def joined_stream_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
 
 
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
-    """Of so many streams of queries, as many as of keys or one, and so many of keys."""
+    """Yield the mistakes with so many streams of keys, and of queries: as many, or one."""
     others = {i: frozenset((i, j) for j in range(keys) if j != i) for i in range(queries if queries == keys else 0)}
     if others:
         yield _hiding(
@@ -468,7 +472,7 @@ def _joined(trace: Trace, attention: Attention) -> _Joined | None:
 
 
 def _lengths(trace: Trace, value: Value, seq: int) -> tuple[int, ...] | None:
-    """Of the streams that are joined to so many positions, the nearest to a value; None where none are."""
+    """Return the lengths of the nearest joined streams that fill ``seq`` positions; None if there are none."""
     for made in (value, *ancestors(trace, value, _NEAR_A_KEY)):
         call = trace.producer(made)
         if call is not None and call.name in _JOINS and len(call.inputs) > 1:
@@ -486,10 +490,10 @@ def _slice(lengths: tuple[int, ...], number: int) -> slice:
     return slice(ends[number] - lengths[number], ends[number])
 
 
-# Tables of a fixed length, such as masks and cosines, for a sequence that is shorter than the reference's.
+# Tables of a fixed length, such as masks and cosines, when a sequence is shorter than the reference's.
 #
 # TE makes its own mask, and takes as much of a rotary table as it needs. A reference that is called with another
-# sequence, to see what such a port computes, may hold a table for its own length alone.
+# sequence length, to see what such a port computes, may hold a table for its own length alone.
 
 
 class ShorterTables(TorchFunctionMode):
@@ -506,7 +510,7 @@ class ShorterTables(TorchFunctionMode):
 
 
 def _with_shorter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of several operands, all as long as the largest needs them; a mask may be larger than scores."""
+    """Call a function with tables cut to its largest operand, or, if that fails, with a mask cut to the scores."""
     tensors = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: (x.dim(), x.numel()))
     whole = tensors[-1].shape if tensors else ()
     try:
@@ -522,7 +526,7 @@ def _shorter(args: tuple[Any, ...], whole: tuple[int, ...]) -> list[Any]:
 
 
 def _is_square(x: Tensor) -> bool:
-    """Return whether it may be scores of a sequence with itself, or a mask of them."""
+    """Return whether the tensor may be the scores of a sequence with itself, or a mask of them."""
     return x.dim() > 2 and x.shape[-1] == x.shape[-2]
 
 
@@ -536,18 +540,18 @@ def _shorter_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
 
 def _cut(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """As much of the tensor as broadcasts to the shape."""
+    """Return as much of the tensor as broadcasts to the shape."""
     for dim in range(-min(x.dim(), len(shape)), 0):
         if 1 < shape[dim] < x.shape[dim]:
             x = x.narrow(dim, 0, shape[dim])
     return x
 
 
-# Activations whose batch is taken for the sequence, by a whole port or by its layers alone.
+# Activations whose batch dimension is taken for the sequence, by a whole port or by some of its layers.
 
 
 def sequence_first_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That batch and sequence changed places: for the whole module, for the submodules that attend, or one of these."""
+    """Yield the exchange of batch and sequence for the whole module, all submodules that attend, or one of these."""
     yield _exchanged(module)
     yield _viewed_as_sequence_first(module)
     levels = _attending(trace)
@@ -559,7 +563,7 @@ def sequence_first_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
 
 
 def _attending(trace: Trace) -> list[tuple[str, ...]]:
-    """Submodules that have an attention each, those of one depth together: attention itself, its layer, and so on."""
+    """Return the submodules with one attention each, grouped by depth: attention itself, its layer, and so on."""
     found = list(dict.fromkeys(one.call.site[0] for one in attentions(trace) if one.call.site[0]))
     deepest = max((path.count(".") + 1 for path in found), default=0)
     levels = [
@@ -569,7 +573,7 @@ def _attending(trace: Trace) -> list[tuple[str, ...]]:
 
 
 def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
-    """That these submodules get, and return, ``[batch, seq, ...]`` as if the first were the sequence."""
+    """Return the mistake that these submodules take ``[batch, seq, ...]`` for sequence first, and return it so."""
     which = f"{paths[0]} and {len(paths) - 1} more like it" if len(paths) > 1 else paths[0]
 
     def around(call: ModuleCall) -> ModuleCall:
@@ -594,10 +598,10 @@ def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
 
 @contextmanager
 def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
-    """Within the context a submodule is given, and returns, its activations with their first dimensions exchanged.
+    """Within the context, exchange the first two dimensions of the activations that a submodule is given and returns.
 
-    What else it is given, masks and rotary tables, a port makes for the sequence that it takes these for: the batch's
-    first is taken, and as much of it as that sequence needs.
+    A port makes masks and rotary tables for the sequence that it takes the batch for. So of what else the submodule is
+    given, only the first of the batch is passed on, cut to that sequence's length.
     """
     width: list[tuple[int, int]] = []
 
@@ -655,7 +659,7 @@ def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
 
 
 def _first_two_viewed(call: ModuleCall) -> ModuleCall:
-    """The same call where ``[batch, seq, ...]`` is viewed as ``[seq, batch, ...]``, and its result viewed back."""
+    """Return the call on ``[batch, seq, ...]`` viewed as ``[seq, batch, ...]``, its result viewed back."""
 
     def viewed(x: Tensor) -> Tensor:
         return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
@@ -671,7 +675,7 @@ def _first_two_viewed(call: ModuleCall) -> ModuleCall:
 
 
 def _first_two_exchanged(call: ModuleCall) -> ModuleCall:
-    """Return the same call on tensors whose first two dimensions are exchanged, as are those of what it returns."""
+    """Return the call on tensors whose first two dimensions are exchanged; those of its result are exchanged back."""
 
     def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with ShorterTables():

@@ -1,4 +1,4 @@
-"""The catalogue: every known mistake that could have been made with a given reference and weight map."""
+"""List every known mistake that could have been made with a given reference and weight map."""
 
 from __future__ import annotations
 
@@ -90,8 +90,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
 
 
 def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
-    """Yield every known mistake in how one of these entries of the weight map packs its parameters, and exchanges of
-    two.
+    """Yield every known misreading of one of these entries of the weight map, and the exchanges of two.
 
     Args:
         prepared: what was compared.
@@ -139,7 +138,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
-    """Return the mistakes that change what the reference computes by so little that an error's norm may not show it.
+    """Return the mistakes that change what the reference computes so little that the norm of the error may not show it.
 
     Each is made with all operations of its kind at once, which are those that have subtle mistakes. Inside
     ``hypothesis.context()`` one pass of ``prepared.reference`` computes what the hypothesis says, in any dtype,
@@ -149,7 +148,9 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
 
 
 def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
-    """Those mistakes, also made with some of the operations alone, and with other values of the same constants."""
+    """Return the subtle mistakes, also made with some of the operations alone or with other values of
+    their constants.
+    """
     module = prepared.reference
     candidates = (
         *norm_hypotheses(trace, module, stored_dtype(prepared)),
@@ -162,7 +163,7 @@ def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypoth
 
 
 def calls_of(prepared: Prepared) -> Calls:
-    """Of another forward pass of the reference in FP64, as golden's was."""
+    """Record the calls of another forward pass of the reference in FP64, which repeats golden's."""
     prepared.reference.double()
     calls: list[Calls] = []
 
@@ -177,12 +178,12 @@ def calls_of(prepared: Prepared) -> Calls:
 
 
 def stored_dtype(prepared: Prepared) -> torch.dtype:
-    """In which the port holds weights and activations."""
+    """Return the dtype in which the port holds weights and activations."""
     return next((tensor.dtype for tensor in prepared.candidate_weights.values()), torch.float32)
 
 
 def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
-    """Of the reference's first attention that shows them."""
+    """Return the number of heads that the reference's attention shows; None if it has none."""
     for attention in attentions(trace):
         query, key, _ = heads_of(trace, attention)
         rows, columns = frozenset(_projections_before(trace)), frozenset(_projections_after(trace))

@@ -1,4 +1,4 @@
-"""The code of every finding by its title; ``docs/findings.md`` has a section for each.
+"""Name the code of every finding, by its title; ``docs/findings.md`` has a section for each.
 
 ``PAR0xx`` are about values that cannot be judged, ``PAR1xx`` about weights, ``PAR2xx`` about the computed function,
 ``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` say where an error is that nothing explains.
@@ -111,7 +111,7 @@ CODES = {
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
-"""Codes of findings that name no cause."""
+"""Codes of the findings that name no cause."""
 
 
 def finding(title: str, message: str) -> Finding:

@@ -1,9 +1,8 @@
 """Say which numbers a port may have where the reference has its own: one policy and one table for all mistakes.
 
 A search for a port's number begins at the values that people use, and close to the reference's own on either side. From
-whichever value leaves least of the error it goes on to numbers up to eight times as large or as small, and farther
-where the error keeps falling (``parity.search.gradient_screen.tuned``). So a number that stands in no table is found
-as well.
+whichever value leaves the least error it goes on to numbers up to eight times as large or as small, and farther while
+the error keeps falling (``parity.search.gradient_screen.tuned``). So it finds a number that stands in no table as well.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 """eps of TE's modules, of Llama, and of BERT's family."""
 
 LARGE_NORM_EPS = (1e-4, 1e-3)
-"""eps of Keras and of models converted from it. Matched filters leave these out: they see them by the smaller ones."""
+"""eps of Keras and of models converted from it. Matched filters leave these out: those for smaller eps see them too."""
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 """Bases of Llama, Llama 3, Qwen, and others between them, the likeliest first."""
@@ -41,13 +40,13 @@ SOFTCAPS = (30.0, 50.0)
 """Gemma 2's caps of logits and of scores."""
 
 GATE_LIMITS = (7.0, 10.0)
-"""Limits of clamped gated units: gpt-oss's, and the next that people take."""
+"""Limits of clamped gated units: gpt-oss's, and another common one."""
 
 LEAKY_SLOPE = 0.01
 """PyTorch's slope of leaky ReLU."""
 
 LABEL_SMOOTHINGS = (0.1,)
-"""What most who smooth labels take."""
+"""The label smoothing that most people use."""
 
 Z_LOSSES = (1e-4, 1e-3, 1e-2)
 """Factors of the z-loss: PaLM's and larger ones."""
@@ -61,7 +60,8 @@ MOMENTA = (0.9, 0.95, 0.99, 0.999)
 OPTIMIZER_EPS = (1e-8, 1e-6, 1e-5)
 """eps of Adam: PyTorch's default and those of some large models."""
 
-_NEAR = (0.9, 1.1)  # times the reference's own number: so near that an error falls whichever way the port's lies
+# Times the reference's own number: so near to it that the error falls, whichever side the port's number is on.
+_NEAR = (0.9, 1.1)
 
 Numbered = TypeVar("Numbered")
 """A mistake about a number: a dataclass with the fields ``value`` and ``tuned``."""
@@ -70,7 +70,7 @@ Numbered = TypeVar("Numbered")
 def numbers(
     made: Callable[[float], Numbered], own: Iterable[float] = (), usual: Iterable[float] = ()
 ) -> Iterator[Numbered]:
-    """Yield a mistake with each number from which the search for a port's number begins.
+    """Yield a mistake with each number at which the search for a port's number begins.
 
     Args:
         made: from a positive number to the mistake with it, which changes nothing where the number is the reference's.
@@ -84,7 +84,7 @@ def numbers(
 
 
 def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
-    """Return ``made``, whose mistakes say which number they are about and how they are made with another."""
+    """Return ``made`` such that its mistakes say which number they are about and can be made again with another."""
 
     def with_number(number: float) -> Numbered:
         mistake: Numbered = replace(made(number), value=number, tuned=with_number)  # type: ignore[type-var]

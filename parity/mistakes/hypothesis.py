@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parity.trace.calls import edited
 from parity.trace.trace import Edit
 
-# A hypothesis: a known mistake of ports, as a change under which the reference computes what such a port would.
+# A hypothesis is a known mistake of ports: a change under which the reference computes what such a port would.
 
 
 ModuleCall = Callable[..., Any]
@@ -28,21 +28,22 @@ class Hypothesis:
     """What might be wrong with a port.
 
     Attributes:
-        title: of the finding, a key of ``parity.mistakes.codes.CODES``.
-        name: which one of this kind, short and the same in every run, e.g. ``norm eps=1e-06``.
-        repair: what to change in the user's code, as the end of a sentence that says how the error falls.
+        title: the finding's title, a key of ``parity.mistakes.codes.CODES``.
+        name: names the mistake among those of this title, short and the same in every run, e.g. ``norm eps=1e-06``.
+        repair: what to change in the user's code; it ends a sentence that says how far the error falls.
         module: the reference.
-        edits: what it would have to compute otherwise.
-        read: from its parameters to those that would be others, by name; None where all are as they are.
-        around: from how it is called, ``call(module, *inputs)``, to how it would be; None for as it is.
-        subtle: whether the computed function changes by little, so that a norm of the error may not show it.
-        value: of the constant that the mistake is about, where it is about one; positive.
-        tuned: the same mistake with another value.
-        scope: whether the mistake is made with all operations that it could be made with, with those of one kind, with
-            one of several, or tried last: with a call that no subject knows, or as hardly anybody makes it.
-        place: of the one of several; empty where it is made with more. What is made elsewhere too has the same
-            ``family``.
-        family: what is wrong and what to change, wherever it is; empty where the mistake is made at no single place.
+        edits: what the reference has to compute otherwise.
+        read: maps its parameters to those that have to be others, by name; None if all stay as they are.
+        around: wraps the function that calls the reference, ``call(module, *inputs)``; None leaves it as it is.
+        subtle: whether the computed function changes so little that the norm of the error may not show it.
+        value: the positive constant that the mistake is about, if it is about one.
+        tuned: makes the same mistake with another value.
+        scope: where the mistake is made: with ``all`` operations it applies to, with those of one ``kind``, or with
+            ``one`` of several. Those of scope ``call`` are tried last: they are about calls that no recogniser matched,
+            or hardly anybody makes them.
+        place: the one place of several where it is made; empty if it is made at more. The same mistake at another
+            place has the same ``family``.
+        family: name and repair without the place; empty if the mistake is not about a single place.
     """
 
     title: str
@@ -60,16 +61,17 @@ class Hypothesis:
     family: tuple[str, str] = ("", "")
 
     def context(self) -> AbstractContextManager[None]:
-        """Return one forward pass of the reference inside, gradients included, computes what the hypothesis says.
+        """Within the context, a forward pass of the reference, and its backward pass, computes what the
+        hypothesis says.
 
-        ``read`` and ``around`` are left to ``parity.mistakes.trial``. The module raises ``Misfit`` if it calls
-        something else than it did when it was traced.
+        ``parity.mistakes.trial`` applies ``read`` and ``around``. The module raises ``Misfit`` if it makes other calls
+        than it did when it was traced.
         """
         return edited(self.module, self.edits)
 
 
 def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
-    """Return one mistake that is made at several places, from what it is at each; of one family."""
+    """Join the same mistake at several places, all of one family, into one."""
     first = same[0]
     name, repair = first.family
     places = ", ".join(sorted((one.place for one in same), key=_by_numbers))
@@ -93,14 +95,14 @@ def _by_numbers(place: str) -> list[tuple[str, int]]:
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", place)]
 
 
-# A way to get one operation of the reference wrong, tried at all places where it occurs and at each.
+# A way to get one operation of the reference wrong, tried at all places where the operation occurs and at each alone.
 
 
 Operation = TypeVar("Operation")
 _Changed = TypeVar("_Changed", contravariant=True)
 
 MOST_PLACES = 8
-"""Of an operation that occurs oftener, no single occurrence is tried: ports repeat their mistakes layer by layer."""
+"""If an operation occurs oftener, no single occurrence is tried: ports repeat their mistakes layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Mistake(Generic[_Changed]):
 
     Attributes:
         title, name, repair, subtle: as in ``Hypothesis``.
-        edits: to compute that at one place; none where it would compute what is right there.
+        edits: returns the edits that make the mistake at one place; none where what it computes is right.
         value, tuned: as in ``Hypothesis``.
     """
 
@@ -130,16 +132,16 @@ def everywhere_and_somewhere(
     kinds: Callable[[Operation], Sequence[str]] = lambda operation: (),
     where: str = "",
 ) -> Iterator[Hypothesis]:
-    """Yield each mistake made with all operations at once, with those of each kind, and with each alone if they are
-    few.
+    """Yield each mistake made with all operations at once, with those of each kind, and, if they are
+    few, with each alone.
 
     Args:
-        mistakes: to make.
-        operations: those of one sort in the reference.
+        mistakes: the mistakes to make.
+        operations: the reference's operations of one sort.
         module: the reference.
-        place: of an operation, for names and messages; None to try all at once only.
-        kinds: of an operation, for names and messages, where one argument of TE is for some of them.
-        where: the operations are, for names and messages; empty where they are all of their sort.
+        place: names where an operation is, for names and messages; None tries only all at once.
+        kinds: names the kinds of an operation, for names and messages, where one argument of TE is for some of them.
+        where: says where the operations are, for names and messages; empty if they are all of their sort.
     """
     for mistake in mistakes:
         changed = [operation for operation in operations if mistake.edits(operation)]
@@ -154,7 +156,7 @@ def everywhere_and_somewhere(
 
 
 def each_place(places: Sequence[str]) -> list[str]:
-    """Return names that tell places apart: of several in one module, each says which of them it is."""
+    """Return names that tell places apart: if a module has several, each name says which of them it is."""
     seen: Counter[str] = Counter()
     named = []
     for place in places:
@@ -173,7 +175,7 @@ def ordinal(count: int) -> str:
 def _by_kind(
     operations: Sequence[Operation], kinds: Callable[[Operation], Sequence[str]]
 ) -> dict[str, list[Operation]]:
-    """Some of the operations, more than one, by their kind; kinds that are of the same ones are one."""
+    """Group operations by kind, if a kind has several but not all; of two kinds with the same operations, keep one."""
     by_kind: dict[str, list[Operation]] = defaultdict(list)
     for operation in operations:
         for kind in kinds(operation):
@@ -210,11 +212,11 @@ def _made(
     )
 
 
-# Changes to a reference that hold at once, also where two are about one operation: its mask and its scale, say.
+# Two changes to a reference at once, also if both change one operation: its mask and its scale, say.
 
 
 def together(first: Sequence[Edit], second: Sequence[Edit]) -> tuple[Edit, ...] | None:
-    """Both mistakes' edits; None where they change the same thing."""
+    """Return both mistakes' edits; None if they change the same thing."""
     shared = {one.site for one in first} & {one.site for one in second}
     made = [one for one in (*first, *second) if one.site not in shared]
     for site in shared:
@@ -227,7 +229,7 @@ def together(first: Sequence[Edit], second: Sequence[Edit]) -> tuple[Edit, ...] 
 
 
 def _of_one_operation(one: Edit, other: Edit) -> tuple[Edit, ...]:
-    """Return the edits with which an operation is changed as both say; none where that cannot be."""
+    """Return the edits that change an operation in both ways; none if the two contradict each other."""
     if one.of is None or other.of is None or one.of.operation is not other.of.operation:
         return ()
     changes = _united(one.of.changes, other.of.changes)
@@ -235,7 +237,7 @@ def _of_one_operation(one: Edit, other: Edit) -> tuple[Edit, ...]:
 
 
 def _united(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any] | None:
-    """All changes; None where both change one thing. Of a tuple ``None`` says that an element stays as it is."""
+    """Merge the changes; return None if both change one thing. ``None`` inside a tuple leaves that element as it is."""
     united = dict(some)
     for name, value in others.items():
         if name not in united:
@@ -250,19 +252,19 @@ def _united(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any
     return united
 
 
-# The 16-bit dtypes in which a port may hold, by mistake, what belongs in FP32.
+# The 16-bit dtypes in which a port may, by mistake, hold what belongs in FP32.
 
 
 def low_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return those to look for in a port whose weights are of ``dtype``, the likeliest first.
+    """Return the dtypes to look for in a port whose weights are of ``dtype``, the likeliest first.
 
-    BF16 is looked for everywhere: autocast makes it of FP32, and code that was written for BF16 names it.
+    BF16 is always looked for: autocast turns FP32 into it, and code that was written for BF16 names it.
     """
     return (torch.float16, torch.bfloat16) if dtype is torch.float16 else (torch.bfloat16,)
 
 
 def short(dtype: torch.dtype) -> str:
-    """As precisions are named: ``bf16`` or ``fp16``."""
+    """Return the dtype's name in precisions: ``bf16`` or ``fp16``."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
@@ -270,7 +272,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def rounded_to(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` with the values that it has in ``dtype``, in its own dtype; None rounds nothing.
+    """Round ``x`` to the values of ``dtype``, but keep its own dtype; None rounds nothing.
 
     The gradient is that of the identity.
     """

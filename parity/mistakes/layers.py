@@ -18,15 +18,15 @@ from parity.mistakes.weight_maps import Shapes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users
 
-# Layers, or experts, whose weights TE holds in another order than the reference, and layers that compute twice.
+# Layers, or experts, whose weights TE holds in another order than the reference, and layers that are called twice.
 #
-# A weight map names them by number: ``layers.3.norm.weight``, or ``fc1.weight3`` of ``GroupedLinear``.
+# A weight map names them by number: ``layers.3.norm.weight``, or ``fc1.weight3`` of a ``GroupedLinear``.
 
 
-_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # the first one is the layer's, others are of what it is made of
+_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # the first match is the layer's number, others are of its parts
 _EXPERT = re.compile(r"(?<=weight)\d+$|(?<=bias)\d+$")
 _NUMBER = re.compile(r"\d+")
-_MOST_NAMED = 12  # numbers of an order that a message lists
+_MOST_NAMED = 12  # a message lists at most so many numbers of an order
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,13 @@ class _Stack:
     """Numbered parts of TE's module, all alike, and what the map fills each from.
 
     Attributes:
-        title: of a finding on their order.
-        what: TE's parts, before their number; of experts the grouped layer that has them, empty for all.
-        numbers: TE's, in order.
-        lefts: for each number, one side of the reference for every parameter of the part.
-        rights: for each number, TE's names for every parameter of the part.
-        order: for each of the reference's parts, in the reference's order, which number's sides it is (from 0).
+        title: the title of a finding about their order.
+        what: the name of TE's parts, before their number; for experts the grouped layer that has them, empty for all.
+        numbers: TE's numbers, in order.
+        lefts: for each number, the reference's side of every parameter of the part.
+        rights: for each number, TE's names of every parameter of the part.
+        order: for each of the reference's parts, in the reference's order, the index of the number that
+            it fills (from 0).
     """
 
     title: str
@@ -85,14 +86,14 @@ def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
 
 
 def _whose_experts(name: str) -> tuple[str, str]:
-    """All, in all layers; and those of one of a mixture's grouped layers, which may be filled by another rule."""
+    """Return two groups of a parameter: all experts of all layers, and those of one grouped layer of a mixture."""
     return "", _LAYER.sub("#", name).rpartition(".")[0]
 
 
 def _stack(
     title: str, what: str, by_number: Mapping[int, Mapping[str, tuple[Side, str]]], shapes: Shapes
 ) -> _Stack | None:
-    """None where there is one part, or they are not alike."""
+    """Return the stack that these numbered parts make; None if there is one part, or they are not alike."""
     numbers = tuple(sorted(by_number))
     alike = list(by_number[numbers[0]])
     if len(numbers) < 2 or any(set(by_number[number]) != set(alike) for number in numbers):
@@ -105,7 +106,7 @@ def _stack(
 
 
 def _order_of(lefts: Sequence[Side]) -> tuple[int, ...]:
-    """By the number in which the reference's names differ; as they come where they differ in none."""
+    """Return the reference's order by the number in which its names differ; if they differ in none, as they come."""
     numbers = [tuple(map(int, _NUMBER.findall(next(iter(names(left)))))) for left in lefts]
     if len({len(one) for one in numbers}) == 1:
         for column in zip(*numbers, strict=True):
@@ -115,7 +116,7 @@ def _order_of(lefts: Sequence[Side]) -> tuple[int, ...]:
 
 
 def _orders(stack: _Stack) -> Iterator[tuple[int, ...]]:
-    """Which of the reference's parts TE may hold at each place: by the map's numbers, or as lists are often sorted."""
+    """Yield the likely orders of the reference's parts in TE: by the map's numbers, or as lists are often sorted."""
     count = len(stack.numbers)
     place = {source: number for number, source in enumerate(stack.order)}
     own = tuple(range(count))
@@ -133,7 +134,7 @@ def _inverse(order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Module) -> Hypothesis:
-    """That the part at each place computes with the weights of the reference's part at ``order[place]``."""
+    """Return the mistake that the part at each place has the weights of the reference's part at ``order[place]``."""
     numbers = [stack.numbers[source] for source in order]
     held = ", ".join(map(str, numbers[:_MOST_NAMED])) + (", ..." if len(numbers) > _MOST_NAMED else "")
     of_one = f" of {stack.what}" if stack.what else ""
@@ -149,7 +150,7 @@ def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Mo
 
 
 def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Container[str]) -> Iterator[Hypothesis]:
-    """That parts which get no gradient are not called, and another computes in their place."""
+    """Yield mistakes where parts which get no gradient are not called, and that another one computes in their place."""
     idle = [place for place, rights in enumerate(stack.rights) if all(name in unused for name in rights)]
     if stack.title != "layers-permuted" or not idle:
         return
@@ -168,7 +169,7 @@ def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Containe
 
 
 def _reading(stack: _Stack, order: Sequence[int], shapes: Shapes) -> ReadWeights:
-    """The reference's parts would hold those at ``order``, both counted in the reference's order."""
+    """Return a reading in which the reference's parts hold those at ``order``, both in the reference's order."""
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
         like = next(iter(reference.values()))
@@ -183,15 +184,15 @@ def _reading(stack: _Stack, order: Sequence[int], shapes: Shapes) -> ReadWeights
     return read
 
 
-# Attention and MLP side by side on one input, and ports that put them one after the other.
+# Attention and MLP in parallel on one input, and ports that put them one after the other.
 #
-# What sums the two branches may add them in any order, and both may read one norm, as in GPT-J, Phi and Cohere, or each
-# its own, as in GPT-NeoX.
+# A reference may sum the two branches in any order, and both may read one norm, as in GPT-J, Phi and
+# Cohere, or each its own, as in GPT-NeoX.
 
 
 _THROUGH = CASTS | {"dropout"}
 _ENDS = RESHAPES | {"dropout", "mul"}  # what may follow a branch's last linear layer, and its bias
-_MOST_ANCESTORS = 400  # of a branch
+_MOST_ANCESTORS = 400  # how far back a branch is followed
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class ParallelBlock:
         return ".".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False)))
 
     def without_norm(self) -> tuple[Edit, ...]:
-        """The second branch is to read the stream, where the first one alone has its norm."""
+        """Return the edits under which the second branch reads the stream, and only the first one its norm."""
         if not self.shared:
             return ()
         given = (self.stream,)
@@ -229,7 +230,7 @@ class ParallelBlock:
         )
 
     def in_sequence(self) -> tuple[Edit, ...]:
-        """The second branch is to read the sum of the stream and the first."""
+        """Return the edits under which the second branch reads the sum of the stream and the first."""
         given = (self.stream, self.first, *self.norm.needs[1:])
 
         def normed(stream: Tensor, first: Tensor, *affine: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ class ParallelBlock:
 
 
 def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That blocks which the reference has side by side follow each other, or that one reads no norm."""
+    """Yield mistakes where blocks which are parallel in the reference follow each other, or that one reads no norm."""
     mistakes: tuple[Mistake[ParallelBlock], ...] = (
         Mistake(
             "parallel-block",
@@ -260,7 +261,7 @@ def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
 
 
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:
-    """Return every two blocks side by side, in order."""
+    """Return every pair of parallel blocks, in order."""
     normed = norms(trace)
     sums = (call for call in trace.calls if _is_sum(call))
     return [block for call in sums if (block := _block(trace, call, normed)) is not None] if normed else []
@@ -295,7 +296,7 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
 
 
 def _terms(trace: Trace, call: Call) -> Iterator[Value]:
-    """Yield what a sum adds up, through sums that nothing else reads."""
+    """Yield the terms of a sum, looking into sums that nothing else reads."""
     for operand in call.inputs[:2]:
         value = back(trace, operand, _THROUGH)
         producer = trace.producer(value)
@@ -306,7 +307,7 @@ def _terms(trace: Trace, call: Call) -> Iterator[Value]:
 
 
 def ends_a_branch(trace: Trace, value: Value) -> bool:
-    """Return whether a value is what a linear layer returns, but for its bias, its scale and its shape."""
+    """Return whether a linear layer computes the value, apart from its bias, its scale and its shape."""
     call = trace.producer(back_along(trace, value, _ENDS))
     while call is not None and call.outputs and _adds_parameter(trace, call):
         call = trace.producer(back_along(trace, call.inputs[0], _ENDS))
@@ -314,7 +315,7 @@ def ends_a_branch(trace: Trace, value: Value) -> bool:
 
 
 def _adds_parameter(trace: Trace, call: Call) -> bool:
-    """Return whether a call adds a bias, and no other branch."""
+    """Return whether a call adds a bias, and not another branch."""
     named = binary(call)
     return named is not None and named[0] == "add" and trace.parameter(back(trace, named[2])) is not None
 
@@ -327,7 +328,7 @@ def _readers(trace: Trace, result: Value, of_second: Sequence[Value]) -> tuple[C
 
 
 def _reading_normed(call: Call, norm: Value, given: tuple[Value, ...], normed: Callable[..., Tensor]) -> Edit:
-    """The linear layer is to read what ``normed`` makes of the values in the place of the norm's result."""
+    """Return the edit under which a linear layer reads ``normed(*given)`` in the place of the norm's result."""
     others = [value for value in call.inputs if value != norm]
 
     def compute(was: Tensor, *values: Tensor) -> Tensor:
@@ -340,26 +341,26 @@ def _reading_normed(call: Call, norm: Value, given: tuple[Value, ...], normed: C
     return edit(call, (*given, *others), compute)
 
 
-# Terms of sums that a port leaves out, told by the parameters that get no gradient: shared experts, a whole layer.
+# Terms of sums that a port leaves out, such as shared experts or a whole layer: their parameters get no gradient.
 
 
-_MOST_PARAMETERS = 3  # of the parameters that a message lists
-_FEW = 4  # calls, of which a norm's gain is made: a cast, a sum
+_MOST_PARAMETERS = 3  # a message lists at most so many parameters
+_FEW = 4  # a norm's gain is computed by at most so many calls: a cast, a sum
 
 
 def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[str]:
-    """Return the reference's names of parameters that only these of TE hold."""
+    """Return the reference's names of the parameters that only these parameters of TE hold."""
     held = (left for left, right in weights.items() if all(name in unused for name in names(right)))
     return frozenset(name for left in held for name in names(left))
 
 
 def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
-    """That every term is left out that is added and made of unused parameters, as far as they tell it from the other.
+    """Yield the mistake that all terms made of unused parameters are left out of their sums.
 
     Args:
-        trace: of the reference.
+        trace: the reference's trace.
         module: the reference.
-        unused: its parameters, by name, which get no gradient in the port.
+        unused: names of the reference's parameters that get no gradient in the port.
     """
     made_of = _parameters(trace) if unused else {}
     edits: list[Edit] = []
@@ -370,7 +371,7 @@ def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[
             if own and own <= unused:
                 edits.append(edit(call, (kept,), _instead))
                 branches |= dict.fromkeys(sorted(own))
-    if len(branches) > 1:  # of a single one its own finding says enough
+    if len(branches) > 1:  # a single parameter's own finding says enough
         named, more = _listed(list(branches))
         yield Hypothesis(
             "branch-missing",
@@ -382,7 +383,7 @@ def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[
 
 
 def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
-    """That the norms are left out whose weights get no gradient in the port; arguments as above."""
+    """Yield the mistake that norms are left out whose weights get no gradient in the port; arguments as above."""
     bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
     if bare:
         named, more = _listed([norm.call.module for norm in bare])
@@ -396,13 +397,13 @@ def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[st
 
 
 def _listed(places: Sequence[str]) -> tuple[str, str]:
-    """Return the first of them, and how many there are besides; empty for none."""
+    """Return the first of these names, and how many more there are; empty if there are none."""
     others = len(places) - _MOST_PARAMETERS
     return ", ".join(places[:_MOST_PARAMETERS]), f" and {others} more" if others > 0 else ""
 
 
 def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
-    """Return the parameters of which a norm's gain is made: itself, or one that is stored less 1."""
+    """Return the parameters that a norm's gain is computed from: itself, or one that is stored less 1."""
     made_of = () if norm.gain is None else (norm.gain, *ancestors(trace, norm.gain, _FEW))
     return frozenset(name for value in made_of if (name := trace.parameter(value)) is not None)
 
@@ -412,7 +413,7 @@ def _instead(was: Tensor, kept: Tensor) -> Tensor:
 
 
 def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
-    """Of a sum of two activations what would be kept and what left out, either way."""
+    """Yield both ways to keep one of two added activations and leave out the other."""
     match binary(call):
         case ("add", Value() as left, Value() as right):
             if trace.parameter(left) is None and trace.parameter(right) is None:
@@ -420,7 +421,7 @@ def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
 
 
 def _parameters(trace: Trace) -> dict[int, frozenset[str]]:
-    """By each value's number, of which parameters it is made."""
+    """Return, by each value's number, the parameters that it is computed from."""
     found: dict[int, frozenset[str]] = {number: frozenset([name]) for number, name in trace.parameters.items()}
     for call in trace.calls:
         of_call = frozenset().union(*(found.get(value.number, frozenset()) for value in call.inputs))

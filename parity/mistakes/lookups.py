@@ -1,7 +1,7 @@
-"""Rows of tables that a reference looks up or adds by position, and ports that take others.
+"""Mistakes in tables whose rows a reference looks up, or adds by position: ports take other rows.
 
-Learned positions that begin at 2, as OPT's and RoBERTa's do; positions that padding does not count for; a table that
-begins with the class token's row; T5's buckets of distances.
+Learned positions begin at 2 in OPT and RoBERTa; positions may leave out padding; a table may begin with the class
+token's row; T5 looks up buckets of distances.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from parity.trace.walk import RESHAPES, back, binary
 Reindex = Callable[[Tensor], Tensor]
 
 _SHIFTS = (-2, -1, 1, 2)
-_FEW_ROWS = 32  # of a table of token types or segments, not of words
+_FEW_ROWS = 32  # a table with no more rows is of token types or segments, not of words
 _SPECIAL_TOKENS = (1, 2, 5)  # of ViT's: the class token, DeiT's two, the class token and four registers
-_FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # distances from which on T5 tells none from another; its own is 128
+_FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # T5 puts all distances from this one on into one bucket; its own is 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Lookup:
     traced: Tensor
 
     def edits(self, change: Reindex) -> tuple[Edit, ...]:
-        """The rows of a changed index are to be returned; none where it is the same or leaves the table."""
+        """Return the edits that look up a changed index; empty if it is the same or leaves the table."""
         changed = change(self.traced)
         if torch.equal(changed, self.traced) or bool(((changed < 0) | (changed >= self.rows)).any()):
             return ()
@@ -68,7 +68,7 @@ class Addition:
     positions: int
 
     def edits(self, change: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
-        """A changed table is to be added."""
+        """Return the edits that add a changed table."""
         return (edit(self.call, (self.table,), lambda was, table: was + (change(table) - table).to(was.dtype)),)
 
 
@@ -113,12 +113,13 @@ def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
-    """T5's buckets of distances: the near ones each its own, the far ones by their logarithm (arXiv 1910.10683).
+    """Return T5's buckets of distances: near ones have a bucket each, far ones share them by logarithm
+    (arXiv 1910.10683).
 
     Args:
-        distances: key's position less query's, integers.
+        distances: the key's position less the query's, integers.
         buckets: how many there are.
-        farthest: distance from which on all are in the last bucket.
+        farthest: the distance from which on all are in the last bucket.
         both_directions: whether keys after their query have half of the buckets; else they are in the first.
     """
     first = torch.zeros_like(distances)
@@ -155,7 +156,7 @@ def _lookup(trace: Trace, call: Call) -> Lookup | None:
 
 
 def _are_positions(index: Tensor) -> bool:
-    """Return whether most go up by one along a sequence."""
+    """Return whether most ids go up by one along a sequence."""
     return index.dim() in (1, 2) and index.shape[-1] > 2 and (index.diff() == 1).double().mean().item() > 0.5
 
 
@@ -169,7 +170,7 @@ def _shifted(by: int) -> Mistake[Lookup]:
 
 
 def _other_ids(by: int) -> Mistake[Lookup]:
-    """As where a vocabulary's special tokens were counted on one side alone."""
+    """Return the mistake that ids are off by a number, as if one side alone counted a vocabulary's special tokens."""
     return Mistake(
         "embedding-position",
         f"ids off by {by:+d}",
@@ -179,7 +180,7 @@ def _other_ids(by: int) -> Mistake[Lookup]:
 
 
 def _ids_of_other_positions() -> Iterator[Mistake[Lookup]]:
-    """As where inputs were shifted for labels, once too often or not at all."""
+    """Yield ids of other positions, as if inputs had been shifted for labels once too often or not at all."""
     moves: dict[str, Reindex] = {
         "the position before": lambda index: index.roll(1, -1),
         "the position after": lambda index: index.roll(-1, -1),
@@ -195,7 +196,7 @@ def _ids_of_other_positions() -> Iterator[Mistake[Lookup]]:
 
 
 def _first_row() -> Mistake[Lookup]:
-    """As where token types were not passed on."""
+    """Return the mistake that the first row is taken for all, as if token types had not been passed on."""
     return Mistake(
         "embedding-position",
         "first row for all",
@@ -205,7 +206,7 @@ def _first_row() -> Mistake[Lookup]:
 
 
 def _counted_from(first: int) -> Mistake[Lookup]:
-    """Without regard to padding, which the reference's positions leave out."""
+    """Return the mistake that positions are counted without regard to padding, which the reference's leave out."""
     return Mistake(
         "embedding-position",
         f"positions from {first} on",
@@ -224,7 +225,7 @@ def _rolled(by: int) -> Mistake[Addition]:
 
 
 def _without_first(count: int) -> Mistake[Addition]:
-    """As where a table is added to patches, before special tokens come in front of them."""
+    """Return the mistake that the first positions get none, as if special tokens came in front after the sum."""
     return Mistake(
         "embedding-position",
         f"table without its first {count}",
@@ -234,7 +235,7 @@ def _without_first(count: int) -> Mistake[Addition]:
 
 
 def _from_position(count: int) -> Mistake[Addition]:
-    """As where these patches have a table of their own, which begins with the first patch."""
+    """Return the mistake that the table begins after the first positions, as if it were of the patches alone."""
     return Mistake(
         "embedding-position",
         f"table from position {count} on",
@@ -245,12 +246,12 @@ def _from_position(count: int) -> Mistake[Addition]:
 
 
 def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
-    """Zeros for so many positions, then the rows."""
+    """Put zeros for so many positions before the rows."""
     return torch.cat((torch.zeros_like(table[..., :count, :]), rows), -2)
 
 
 def _of_two_axes() -> Iterator[Mistake[Lookup]]:
-    """Yield a table of relative positions, read with query and key exchanged, or with its rows and columns."""
+    """Yield a table of relative positions read with query and key, or with rows and columns, exchanged."""
     yield Mistake(
         "attention-bias",
         "relative positions of the other sign",
@@ -266,19 +267,21 @@ def _of_two_axes() -> Iterator[Mistake[Lookup]]:
 
 
 def _turned(index: Tensor) -> Tensor:
-    """Return the transpose of a square index, which may have been flattened."""
+    """Return the transpose of a square index, which may be flattened."""
     side = _side(index.numel())
     return index.reshape(side, side).T.reshape(index.shape) if side else index
 
 
 def _side(count: int) -> int:
-    """Of a square of so many; 0 where they are none."""
+    """Return the side of a square of so many places; 0 if they make no square."""
     side = math.isqrt(count)
     return side if side * side == count else 0
 
 
 def _grid_turned(before: int) -> Mistake[Addition]:
-    """Of a table of positions in a square, behind some of another kind: as where patches come column by column."""
+    """Return the mistake that patches come column by column: a square table of positions, behind ``before`` others, is
+    transposed.
+    """
 
     def turned(table: Tensor) -> Tensor:
         first, grid = table.split((before, table.shape[-2] - before), -2)
@@ -294,7 +297,7 @@ def _grid_turned(before: int) -> Mistake[Addition]:
 
 
 def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
-    """Where the index is T5's bucket of each distance, the buckets of other settings."""
+    """Yield T5's buckets with other settings, where the index is T5's bucket of each distance."""
     if index.dim() < 2 or rows < 8:
         return
     queries, keys = index.shape[-2:]

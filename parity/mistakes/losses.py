@@ -27,11 +27,13 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the mean of each sequence's sum": lambda losses, counts: losses.sum(-1).mean(),
     SUM: lambda losses, counts: losses.sum(),
 }
-"""Of losses ``[sequences, tokens]``, 0 where a token does not count, and of which count: 1 or 0."""
+"""Averages of losses ``[sequences, tokens]``, which are 0 for tokens that do not count, and of counts,
+which are 1 or 0.
+"""
 
 
 def loss_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Other averages of the reference's losses ``[batch, seq]``, of which some tokens count."""
+    """Yield other averages of the reference's losses ``[batch, seq]``, of which some tokens count."""
     for call in trace.calls:
         summed = _average(trace, call)
         for described, average in AVERAGES.items() if summed else ():
@@ -51,7 +53,7 @@ def _instead(average: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
 
 
 def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
-    """Return the losses and where they count, of a sum that is divided by another."""
+    """Return the losses and which of them count, if the call divides a sum of losses by their count."""
     named = binary(call)
     if named is None or named[0] != "div":
         return None
@@ -102,7 +104,7 @@ class CrossEntropy:
     clamped: bool = False
 
     def compute(self, was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, in the place of what the call returned."""
+        """Return the loss that takes the place of what the call returned."""
         labels = labels.clamp(min=0) if self.clamped else labels
         losses = F.cross_entropy(
             logits, labels, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
@@ -116,7 +118,7 @@ class CrossEntropy:
         return AVERAGES[self.average](*by_sequence).to(was.dtype)
 
     def edits(self, **changes: object) -> tuple[Edit, ...]:
-        """The loss is to be computed with other attributes; none where they are the same."""
+        """Return the edits that compute the loss with other attributes; empty if they are the same."""
         changed = replace(self, **changes)  # type: ignore[arg-type]
         return () if changed == self else (edit(self.call, (self.logits, self.labels), changed.compute),)
 
@@ -154,7 +156,7 @@ def _called(trace: Trace, call: Call) -> CrossEntropy | None:
 
 
 def _sequences(trace: Trace, labels: Value) -> int:
-    """Into how many rows the labels came before they were made one."""
+    """Return how many rows the labels had before they were flattened; 1 if that is not known."""
     value = labels
     while trace.tensor(value).dim() < 2:
         made = trace.producer(value)
@@ -228,7 +230,7 @@ def _ignoring(label: int) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
     return lambda one: one.edits(ignored=label) if label in one.pads else ()
 
 
-# Which position's label each position's logits are compared with, and ports that take another one's.
+# Labels that are shifted against the logits: which position's label each is compared with, and ports that take another.
 
 
 _SLICES = RESHAPES | {"getitem", "narrow"}
@@ -263,11 +265,11 @@ class _Shifted:
         return self.labels.start - self.logits.start
 
     def edits(self, further: int, shorter: bool) -> tuple[Edit, ...]:
-        """Another label is taken; none where it is the same, or no two positions meet.
+        """Return the edits that take labels of other positions; empty if they are the same, or no two positions meet.
 
         Args:
-            further: how many positions on it is.
-            shorter: whether no more positions count than the reference's, where more could.
+            further: how many positions further on the label is.
+            shorter: whether no more positions count than the reference's, even if more could.
         """
         first, label = max(0, -further), max(0, further)
         count = min(self.logits.positions - first, self.labels.positions - label)
@@ -283,7 +285,7 @@ class _Shifted:
 
 
 def label_shift_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Labels of other positions, for each cross entropy of the reference whose logits and labels have positions."""
+    """Yield labels of other positions, for each cross entropy whose logits and labels have positions."""
     found = [shifted for loss in cross_entropies(trace) if (shifted := _shifted(trace, loss)) is not None]
     if found:
         yield from everywhere_and_somewhere(_shift_mistakes(found), found, module, lambda one: one.loss.call.module)
@@ -314,13 +316,14 @@ def _shifted(trace: Trace, loss: CrossEntropy) -> _Shifted | None:
 
 
 def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | None:
-    """Of which whole a value is a part, before it was flattened or its classes moved; None where that is not seen.
+    """Return the part of a whole that was flattened, or whose classes were moved, to the value; None if
+    that is not seen.
 
     Args:
-        trace: of the reference.
+        trace: the reference's trace.
         value: logits or labels, as the loss is given them.
-        dims: that they have before they are flattened.
-        count: positions that are read; None for as many as there are.
+        dims: how many dimensions they have before they are flattened.
+        count: how many positions are read; None for as many as there are.
     """
     before = [value]
     while (made := trace.producer(before[-1])) is not None and made.name in _SLICES and made.inputs:
@@ -339,7 +342,7 @@ def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | N
 
 
 def _starts(whole: Tensor, part: Tensor) -> int | None:
-    """Where a part begins in the second dimension; None if it is none."""
+    """Return where in the whole's second dimension a part begins; None if it is no part of it."""
     if whole.dim() != part.dim() or whole.shape[0] != part.shape[0] or whole.shape[2:] != part.shape[2:]:
         return None
     count = part.shape[1]

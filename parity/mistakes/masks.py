@@ -17,10 +17,10 @@ from parity.mistakes.hypothesis import Mistake
 from parity.numerics.blocked_attention import Band, distance_of
 from parity.trace.trace import Edit
 
-# Slopes of ALiBi, a bias that falls with the distance of a key, and which others a port has (arXiv 2108.12409).
+# ALiBi's slopes: a bias that falls with the distance of a key (arXiv 2108.12409), and which slopes a port may have.
 
 
-_EXACT = 1e-3  # of a slope, by which a bias in a 16-bit dtype may deviate from it
+_EXACT = 1e-3  # a bias in a 16-bit dtype may deviate from its slope by this share of it
 
 
 def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -44,7 +44,9 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
 
 
 def papers_slopes(heads: int) -> Tensor:
-    """``[heads]``, FP64: a geometric sequence for a power of 2, else every other one of a longer one besides."""
+    """Return the paper's slopes ``[heads]``, FP64: a geometric sequence, and for no power of 2 every
+    other of a longer one.
+    """
     power = 2 ** math.floor(math.log2(heads))
     first = 2.0 ** (-8.0 * torch.arange(1.0, power + 1.0, dtype=torch.float64) / power)
     between = 2.0 ** (-4.0 * (2.0 * torch.arange(heads - power, dtype=torch.float64) + 1.0) / power)
@@ -52,7 +54,9 @@ def papers_slopes(heads: int) -> Tensor:
 
 
 def _slopes(bias: Tensor) -> Tensor | None:
-    """``[heads]``, FP64: by how much each head's bias rises from one key to the next, for every query alike."""
+    """Return each head's rise from one key to the next, ``[heads]`` in FP64; None if it is not the same
+    for all keys.
+    """
     if bias.dim() < 3 or bias.shape[-3] < 2 or bias.shape[-1] < 3:
         return None
     last = bias[(0,) * (bias.dim() - 3)][:, -1].double()  # the last query sees the nearest keys in any mask
@@ -67,11 +71,11 @@ def _slopes(bias: Tensor) -> Tensor | None:
 
 
 HIDDEN = -1e30
-"""Added to a score whose key is hidden: a query that sees no key weighs all alike, where -inf would make it NaN."""
+"""Added to the score of a hidden key. Not -inf, so that a query that sees no key weighs all alike and is not NaN."""
 
 _HIDES = -5000.0
-"""Added to a score, at most: no weight is left of the key. BERT's masks add -10,000, which FP16 holds; a bias by
-distance, which is no mask, comes so far at 10,000 keys."""
+"""A key is hidden if no more than this is added to its score: no weight is left of it. BERT's masks add -10,000, which
+FP16 holds; a bias by distance, which is no mask, reaches this value only at 10,000 keys."""
 
 Bias = Callable[[Tensor], Tensor]
 
@@ -84,7 +88,7 @@ class Masked(Protocol):
 
 
 def _mask_mistake(title: str, name: str, repair: str, bias: Bias) -> Mistake[Masked]:
-    """Return the mistake of adding ``bias`` of the reference's mask, ``[..., queries, keys]``, to the scores."""
+    """Return the mistake of adding ``bias(mask)`` for the reference's mask, ``[..., queries, keys]``, to the scores."""
     return Mistake(title, name, repair, lambda one: one.masked_by(bias))
 
 
@@ -152,7 +156,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
-    """Padding at the sequences' other end, or one key more or less of it."""
+    """Yield padding at the sequences' other end, or one key too many or too few of it."""
     right = "hide the keys that the reference hides, and no others"
     last = bool(_padding(bias)[..., -1].any())
     end, other = ("last", "first") if last else ("first", "last")
@@ -183,7 +187,7 @@ def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _moved(padding: Tensor, by: int, last: bool) -> Tensor:
-    """Padding that begins, seen from the tokens, a key later for 1 and a key earlier for -1."""
+    """Move where padding begins, seen from the tokens: one key later for 1, one key earlier for -1."""
     ordered = padding if last else padding.flip(-1)
     edge = torch.full_like(ordered[..., :1], by < 0)
     moved = torch.cat((edge, ordered[..., :-1]) if by > 0 else (ordered[..., 1:], edge), -1)
@@ -200,7 +204,7 @@ def _padded_otherwise(bias: Tensor, change: Callable[[Tensor], Tensor], queries_
 
 
 def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[Mistake[Masked]]:
-    """Of queries that come after most keys, as in a step of decoding: keys that are lost at either end."""
+    """Yield keys lost at either end for queries that come after most keys, as in a step of decoding."""
     if keys <= queries or band is None or min(band.right, keys - 1) < keys - queries:
         return
     right = "let each query see the keys that the reference's sees: all before it, and its own"
@@ -265,7 +269,7 @@ def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _moved_heads(bias: Tensor) -> dict[str, Bias]:
-    """Other heads whose bias a head may have, where ``[..., heads, queries, keys]`` is not the same for all."""
+    """Return which other head's bias a head may have, if those of ``[..., heads, queries, keys]`` differ."""
     if bias.dim() < 3 or torch.equal(bias, bias.roll(1, -3)):
         return {}
     return {
@@ -295,7 +299,7 @@ def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
 
 
 def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, str, str, str]]:
-    """Other bands, each with a title, a name and a repair."""
+    """Yield other bands, each with a title, a name and a repair."""
     if math.isinf(band.right):
         repair = 'give TE attn_mask_type="no_mask" (or "padding"); its layers hide later keys by default'
         yield replace(band, right=0), "mask", "causal mask added", repair
@@ -327,7 +331,7 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
 
 
 def _own_key(band: Band, queries: int, keys: int) -> int:
-    """How far right of a query's number its own key is: not at all, or at the bottom right corner of the mask."""
+    """Return how far right of a query's number its own key is: 0, or as far as the bottom right corner of the mask."""
     corner = keys - queries
     return corner if 0 < corner == band.right != band.left else 0
 
@@ -337,7 +341,9 @@ def _moved_by(band: Band, places: int) -> Band:
 
 
 def _other_windows(band: Band, keys: int) -> Iterator[float]:
-    """Numbers of keys before its own that a query may see instead, so different that each leads to those near it."""
+    """Yield other numbers of keys that a query may see before its own, so far apart that each leads to
+    those near it.
+    """
     sizes = [band.left / 2, band.left * 2]
     if math.isinf(band.left):  # a search goes up to eight times as far, but not from one whole number to the next
         sizes = [*(keys * share for share in (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)), *range(1, 4)]
@@ -345,7 +351,7 @@ def _other_windows(band: Band, keys: int) -> Iterator[float]:
 
 
 def _window_instead(band: Band, own: int, padded: bool, keys: int, size: float) -> Mistake[Masked]:
-    """Return a window of so many keys before a query's own one; on both sides where later keys are seen."""
+    """Return the mistake of a window of ``size`` keys before a query's own; on both sides if later keys are seen."""
     right = _moved_by(band, -own)
     left = min(max(round(size), 1), keys)
     other = _moved_by(Band(left, 0 if right.right == 0 else left), own)
@@ -368,7 +374,7 @@ def _band_instead(band: Band, padded: bool) -> Bias:
 
 
 def _lengths_of_padding(bias: Tensor) -> Tensor:
-    """As many tokens at the start as there are padded ones, which attend to each other; others see nothing."""
+    """Show as many tokens at the start as there are padded ones, to each other; all others see nothing."""
     length = _padding(bias).sum(-1, keepdim=True)
     queries, keys = bias.shape[-2:]
     beyond = (torch.arange(queries, device=bias.device)[:, None] >= length) | (
@@ -388,12 +394,12 @@ def _sparing(band: Band, padded: bool) -> Bias:
 
 
 def hidden_keys(bias: Tensor) -> Tensor:
-    """Where a key is hidden by what is added to its scores."""
+    """Return where what is added to the scores hides a key."""
     return bias <= _HIDES
 
 
 def _padding(bias: Tensor) -> Tensor:
-    """Keys that no query sees."""
+    """Return where a key is padding: no query sees it."""
     return hidden_keys(bias).all(-2, keepdim=True)
 
 
@@ -402,13 +408,13 @@ def without_hiding(bias: Tensor) -> Tensor:
     return bias.masked_fill(hidden_keys(bias), 0.0)
 
 
-# Masks of several sequences in one: each token sees its own sequence, and often only what came before.
+# Masks of several sequences in one: each token sees only its own sequence, and often only what comes before it.
 #
-# Packed sequences, documents and chunks are such masks. A prefix that all see, or padding before a sequence, is a mask
-# that is no band either; ports have the causal mask in its place.
+# Packed sequences, documents and chunks have such masks. A prefix that all see, and padding before a sequence, make
+# masks that are no band either; ports have the causal mask in their place.
 
 
-_FEW_BORDERS = 8  # of which each is tried elsewhere
+_FEW_BORDERS = 8  # if there are no more borders, each is tried at another place
 
 
 def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
@@ -480,7 +486,7 @@ def is_of_sequences(hidden: Tensor) -> bool:
 
 
 def sequences_instead(lengths: Sequence[int]) -> Bias:
-    """Return a causal mask in sequences of these lengths, in the place of another."""
+    """Return a bias that replaces a mask by a causal one over sequences of these lengths."""
     return _segments_instead(lengths, True)
 
 
@@ -495,7 +501,9 @@ def _window_for_segments(right: str, size: float) -> Mistake[Masked]:
 
 
 def lengths_of(hidden: Tensor) -> list[int] | None:
-    """Of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None if it is no such mask."""
+    """Return the lengths of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None
+    if it is not one.
+    """
     seq = hidden.shape[-1]
     if hidden.shape[-2] != seq or seq < 2 or not bool((hidden == hidden[(0,) * (hidden.dim() - 2)]).all()):
         return None
@@ -508,7 +516,7 @@ def lengths_of(hidden: Tensor) -> list[int] | None:
 
 
 def _between(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """Where query and key are of different sequences, ``[seq, seq]``."""
+    """Return where query and key are of different sequences, ``[seq, seq]``."""
     number = torch.arange(len(lengths), device=like.device).repeat_interleave(
         torch.tensor(lengths, device=like.device), output_size=sum(lengths)
     )
@@ -516,12 +524,12 @@ def _between(lengths: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _future(like: Tensor) -> Tensor:
-    """Keys that come later, ``[queries, keys]``."""
+    """Return which keys come after each query, ``[queries, keys]``."""
     return distance_of(range(like.shape[-2]), range(like.shape[-1]), like.device) > 0
 
 
 def _padded_before(hidden: Tensor) -> Tensor:
-    """Keys before the first one that the last query sees, ``[..., keys]``."""
+    """Return which keys come before the first one that the last query sees, ``[..., keys]``."""
     return (~hidden[..., -1, :]).cumsum(-1) == 0
 
 
@@ -535,7 +543,7 @@ def _as_padded_after(bias: Tensor) -> Tensor:
 
 
 def _instead(other: Callable[[Tensor], Tensor]) -> Bias:
-    """Return what ``other`` makes of the bias is hidden, and nothing else."""
+    """Return a bias that hides exactly the keys that ``other`` returns for it."""
     return lambda bias: without_hiding(bias).masked_fill(other(bias), HIDDEN)
 
 

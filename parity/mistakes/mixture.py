@@ -13,7 +13,7 @@ from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somew
 from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.trace.walk import CASTS, RESHAPES, back, binary, users
 
-# Routers of mixtures of experts in a trace: which scores choose a token's experts, and which weights they get.
+# Routers of mixtures of experts in a trace: which scores choose a token's experts, and how the experts are weighted.
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Router:
 
     @property
     def indices(self) -> Value:
-        """Of the chosen experts."""
+        """The indices of the chosen experts."""
         return self.choice.outputs[1]
 
 
@@ -88,7 +88,7 @@ def _router(trace: Trace, call: Call) -> Router | None:
 
 
 def _unmasked(trace: Trace, scores: Value) -> Value:
-    """The scores before those of some experts are masked, as DeepSeek's of groups that are not chosen."""
+    """Return the scores before those of some experts are masked, such as DeepSeek's groups that are not chosen."""
     shape = trace.tensor(scores).shape
     while (call := trace.producer(back(trace, scores))) is not None and call.name in ("masked_fill", "where"):
         masked = [x for x in call.inputs if trace.tensor(x).is_floating_point() and trace.tensor(x).shape == shape]
@@ -99,7 +99,7 @@ def _unmasked(trace: Trace, scores: Value) -> Value:
 
 
 def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Call | None]:
-    """Return the scores, what is added to all tokens' scores alike, and the call that adds it, where something is."""
+    """Return the scores without a bias, the bias that is added for all tokens, and the call that adds it."""
     call = trace.producer(back(trace, scores))
     match binary(call):
         case ("add", Value() as left, Value() as right):
@@ -111,7 +111,7 @@ def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Cal
 
 
 def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
-    """Return whether a value is the sum of another, a tiny number added or not."""
+    """Return whether a value is the sum of another, with or without a tiny number added."""
     call = trace.producer(back(trace, value))
     if call is not None and call.name == "add" and call.inputs:
         call = trace.producer(back(trace, call.inputs[0]))
@@ -134,7 +134,7 @@ def routing_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
     yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.choice.module)
     for one in everywhere_and_somewhere(_split_mistakes(), found, module, lambda one: one.choice.module):
-        # A token's expert depends on the others' here: the batch must not be cut to one row.
+        # A token's expert depends on the other tokens' here, so the batch must not be cut to one row.
         yield replace(one, around=lambda call: call)
 
 
@@ -186,7 +186,7 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
 
 
 def _bias_mistakes() -> Iterator[Mistake[Router]]:
-    """With a bias that the reference adds to the scores by which it chooses, or by which it weights, too."""
+    """Yield what ports get wrong about a bias that the reference adds to scores, for the choice or for the weights."""
     right = "add the router's bias to the scores where the reference does, "
     yield Mistake(
         "routing-bias",
@@ -263,7 +263,7 @@ def _equal(counts: Tensor, last: int) -> Tensor:
 
 
 def _weighted(router: Router, change: Callable[[Tensor], Tensor]) -> _Edits:
-    """The weights are to be changed."""
+    """Return the edits that change the weights."""
     if router.weighting is not router.choice:
         return (edit(router.weighting, (), change),)
     return (edit(router.choice, (), lambda was: type(was)((change(was[0]), was[1]))),)
@@ -294,7 +294,9 @@ def _activated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Callable
 
 
 def _chosen_by_activated(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    """As above, where something else reads the scores, such as an auxiliary loss, which TE computes by itself."""
+    """Return a function that chooses by activated scores, and leaves other readers of the scores, such as an
+    auxiliary loss (which TE computes by itself), as they are.
+    """
 
     def edits(router: Router) -> _Edits:
         own = router.activation
@@ -313,7 +315,7 @@ def _chosen_by_activated(name: str, activation: Callable[[Tensor], Tensor]) -> C
 
 
 def _taken_from(router: Router, source: Value) -> _Edits:
-    """The weights are of other scores."""
+    """Return the edits that take the weights from other scores."""
     if router.taken is None:
         return ()
     return (edit(router.taken, (source, router.indices), lambda was, x, indices: x.gather(-1, indices).to(was.dtype)),)
@@ -328,7 +330,9 @@ def _weights_without_bias(router: Router) -> _Edits:
 
 
 def _with_bias(scores: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    """The bias is to be added otherwise; whatever is made of the sum, such as masks of groups, follows."""
+    """Return a function that adds the bias otherwise; what is computed from the sum, such as masks of
+    groups, follows.
+    """
 
     def edits(router: Router) -> _Edits:
         if router.biasing is None or router.bias is None:
@@ -359,7 +363,7 @@ def _with_more(more: int) -> Callable[[Router], _Edits]:
 
 
 def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    """Tokens are sorted by their experts, and cut where other numbers of tokens say."""
+    """Return a function that sorts tokens by their experts, and cuts them at other counts."""
 
     def cut(indices: Tensor, experts: int) -> Tensor:
         right = indices.flatten()
@@ -372,11 +376,11 @@ def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
 
 
 def _rerouted(router: Router, change: Callable[[Tensor, int], Tensor]) -> _Edits:
-    """Tokens go to other experts, with the weights of the right ones.
+    """Return the edits that send tokens to other experts, with the weights of the right ones.
 
     Args:
-        router: of the reference.
-        change: from the right experts ``[..., k]`` and how many there are to the others.
+        router: the reference's router.
+        change: maps the right experts ``[..., k]``, and how many there are, to the others.
     """
 
     def chosen(was: Any, scores: Tensor) -> Any:

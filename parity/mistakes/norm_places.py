@@ -17,12 +17,12 @@ from parity.mistakes.residuals import Residual, residuals
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, unnumbered, users
 
-# Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, that a port has
+# Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, which a port puts
 # before its branches, as TE's layers do.
 
 
 def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That each norm after a sum comes before the sum's branch."""
+    """Yield the mistake that each norm after a sum comes before the sum's branch."""
     edits: list[Edit] = []
     for one in residuals(trace):
         after = next((norm for norm in norms(trace) if back(trace, norm.x) == one.call.outputs[0]), None)
@@ -39,7 +39,7 @@ def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
 
 
 def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """That each norm of a branch's result comes before the branch, or after the sum."""
+    """Yield the mistakes that each norm of a branch's result comes before the branch, or after the sum."""
     found = list(_normed_branches(trace))
     before = [one for call, stream, norm in found for one in _norm_before(trace, stream, norm, module)]
     right = "norm each branch's result before it is added, as the reference does"
@@ -56,7 +56,7 @@ def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
 
 
 def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
-    """Every ``stream + norm(branch)``: the sum, the stream, the norm; not where the stream's norm is added alone."""
+    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm is that of the stream."""
     by_result = {norm.call.outputs[0]: norm for norm in norms(trace)}
     for call in trace.calls:
         named = binary(call)
@@ -75,8 +75,8 @@ def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
 
 
 def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
-    """Yield mistakes in which a branch reads the norm of the stream, and the norm after it or its sum is left out."""
-    # Parameters are the module's own: the norm, which shows them to a trace, comes later than the branch.
+    """Yield the edits by which a branch reads the norm of the stream, and the norm after it or its sum is left out."""
+    # Parameters are read from the module: in the trace they first appear with the norm, after the branch.
     names = [trace.parameter(value) for value in after.needs[1:]]
     if None in names:
         return
@@ -99,14 +99,14 @@ def _of_prenormed(call: Call, given: Value, norm: Norm, names: list[str], module
     return compute
 
 
-# Norms of queries, keys and values that a port alone has: of some of them, of all, of each head, of all heads at once.
+# Norms of queries, keys and values that only a port has: of some of them, of all, of each head, of all heads at once.
 #
-# TE's ``qk_norm_type``, or norms of another model, with weights that say nothing, or with those of the keys.
+# They come from TE's ``qk_norm_type``, or from another model; their weights are 1 and 0, or those of the keys' norm.
 
 
 _EPS = 1e-5  # TE's default
 _EPS_OF_L2 = 1e-6  # TE's default for L2Normalization
-_NEAR = 24  # of a key's ancestors, among which its norm is
+_NEAR = 24  # a key's norm is looked for among so many of its ancestors
 
 Compute = Callable[[Tensor], Tensor]
 
@@ -147,7 +147,7 @@ def _of_queries_and_keys(kind: str, norm: Compute) -> Mistake[Attention]:
 
 
 def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
-    """Of other ones than queries and keys, or of all heads at once, as OLMo 2's."""
+    """Yield a norm of other combinations than queries and keys, or of all heads at once, as in OLMo 2."""
     arranged: dict[str, tuple[Compute | None, ...]] = {
         f"{kind} of values": (None, None, norm, None),
         f"{kind} of queries, keys and values": (norm, norm, norm, None),
@@ -165,7 +165,7 @@ def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
 
 
 def _of_all_heads(norm: Compute) -> Compute:
-    """Of ``[..., heads, seq, head_dim]`` the norm of each position's channels, of all heads."""
+    """Return the norm over all heads' channels at each position of ``[..., heads, seq, head_dim]``."""
 
     def computed(x: Tensor) -> Tensor:
         rows = norm(x.transpose(-3, -2).flatten(-2))
@@ -183,7 +183,7 @@ class _Keyed:
 
 
 def _of_key(trace: Trace, attention: Attention) -> Norm | None:
-    """The norm of each head that makes the keys, before a rotation or not; None where values may have it, too."""
+    """Return the norm of each head's keys, before or after a rotation; None if values may go through it as well."""
     *_, value = heads_of(trace, attention)
     made = set(ancestors(trace, attention.key, _NEAR)) | {attention.key}
     of_value = set(ancestors(trace, attention.value, _NEAR)) | {attention.value}
@@ -213,10 +213,10 @@ def _computed(norm: Norm, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
     return norm.compute(x, *parameters)
 
 
-# Norms that a port alone has: before linear layers, of queries and keys, of a branch's result, after a sum.
+# Norms that only a port has: before linear layers, of queries and keys, of a branch's result, after a sum.
 #
-# TE's ``LayerNormLinear`` and ``LayerNormMLP`` in the place of ``Linear`` and an MLP, ``qk_norm_type``, or norms of
-# another model, with weights that say nothing; in all layers, or in some.
+# They come from TE's ``LayerNormLinear`` and ``LayerNormMLP`` in the place of ``Linear`` and an MLP, from
+# ``qk_norm_type``, or from another model; their weights are 1 and 0. A port may have them in all layers, or in some.
 
 
 def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -248,7 +248,7 @@ def _of_branch(kind: str, norm: Compute) -> Mistake[Residual]:
 
 
 def _of_product(kind: str, norm: Compute) -> Mistake[Residual]:
-    """As above, before a gate, a gain or a number scales it."""
+    """Return the mistake of a norm before a gate, a gain or a number scales what the branch computes."""
 
     def edits(one: Residual) -> tuple[Edit, ...]:
         if one.product.outputs[0] == one.branch:
@@ -273,7 +273,7 @@ def _after_sum(kind: str, norm: Compute) -> Mistake[Residual]:
 
 
 def _alike(trace: Trace) -> list[list[Call]]:
-    """Linear layers that read no norm, those of the same name in all layers together."""
+    """Group linear layers that read no norm; those of the same name in all layers are in one group."""
     normed = {norm.call.outputs[0].number for norm in norms(trace)}
     alike: dict[tuple[str, ...], list[Call]] = defaultdict(list)
     for number, calls in _readers(trace).items():
@@ -284,7 +284,7 @@ def _alike(trace: Trace) -> list[list[Call]]:
 
 
 def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
-    """Return the calls that read one value, for each."""
+    """Group the calls by the value that they read."""
     found: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
         found[back(trace, call.inputs[0], CASTS).number].append(call)
@@ -294,7 +294,7 @@ def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
 def _before(
     calls: Sequence[Call], kind: str, norm: Compute, module: nn.Module, alike: Sequence[Call] = ()
 ) -> Hypothesis:
-    """That these linear layers, all or some of those that are alike, read a norm."""
+    """Return the mistake that these linear layers, all or some of those that are alike, read a norm."""
     first = _named(calls[0])
     others = f" and {len(calls) - 1} more like it" if len(calls) > 1 else ""
     as_reference = "as the reference does (Linear for LayerNormLinear, no LayerNormMLP)"
@@ -316,7 +316,7 @@ def _named(call: Call) -> str:
 
 
 def _readers(trace: Trace) -> dict[int, list[Call]]:
-    """Return the products with parameters by the number of the activation that each reads, casts aside."""
+    """Return the products with parameters by the number of the activation that each reads; casts do not count."""
     found: dict[int, list[Call]] = {}
     for call in trace.calls:
         given = _activation(trace, call)
@@ -337,7 +337,7 @@ def _of_normed(call: Call, norm: Compute) -> Edit:
 
 
 def _again(call: Call, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return the call, given something else in the place of its first tensor."""
+    """Return a function that makes the call with its first tensor changed."""
 
     def compute(was: Tensor, *inputs: Tensor) -> Tensor:
         given = dict(zip((value.number for value in call.inputs), _changed(inputs, change), strict=True))

@@ -58,7 +58,7 @@ class Norm:
     before_gain: torch.dtype | None = None
 
     def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        """Return the norm of ``x``, given those of gain and bias that there are."""
+        """Return the norm of ``x``, given its gain and bias if it has them."""
         return self.scaled(self.normalized(x), *parameters)
 
     def normalized(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Norm:
         return rounded_to(x * reciprocal, self.before_gain)
 
     def scaled(self, y: Tensor, *parameters: Tensor) -> Tensor:
-        """Return what is normalised times the gain, plus the bias, given those that there are."""
+        """Return the normalised value times the gain, plus the bias, if the norm has them."""
         affine = iter(parameters)
         y = y if self.gain is None else y * next(affine)
         return y if self.bias is None else y + next(affine)
@@ -87,7 +87,7 @@ class Norm:
         return tuple(value for value in (self.x, self.gain, self.bias) if value is not None)
 
     def edits(self, **changes: object) -> tuple[Edit, ...]:
-        """The norm is to be computed with other attributes; none where they are the same."""
+        """Return the edits that compute the norm with other attributes; empty if they are the same."""
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if changed == self:
             return ()
@@ -103,7 +103,7 @@ def norms(trace: Trace) -> list[Norm]:
 
 
 def _as_computed(trace: Trace, norm: Norm) -> Norm | None:
-    """Return what looks like a norm with the divisor that its result shows; None if it is none."""
+    """Return the norm with the divisor that its result shows; None if it only looks like a norm."""
     result = trace.tensor(norm.call.outputs[0])
     for one in (norm, replace(norm, unbiased=True)) if norm.centred else (norm,):
         if agree(one.compute(*map(trace.tensor, one.needs)), result):
@@ -131,7 +131,7 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
 
 
 def kinds(norm: Norm, trace: Trace) -> list[str]:
-    """Those of queries and keys have few channels; the last norm of a model is beside its list of layers."""
+    """Return a norm's kinds: by its channels, few for queries and keys, and by the list of layers that it is in."""
     of_size = f"norms of {trace.tensor(norm.x).shape[-1]} channels"
     in_list = _IN_LIST.match(f"{norm.call.module}.")
     return [of_size, *([f"{of_size} in {in_list[1]}"] if in_list else [])]
@@ -146,7 +146,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), subtle=eps in NORM_EPS)
 
     yield from numbers(with_eps, named, (*NORM_EPS, *LARGE_NORM_EPS))
-    # BF16 in an FP16 port is no subtle mistake.
+    # BF16 in an FP16 port is not a subtle mistake.
     for low in low_dtypes(dtype):
         yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
     if dtype is not torch.float32:
@@ -259,7 +259,7 @@ def _is_layer_norm(norm: Norm) -> bool:
 
 
 def _called(call: Call) -> Norm | None:
-    """Return a call of PyTorch's own norm."""
+    """Return the norm that a call of PyTorch's own computes."""
     if call.name == "normalize":
         return _normalized(call)
     if call.name not in ("rms_norm", "layer_norm") or not call.outputs:
@@ -273,7 +273,7 @@ def _called(call: Call) -> Norm | None:
 
 
 def _normalized(call: Call) -> Norm | None:
-    """``F.normalize`` over the last dimension, whose eps is the least length that it divides by."""
+    """Return the norm of an ``F.normalize`` over the last dimension, whose eps is the least length it divides by."""
     bound = inspect.signature(F.normalize).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -283,7 +283,7 @@ def _normalized(call: Call) -> Norm | None:
 
 
 def _written_out(trace: Trace, call: Call) -> Norm | None:
-    """Return a norm whose root is ``call``, reciprocal or not: its mean of squares before it, scaling after it."""
+    """Return the norm whose root, reciprocal or not, is ``call``: a mean of squares before it, scaling after it."""
     eps = 0.0
     match with_number(call):
         case ("pow", variance, exponent) if abs(exponent) == 0.5:
@@ -311,7 +311,7 @@ def _written_out(trace: Trace, call: Call) -> Norm | None:
 
 
 def _scaled_by(trace: Trace, root: Value, norm: Norm, differences: set[Value]) -> Norm | None:
-    """Return the norm in which one of these differences is multiplied by a root, or divided by it."""
+    """Return the norm in which one of these differences is multiplied or divided by a root."""
     for user, value in users(trace, root):
         named = binary(user)
         if named and named[0] in ("mul", "div") and back(trace, other(user, value)) in differences:
@@ -324,10 +324,10 @@ def _scaled_by(trace: Trace, root: Value, norm: Norm, differences: set[Value]) -
 
 
 def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Value]] | None:
-    """Of what a value is the mean of squares, or their sum.
+    """Return what a value is the mean (or the sum) of squares of.
 
     Returns:
-        The input, whether its mean was subtracted, whether squares are summed, and what is to be scaled.
+        The input, whether its mean was subtracted, whether squares are summed, and what may be scaled.
     """
     call = trace.producer(variance)
     if call is None or not call.inputs:
@@ -360,7 +360,7 @@ def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Val
 
 
 def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
-    """Wherever the mean is subtracted: some norms do it once for the squares, and again for what they scale."""
+    """Yield each subtraction of the mean: some norms do it once for the squares, and again for what they scale."""
     for call, value in users(trace, x):
         match binary(call):
             case ("sub", left, right) if left == value and back(trace, right) == mean:
@@ -368,7 +368,7 @@ def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
 
 
 def _with_parameters(trace: Trace, norm: Norm) -> Norm:
-    """Return the norm together with the gain and the bias that are applied next, if there are any."""
+    """Return the norm together with the gain and bias that are applied next, if there are any."""
     width = trace.tensor(norm.x).shape[-1:]
 
     def applied(wanted: str, call: Call) -> tuple[Call, Value | None]:
@@ -384,11 +384,11 @@ def _with_parameters(trace: Trace, norm: Norm) -> Norm:
     return replace(norm, call=call, gain=gain, bias=bias)
 
 
-# Norms that take more or fewer channels together than the reference's: those of one head, of a group, or of all.
+# Norms over more or fewer channels than the reference's: over those of one head, of a group, or of all heads.
 
 
-_FEWEST = 16  # channels of such a group
-_USUAL_COUNTS = (2, 4, 8)  # of groups, which nothing else in a reference may show, as of Mamba 2's norm
+_FEWEST = 16  # a group has at least so many channels
+_USUAL_COUNTS = (2, 4, 8)  # numbers of groups to try, as for Mamba 2's norm: nothing in a reference need show them
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,9 @@ class _Grouped:
     parts: frozenset[int]
 
     def edits(self, channels: int) -> tuple[Edit, ...]:
-        """So many channels are to be normalised at a time; none where they are, or where they are no part of all."""
+        """Return the edits that normalise so many channels at a time; empty if they are, or if that is
+        not a part of all.
+        """
         if channels not in self.parts:
             return ()
         norm, axis = self.norm, self.axis
@@ -423,9 +425,10 @@ class _Grouped:
 
 
 def norm_group_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Norms of each head for one of all heads, one of all heads for one of each, and other numbers of groups.
+    """Yield norms of each head for one of all heads, one of all heads for one of each, and other numbers of groups.
 
-    OLMo 2 and OLMoE normalise the queries of all heads at once, TE's ``qk_norm_type`` and most models those of each.
+    OLMo 2 and OLMoE normalise the queries of all heads at once, TE's ``qk_norm_type`` and most models
+    those of each head.
     """
     found = [_grouped(trace, norm) for norm in norms(trace)]
     yield from everywhere_and_somewhere(
@@ -455,12 +458,12 @@ def _axis(trace: Trace, norm: Norm) -> int | None:
 
 
 def _with_last(x: Tensor, axis: int) -> Tensor:
-    """One more dimension is part of the channels."""
+    """Merge one more dimension into the channels."""
     return x.movedim(axis, -2).flatten(-2)
 
 
 def _are_rows_of(x: Tensor, whole: Tensor) -> bool:
-    """Return whether two tensors have the same rows, in whatever order, as far as their first channel shows."""
+    """Return whether two tensors have the same rows in any order, judged by their first channel."""
     if x.shape[-1:] != whole.shape[-1:] or x.numel() != whole.numel():
         return False
     return torch.equal(*(tensor[..., 0].flatten().sort().values for tensor in (x, whole)))

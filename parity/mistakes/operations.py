@@ -20,17 +20,17 @@ from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywh
 from parity.trace.trace import Call, Edit, Site, Trace, Value, edit
 from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, unnumbered, users, with_number
 
-# Single calls of a reference that a port computes otherwise, tried where no mistake with a known meaning explains.
+# Single calls that a port computes otherwise, tried if no mistake with a known meaning explains the error.
 #
-# Calls that a model makes in each of its layers are changed in all of them at once; and so are those of a loop, which a
-# module makes alike.
+# Calls that a model makes in each of its layers are changed in all of them at once. So are those that a module makes in
+# each round of a loop.
 
 
-_LONG = 12  # rounds of a loop, of which a single one is hardly wrong alone
+_LONG = 12  # in a loop of more rounds, a single round is hardly wrong alone
 
 
 def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield every call of the reference, with each of its alternatives; of long loops, all rounds at once alone."""
+    """Yield each call of the reference with each of its alternatives; calls of long loops in all rounds at once."""
     rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
     for calls in alike(trace):
         if calls[0].site not in rounds:
@@ -44,7 +44,7 @@ def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
 
 
 def loop_operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Single calls of long loops, as of a scan over time, with each of their alternatives."""
+    """Yield single calls of long loops, such as scans over time, with each of their alternatives."""
     rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
     for calls in alike(trace):
         if calls[0].site in rounds:
@@ -54,7 +54,7 @@ def loop_operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
 def _all_otherwise(
     trace: Trace, calls: Sequence[Call], module: nn.Module, known: Collection[str] = ()
 ) -> Iterator[Hypothesis]:
-    """Calls that are all made in one other way, of those known or of any."""
+    """Yield the alternatives that these calls share, or those of them that are named, made in all calls at once."""
     by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
     for described in by_call[0]:
         if all(described in ones for ones in by_call) and (not known or described in known):
@@ -62,7 +62,7 @@ def _all_otherwise(
 
 
 def _in_loops(trace: Trace) -> Iterator[list[Call]]:
-    """Several calls of a module's that differ in tensors and numbers alone, as those of a loop over layers or time."""
+    """Yield a module's calls that differ in tensors and numbers alone, such as those of a loop over layers or time."""
     groups: dict[tuple[object, ...], list[list[Call]]] = {}
     for calls in alike(trace):
         call = calls[0]
@@ -78,7 +78,9 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
-    """Calls that add one number, or multiply by it, several times in a layer, or in different ones: DiT's 1 + scale."""
+    """Yield calls that add, or multiply by, the same number several times in a layer or across layers:
+    DiT's 1 + scale.
+    """
     groups: dict[tuple[str, float], list[list[Call]]] = {}
     for calls in alike(trace):
         made = with_number(calls[0])
@@ -94,7 +96,7 @@ def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
-    """Calls that move elements, and move them back, as for Swin's shifted windows."""
+    """Yield calls that move elements and move them back, as for Swin's shifted windows."""
     by_module: dict[str, list[list[Call]]] = {}
     for calls in alike(trace):
         if calls[0].name in ("roll", "flip"):
@@ -105,7 +107,7 @@ def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
 
 
 def alike(trace: Trace) -> list[list[Call]]:
-    """Calls of activations by what they are but for their layer's number."""
+    """Group calls that compute activations; those that differ only in their layer's number are in one group."""
     alike: dict[tuple[str, int, str, int], list[Call]] = {}
     for call in trace.calls:
         path, invocation, function, count = call.site
@@ -135,13 +137,13 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn
     )
 
 
-# Special tokens that a port puts at the other end, and reads there: a class token last, registers first.
+# Special tokens that a port puts, and reads, at the other end: a class token last, registers first.
 #
-# What else is by position, a table or a rotation, stays as it is, and so meets other tokens.
+# Tables and rotations by position stay as they are, and so meet other tokens.
 
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
-_MOST = 16  # special tokens
+_MOST = 16  # special tokens that are looked for
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class _Join:
 
 
 def joined_token_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Both parts in the other order, and all calls after it that read one of them read it where it is then."""
+    """Yield both parts in the other order; later calls that read one part alone read it where it is then."""
     for call in trace.calls:
         join = _join(trace, call)
         readers = [] if join is None else list(_readers(trace, join))
@@ -190,7 +192,7 @@ def _exchanged(call: Call) -> Callable[..., Tensor]:
 
 
 def _readers(trace: Trace, join: _Join) -> Iterator[tuple[int, Edit]]:
-    """Later calls that read one of the parts alone, with how many dimensions their tensor has."""
+    """Yield later calls that read one of the parts alone, with the number of dimensions of their tensor."""
     total = join.first + join.second
     for call in trace.calls:
         is_later = call.outputs and call.outputs[0].number > join.call.outputs[0].number
@@ -208,7 +210,7 @@ def _readers(trace: Trace, join: _Join) -> Iterator[tuple[int, Edit]]:
 
 
 def _moved(part: Any, join: _Join) -> int | slice | None:
-    """Where what an index reads is after the exchange; None where it reads no part alone."""
+    """Return the index of what an index reads, after the exchange; None if it does not read one part alone."""
     total = join.first + join.second
     if isinstance(part, int):
         place = part % total
@@ -219,7 +221,7 @@ def _moved(part: Any, join: _Join) -> int | slice | None:
     return slice(join.second, total) if start == 0 else slice(0, join.second)
 
 
-# The factors of a sum's two terms, each on the other term: a gate or a LayerScale on the stream, not on the branch.
+# Factors on the wrong term of a sum: a gate or a LayerScale on the stream, not on the branch.
 
 
 _BETWEEN = CASTS | {"dropout"}  # from a product to the sum
@@ -241,7 +243,7 @@ class _Sum:
     terms: tuple[_Term, _Term]
 
     def exchanged(self) -> Edit:
-        """Each term is to have the other's factor."""
+        """Return the edit under which each term has the other's factor."""
         first, second = self.terms
         factors = (second.factor, first.factor)
         values = [factor for factor in factors if isinstance(factor, Value)]
@@ -255,7 +257,7 @@ class _Sum:
 
 
 def exchanged_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Of every sum, in all layers at once; and of all sums whose terms are scaled alike."""
+    """Yield the exchange for every sum, in all layers at once, and for all sums whose terms are scaled alike."""
     by_call = [[_sums(trace, call) for call in calls] for calls in alike(trace)]
     groups = [list(sums) for ways in by_call for sums in zip(*ways, strict=False)]
     by_scaled: dict[tuple[bool, ...], list[list[_Sum]]] = defaultdict(list)
@@ -280,7 +282,7 @@ def _exchanged_factors(sums: Sequence[_Sum], module: nn.Module) -> Hypothesis:
 
 
 def _sums(trace: Trace, call: Call) -> list[_Sum]:
-    """Return what a call adds, in every way to tell factors from what they multiply."""
+    """Return what a call adds, in every way to tell the factors from what they multiply."""
     match binary(call):
         case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
             shape = trace.tensor(call.outputs[0]).shape
@@ -290,7 +292,7 @@ def _sums(trace: Trace, call: Call) -> list[_Sum]:
 
 
 def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
-    """A term with its factor, which may be smaller than what it multiplies; of two that are as large, with either."""
+    """Return a term with its factor, which may be the smaller of the two; if both are as large, in both ways."""
     match binary(trace.producer(back(trace, value, _BETWEEN))):
         case ("mul", left, right):
             ways = [_Term(x, factor) for x, factor in ((left, right), (right, left)) if isinstance(x, Value)]
@@ -299,9 +301,10 @@ def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
     return [one for one in ways if trace.tensor(one.x).shape == shape and trace.tensor(one.x).dim() > 1]
 
 
-# Numbers by which a reference multiplies what it computes, and ports that have another or none.
+# Numbers by which a reference multiplies what it computes, and ports that have another number or none.
 #
-# A LoRA's ``alpha / rank``, a residual branch scaled by depth, embeddings times ``sqrt(hidden)``, scaled logits.
+# For example LoRA's ``alpha / rank``, a residual branch scaled by depth, embeddings times
+# ``sqrt(hidden)``, scaled logits.
 
 
 _POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
@@ -317,7 +320,9 @@ class Factor:
 
 
 def factors(trace: Trace) -> list[Factor]:
-    """Every multiplication of activations by a positive number but 1, in order; not of scores, nor in a function."""
+    """Return every multiplication of activations by a positive number but 1, in order, apart from
+    scores and functions.
+    """
     of_attention = scales_of_attention(trace)
     found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
     return [factor for factor in found if factor.call.site not in of_attention]
@@ -341,13 +346,13 @@ def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def _where(alike: Sequence[Factor]) -> str:
-    """Return the submodules that multiply, if they are few and not the whole."""
+    """Return the submodules that multiply, if they are few and not the whole model."""
     modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
     return f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
 
 
 def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:
-    """Yield what is computed between a product of queries and keys and its softmax, and queries and keys last."""
+    """Yield what is computed between a product of queries and keys and its softmax, then queries and keys."""
     queue = list(softmax.inputs[:1])
     while queue:
         call = trace.producer(queue.pop())
@@ -377,7 +382,7 @@ def _factor(trace: Trace, call: Call) -> Factor | None:
 
 
 def _with_buffer(trace: Trace, call: Call) -> tuple[str, Value, float] | None:
-    """A function of a tensor and a number that a tensor without a gradient holds, as Gemma's scale of embeddings."""
+    """Return a function of a tensor and a number held by a tensor without a gradient, such as Gemma's scale."""
     match binary(call):
         case (name, Value() as x, Value() as number):
             holder = trace.tensor(number)

@@ -16,19 +16,20 @@ from torch.utils._pytree import tree_leaves
 
 from parity.trace.trace import Call, Edit, Stepped, Trace, Value, edit, once_a_trace, settings_of
 
-# Which optimizer of ``torch.optim`` makes given steps, told from weights before and after each and their gradients.
+# Find the optimizer of ``torch.optim`` that makes given steps, from the gradients and the weights
+# before and after each.
 #
-# How the steps are written does not matter. In FP64 a step of the right optimizer is exact: its learning rate and decay
-# follow by least squares from any one step; betas, eps and momentum are among the numbers that the code has.
+# How the code of the steps is written does not matter. In FP64 a step of the right optimizer is exact: its learning
+# rate and decay follow by least squares from any one step; betas, eps and momentum are among the numbers in the code.
 
 
-_EXACT = 1e-6  # of a step's norm, within which it is the optimizer's
+_EXACT = 1e-6  # a step is the optimizer's if it deviates by no more than this share of its norm
 _MOST_NUMBERS = 12
 _MOST_ELEMENTS = 4096
 _USUAL_BETAS = (0.9, 0.999)
 _USUAL_EPS = 1e-8
 
-Directions = list[tuple[Tensor, Tensor]]  # of each step: by learning rate, and by learning rate times decay
+Directions = list[tuple[Tensor, Tensor]]  # where each step goes by learning rate, and by learning rate times decay
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Fitted:
 
     Attributes:
         kind: its class.
-        settings: of the weight's group, with the first step's learning rate.
+        settings: those of the weight's parameter group, with the first step's learning rate.
         rates: the learning rate of each step.
     """
 
@@ -47,12 +48,12 @@ class Fitted:
 
 
 def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequence[float]) -> Fitted | None:
-    """Return the optimizer, if one of Adam, AdamW and SGD makes these steps.
+    """Return the optimizer, if it is an Adam, AdamW or SGD, that makes these steps.
 
     Args:
-        weights: before each step and after the last, FP64.
-        gradients: of each step.
-        numbers: that the code has.
+        weights: the weight before each step and after the last, FP64.
+        gradients: the gradient of each step.
+        numbers: the numbers in the code.
     """
     ps, gs = ([x.detach().double().flatten()[:_MOST_ELEMENTS] for x in some] for some in (weights, gradients))
     for kind, settings, directions in _candidates(ps, gs, numbers):
@@ -60,7 +61,7 @@ def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequ
         if found is None:
             continue
         rates, decay = found
-        if decay and "weight_decay" in settings:  # twice, in two ways
+        if decay and "weight_decay" in settings:  # it would decay twice, in two ways
             continue
         made: Optimizer = kind([torch.zeros(1)], **{"lr": rates[0], "weight_decay": decay, **settings})
         return Fitted(kind, settings_of(made.param_groups[0]), rates)
@@ -70,7 +71,7 @@ def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequ
 def _candidates(
     ps: Sequence[Tensor], gs: Sequence[Tensor], numbers: Sequence[float]
 ) -> Iterator[tuple[Any, dict[str, Any], Callable[[], Directions]]]:
-    """Classes with the settings that least squares do not give, and the steps' directions under them."""
+    """Yield classes with the settings that least squares do not give, and the steps' directions under them."""
     fractions = [x for x in _few([*numbers, *(1.0 - x for x in numbers)]) if 0.0 < x < 1.0]
     for momentum, nesterov in ((0.0, False), *itertools.product(fractions, (False, True))):
         yield SGD, dict(momentum=momentum, nesterov=nesterov), partial(_of_sgd, ps, gs, momentum, nesterov)
@@ -88,12 +89,12 @@ def _candidates(
 
 
 def _is_first_step(ps: Sequence[Tensor], gs: Sequence[Tensor], eps: float) -> bool:
-    """Return whether the first step is Adam's, which no beta changes."""
+    """Return whether the first step is Adam's; betas do not change it."""
     return _rates_and_decay(ps[:2], _of_adam(ps[:1], gs[:1], _USUAL_BETAS, eps)) is not None
 
 
 def _few(numbers: Sequence[float]) -> list[float]:
-    """Return each once, without what rounding made of 1 - 0.9."""
+    """Return each number once, rounded so that 1 - 0.9 is 0.1."""
     return list(dict.fromkeys(float(f"{number:.9g}") for number in numbers))[:_MOST_NUMBERS]
 
 
@@ -117,7 +118,9 @@ def _of_adam(ps: Sequence[Tensor], gs: Sequence[Tensor], betas: tuple[float, flo
 
 
 def _rates_and_decay(ps: Sequence[Tensor], directions: Directions) -> tuple[tuple[float, ...], float] | None:
-    """Of steps along these directions; None where they are not along them, or decay differently."""
+    """Return the learning rates and the decay of steps along these directions; None if they do not fit,
+    or decays differ.
+    """
     rates, decays = [], []
     for (before, after), pair in zip(itertools.pairwise(ps), directions, strict=True):
         step, along = before - after, torch.stack(pair, 1)
@@ -140,19 +143,19 @@ def _rates_and_decay(ps: Sequence[Tensor], directions: Directions) -> tuple[tupl
 
 
 def _plain(number: float) -> float:
-    """As people write it, but for what least squares leave."""
+    """Return the number as people write it, without what least squares leave behind."""
     return float(f"{number:.5g}")
 
 
-# Steps of an optimizer that a reference writes out, as those of ``torch.optim`` that compute the same.
+# Optimizer steps that a reference writes out, as steps of the optimizer of ``torch.optim`` that computes the same.
 #
-# A weight is known by the gradient that is read of it. What changes it until the next one is read is a step, however it
-# is written; which optimizer makes such steps is told by ``optimizer_fit``. An edit of each step's last call makes
-# torch's optimizer step in its place, so that its settings can be changed like those of any other.
+# A weight is recognised when its gradient is read. What changes it until the next gradient is read is a step, however
+# it is written; the fit above tells which optimizer makes such steps. An edit of each step's last call makes torch's
+# optimizer step in its place, so that its settings can be changed like those of any other.
 
 
-_NEAR = 0.5  # of a weight's norm, by which its steps together move it at most
-_ALIKE = 1e-12  # of a weight's norm, within which two values of it are the same
+_NEAR = 0.5  # a weight's steps together move it by no more than this share of its norm
+_ALIKE = 1e-12  # two values of a weight are the same if they differ by no more than this share of its norm
 
 
 @dataclass
@@ -161,7 +164,7 @@ class _Weight:
 
     Attributes:
         before: the weight as it is at each read.
-        gradients: that are read.
+        gradients: the gradients that are read.
         reads: the place of each read among the trace's calls.
     """
 
@@ -176,7 +179,7 @@ class ByHand:
 
     Attributes:
         stepped: the optimizer.
-        edits: under which it makes them.
+        edits: the edits under which it makes them.
     """
 
     stepped: Stepped
@@ -185,7 +188,7 @@ class ByHand:
 
 @once_a_trace
 def steps_by_hand(trace: Trace) -> list[ByHand]:
-    """The optimizer of all weights that are stepped by one of its kind; none where ``torch.optim`` itself steps."""
+    """Return the optimizer of all weights that one kind of optimizer steps; none if ``torch.optim`` itself steps."""
     if trace.optimizers:
         return []
     found: list[tuple[Fitted, list[Edit]]] = []
@@ -207,7 +210,7 @@ def steps_by_hand(trace: Trace) -> list[ByHand]:
 
 
 def _weights(trace: Trace) -> list[_Weight]:
-    """Return each weight with the last gradient that is read of it before it changes."""
+    """Return each weight with the last gradient that is read of it before each change."""
     weights: list[_Weight] = []
     for place, call in enumerate(trace.calls):
         for before, gradient in _read(trace, call):
@@ -226,7 +229,7 @@ def _weights(trace: Trace) -> list[_Weight]:
 
 
 def _read(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
-    """The weights whose gradients a call gives, with these: ``p.grad``, or ``torch.autograd.grad(outputs, inputs)``."""
+    """Yield each weight and its gradient, as ``p.grad`` or ``torch.autograd.grad(outputs, inputs)`` gives them."""
     if call.name != "grad" or not call.outputs:
         return
     of_all = call.kwargs.get("inputs", call.args[1] if len(call.args) > 1 else call.inputs)
@@ -237,7 +240,7 @@ def _read(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
 
 
 def _last_calls(trace: Trace, weight: _Weight) -> list[Call]:
-    """Return the call that ends each step; fewer than reads where no step follows the last."""
+    """Return the call that ends each step: fewer than there are reads, if no step follows the last one."""
     calls: list[Call] = []
     ends = [*weight.reads[1:], len(trace.calls)]
     for step, (read, end) in enumerate(zip(weight.reads, ends, strict=True)):
@@ -259,7 +262,7 @@ def _may_step(trace: Trace, call: Call, before: Tensor) -> bool:
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """Relative to the first; infinite where they cannot be one weight."""
+    """Return the distance relative to the first; infinite if the two cannot be one weight."""
     if one.shape != other.shape or not one.is_floating_point() or not other.is_floating_point():
         return float("inf")
     size = torch.linalg.vector_norm(one).item()
@@ -272,7 +275,7 @@ def _numbers(calls: Sequence[Call]) -> list[float]:
 
 
 def _edit(made: Fitted, weight: _Weight, call: Call, steps: int) -> Edit:
-    """The call returns what the optimizer makes of the weight in so many steps, from its first value on."""
+    """Return the edit by which a call returns what the optimizer makes of the weight's first value in so many steps."""
     in_place = call.name == "setitem" or (call.function.__name__.endswith("_") and call.outputs[0] not in call.inputs)
 
     def compute(was: Tensor, first: Tensor, *gradients: Tensor) -> Tensor:

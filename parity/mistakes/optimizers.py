@@ -21,20 +21,20 @@ from parity.trace.private_functions import clipping_at
 from parity.trace.trace import Edit, Stepped, Trace, edit, settings_of
 from parity.trace.walk import back, binary
 
-# Optimizer steps inside a comparison, and what ports get wrong about their rounding.
+# Optimizer steps inside a comparison, and what ports get wrong about rounding them.
 
 
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
-_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of an FP32 number that is cut off to the dtype
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # bits of an FP32 number that truncation to the dtype drops
 
 
 def optimizer_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Wrong roundings of a weight to which the reference adds an update of its shape.
+    """Yield wrong roundings of a weight to which the reference adds an update of its shape.
 
     Args:
-        trace: of the reference.
+        trace: the reference's trace.
         module: the reference.
-        dtype: of the port's weights.
+        dtype: the dtype of the port's weights.
     """
     for call in trace.calls if dtype in _DROPPED_BITS else ():
         named = binary(call)
@@ -55,7 +55,9 @@ def optimizer_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) ->
 
 
 def _updates(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """From the updated weight and the weight before, in FP32, to the wrongly updated weight."""
+    """Yield wrong updates, each described and as a function of the right updated weight and the weight
+    before, in FP32.
+    """
     yield "not updated at all", lambda updated, weight: weight
     yield "cut off, not rounded", lambda updated, weight: _cut(updated, dtype)
     for steps in _STEPS:
@@ -84,7 +86,7 @@ def _passing_gradients(update: Callable[[Tensor, Tensor], Tensor]) -> Callable[[
     return instead
 
 
-# Steps of ``torch.optim`` that a reference makes, and ports whose optimizer is of another kind or has other settings.
+# A reference that steps by ``torch.optim``, and ports whose optimizer is of another kind or has other settings.
 #
 # TE's ``FusedAdam`` decouples its weight decay unless told otherwise and decays by 0 by default, ``torch.optim.AdamW``
 # by 0.01. For each step the reference's optimizer gets the settings under which it computes what the port's would.
@@ -114,13 +116,15 @@ def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
 
 
 def optimizers_of(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
-    """The reference's optimizers, each with the edits under which those of ``torch.optim`` step; none where they do."""
+    """Return the reference's optimizers, each with the edits that step by ``torch.optim`` what it steps by hand."""
     by_hand = [(one.stepped, one.edits) for one in steps_by_hand(trace)]
     return [(one, ()) for one in trace.optimizers] or by_hand
 
 
 def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
-    """Of steps that are written out a mistake is too large to be below the noise of single elements."""
+    """Return the mistake made in steps that are written out. It is not subtle: no element's noise is as
+    large as it is.
+    """
     if not edits:
         return one
     tuned = one.tuned
@@ -131,7 +135,7 @@ def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
 def _of_any(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
     own = float(right["lr"])
     # A near rate comes first, so that it is the subtle one: a matched filter needs the direction in which a small
-    # change of the rate moves the weights, which a rate ten times as large does not have.
+    # change of the rate moves the weights, and a rate ten times as large moves them in another direction.
     yield from _numbers(module, "lr", right, (0.9 * own, 10.0 * own, 0.1 * own), "its learning rate")
     yield from _numbers(module, "weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
     yield _kind(
@@ -141,7 +145,7 @@ def _of_any(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def _of_groups(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
-    """Settings that the groups of parameters do not share."""
+    """Yield one value for all groups of parameters, of a setting in which they differ."""
     for setting, described in (("lr", "learning rate"), ("weight_decay", "weight decay")):
         values = dict.fromkeys(float(group[setting]) for group in one.groups)
         for value in values if len(values) > 1 else ():
@@ -151,7 +155,7 @@ def _of_groups(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
 
 
 def _of_schedule(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
-    """Learning rates that change from step to step."""
+    """Yield learning rates that do not change from step to step, or change one step too early or too late."""
     if len(set(one.rates)) < 2:
         return
     initial = float(one.groups[0].get("initial_lr", one.rates[0]))
@@ -217,7 +221,7 @@ def _kind(module: nn.Module, name: str, what: str, repair: str, change: Change) 
 def _numbers(
     module: nn.Module, setting: str, right: Group, usual: Iterable[float], described: str
 ) -> Iterator[Hypothesis]:
-    """Yield other values of a setting. 0 is tried where the reference has another value; no search begins there."""
+    """Yield other values of a setting; 0 by itself, as no search begins there."""
     own = float(right[setting])
 
     def another(value: float) -> Hypothesis:
@@ -239,7 +243,7 @@ def _numbers(
 
 
 def _betas(module: nn.Module, which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
-    """Yield other betas, which are looked for by how far they are from 1."""
+    """Yield other betas, searched for by their distance from 1."""
 
     def another(away: float) -> Hypothesis:
         beta = 1.0 - min(away, 1.0)
@@ -258,7 +262,7 @@ def _betas(module: nn.Module, which: int, right: tuple[float, float]) -> Iterato
 
 
 def _with(change: Change) -> Callable[[ModuleCall], ModuleCall]:
-    """Return the same call, in which every step is made with changed settings."""
+    """Return a call in which every step is made with changed settings."""
 
     def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +297,7 @@ def _set(setting: str, value: float) -> Change:
 
 
 def _rate(of_step: Callable[[int], float]) -> Change:
-    """By the number of the optimizer's step, from 0."""
+    """Return a change of the learning rate that depends on the number of the optimizer's step, from 0."""
 
     def change(optimizer: Optimizer, group: Group) -> None:
         made = getattr(optimizer, "_steps_made", 0)
@@ -334,9 +338,9 @@ def _shrink(group: Group, by: float) -> None:
 
 
 def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
-    """By a learning rate, an eps and a decay from which torch's own correction makes those without.
+    """Set the learning rate, eps and decay with which torch's own correction steps as if there were none.
 
-    TE's kernels hold the betas in FP32; only a correction hides how far 1 - 0.999 is off there.
+    TE's kernels hold the betas in FP32. Bias correction hides how far 1 - 0.999 is off there; without it, it shows.
     """
     group["betas"] = tuple(torch.tensor(beta, dtype=torch.float32).item() for beta in group["betas"])
     first, second = (1.0 - beta ** _steps(optimizer, group) for beta in group["betas"])
@@ -351,22 +355,23 @@ def _epsilon_hat(optimizer: Optimizer, group: Group) -> None:
 
 
 def _steps(optimizer: Optimizer, group: Group) -> int:
-    """Return how many there are with the one that is about to be made."""
+    """Return the number of steps, the one that is about to be made included."""
     states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
     return 1 + max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
-# Moments of Adam that a port holds in less than the reference's optimizer: TE's ``exp_avg_dtype`` and its like.
+# Moments of Adam that a port holds in fewer bits than the reference's optimizer: TE's ``exp_avg_dtype`` and the like.
 
 
 _MOMENTS = (("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg_sq",))
 _BFLOAT16, _FLOAT16, _FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-# To what TE scales the largest of a tensor (``dtype_to_range_map`` of ``pytorch/optimizers/fused_adam.py``, 2.20.2).
+# TE scales the largest element of a tensor to this (``dtype_to_range_map``,
+# ``pytorch/optimizers/fused_adam.py``, 2.20.2).
 _RANGE = {_FLOAT16: torch.finfo(_FLOAT16).max / 2.0, _FLOAT8: 448.0}
 
 
 def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Moments in each format that TE's FusedAdam takes, where the reference steps by Adam or AdamW."""
+    """Yield moments in each format that TE's FusedAdam takes, if the reference steps by Adam or AdamW."""
     for one, edits in optimizers_of(trace)[:1]:
         for dtype in (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ():
             for names in _MOMENTS:
@@ -384,7 +389,7 @@ def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hyp
 
 
 def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[ModuleCall], ModuleCall]:
-    """Return the same call, in which moments are rounded after every step."""
+    """Return a call in which moments are rounded after every step."""
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -412,11 +417,11 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
 
 
-# Gradients that a reference clips before its optimizer's step, and ports that do not, or clip them elsewhere.
+# Gradients that a reference clips before its optimizer's step, and ports that do not clip them, or to another norm.
 
 
 def clipping_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """No clipping, and another largest norm, where the reference calls ``clip_grad_norm_``."""
+    """Yield no clipping and clipping to another largest norm, if the reference calls ``clip_grad_norm_``."""
     for own in trace.clips[:1]:
         yield Hypothesis(
             "optimizer",

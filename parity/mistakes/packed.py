@@ -20,14 +20,14 @@ from parity.mistakes.reads import made_again
 from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.trace.walk import RESHAPES, binary
 
-# Sequences that a reference attends to one by one, and puts one after the other; ports attend to them at once.
+# Sequences that a reference attends to one by one and then joins; ports attend to all of them at once.
 #
-# TE's format ``thd`` takes all of them with their borders, ``cu_seqlens``. To say what a port with other borders
-# computes, queries, keys and values of all sequences are attended with at once behind a mask.
+# TE's format ``thd`` takes all of them with their borders, ``cu_seqlens``. To compute what a port with other borders
+# would, all sequences are attended to at once behind a mask.
 
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
-_ONE_SEQUENCE = frozenset({"getitem", "select"})  # out of a batch of one
+_ONE_SEQUENCE = frozenset({"getitem", "select"})  # calls that take the sequence out of a batch of one
 _PADS = frozenset({"pad"})
 
 
@@ -119,7 +119,7 @@ def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | No
 
 
 def _own_bias(trace: Trace, part: Attention) -> Tensor:
-    """``[queries, keys]``, of the first head."""
+    """Return what the reference adds to the first head's scores, ``[queries, keys]``."""
     query, key = (to(trace.tensor(x)) for to, x in zip(part.to_heads[:2], (part.query, part.key), strict=True))
     like = query.new_zeros(*query.shape[:-1], key.shape[-2])
     bias = part.bias(like, *map(trace.tensor, (*part.masks, *part.added)))
@@ -127,7 +127,7 @@ def _own_bias(trace: Trace, part: Attention) -> Tensor:
 
 
 def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attention, tuple[Call, ...]] | None:
-    """Return the attention that made a value, and the calls in between, which change its layout alone, or pad it."""
+    """Return the attention that made a value, and the calls in between, which only change its layout or pad it."""
     calls: list[Call] = []
     while value.number not in made:
         call = trace.producer(value)
@@ -139,7 +139,7 @@ def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attent
 
 
 def _lays_out(trace: Trace, call: Call) -> bool:
-    """Return whether it changes the layout of what it is given, or adds padding to it, and leaves nothing out."""
+    """Return whether a call changes the layout of what it is given, or pads it, and leaves nothing out."""
     if call.name in _ONE_SEQUENCE:
         return trace.tensor(call.inputs[0]).numel() == trace.tensor(call.outputs[0]).numel()
     return call.name in RESHAPES | _PADS
@@ -161,12 +161,13 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-# Swin's shifted windows, and ports that shift by another number: rolls there and back, the mask of what came round.
+# Swin's shifted windows, and ports that shift by another number: the rolls there and back, and the mask between places
+# that are no neighbours.
 #
-# A reference holds the mask as a table, or makes it; it is recognised by its values (arXiv 2103.14030).
+# A reference may hold the mask as a table, or make it; it is recognised by its values (arXiv 2103.14030).
 
 
-_MOST_SHIFTS = 8  # other ones, the smallest
+_MOST_SHIFTS = 8  # try so many other shifts, the smallest first
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +179,7 @@ class _Roll:
     side: int
 
     def edits(self, shift: int) -> Edit:
-        """It is to roll by another number of places."""
+        """Return the edit under which it rolls by another number of places."""
         amounts, dims = _arguments(self.call)
         others = tuple(int(math.copysign(shift, amount)) for amount in amounts)
         return edit(self.call, self.call.inputs, lambda was, x: x.roll(others, dims))
@@ -195,7 +196,7 @@ class _Mask:
     shift: int
 
     def edits(self, shift: int) -> Edit:
-        """The mask is to be that of another shift."""
+        """Return the edit under which the mask is that of another shift."""
         apart = _apart(self.side, self.window, shift)
 
         def compute(was: Tensor, *inputs: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class _Mask:
 
 
 def shifted_window_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Windows that are shifted by another number, with the mask of that number or with their own; and other masks."""
+    """Yield windows shifted by another number, with the mask of that number or with their own, and other masks."""
     rolls: dict[tuple[int, int], list[_Roll]] = defaultdict(list)
     masks: dict[tuple[int, int], list[_Mask]] = defaultdict(list)
     for call in trace.calls:
@@ -257,7 +258,7 @@ def _roll(trace: Trace, call: Call) -> _Roll | None:
 
 
 def _mask(trace: Trace, call: Call) -> _Mask | None:
-    """Return the mask that a call adds, if it is that of shifted windows."""
+    """Return the mask that a call adds, if it is one of shifted windows."""
     named = binary(call)
     if named is None or named[0] != "add":
         return None
@@ -269,7 +270,7 @@ def _mask(trace: Trace, call: Call) -> _Mask | None:
 
 
 def _shift_of(table: Tensor) -> tuple[int, int, int] | None:
-    """Return the side of the grid, that of a window, and the shift, of a mask of shifted windows."""
+    """Return the side of the grid, that of a window, and the shift, from a mask of shifted windows."""
     places = table.shape[-1] if table.dim() > 2 and table.shape[-1] == table.shape[-2] else 0
     windows = table.numel() // max(places**2, 1)
     window, count = math.isqrt(places), math.isqrt(windows)
@@ -287,7 +288,7 @@ def _shift_of(table: Tensor) -> tuple[int, int, int] | None:
 
 
 def _apart(side: int, window: int, shift: int) -> Tensor:
-    """Of each window which places are no neighbours, as one came from elsewhere, ``[windows, places, places]``."""
+    """Return which places of each window are no neighbours, as one was rolled in, ``[windows, places, places]``."""
     index = torch.arange(side)
     part = (index >= side - window).long() + (index >= side - shift).long()
     region = 3 * part[:, None] + part if shift else torch.zeros(side, side)

@@ -1,4 +1,4 @@
-"""What calls read: each tensor that a call is given, or that is given to all who read it, and others in its place."""
+"""Find what calls read, a tensor that one call or all its readers are given, and put other values in its place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Place:
 
 
 def places(trace: Trace) -> list[Place]:
-    """Every activation that is given to a call which computes something, and every one that several calls read."""
+    """Return each activation that a call which computes something is given, and each that several calls read."""
     found = []
     for call in trace.calls:
         if call.name not in RESHAPES and _can_be_made_again(call):
@@ -71,13 +71,13 @@ def places(trace: Trace) -> list[Place]:
 
 
 def is_activation(trace: Trace, value: Value) -> bool:
-    """Return whether a value is no parameter, and has channels."""
+    """Return whether a value has channels and is not a parameter."""
     tensor = trace.tensor(value)
     return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None
 
 
 def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
-    """Each place is to have another value."""
+    """Return the edits that put another value in each place."""
     by_call: dict[int, tuple[Call, dict[int, Value]]] = {}
     edits = []
     for place, other in others:
@@ -92,7 +92,7 @@ def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
 
 
 def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
-    """Return what a call returns for other tensors, which are given in the order of its own."""
+    """Return what a call returns for other tensors, given in the order of its own."""
     tensors = iter(inputs)
     if is_in_place(call):
         name, *operands = binary(call) or ("", None)
@@ -120,7 +120,7 @@ def _given(call: Call) -> Callable[..., Any]:
 
 
 def _returning(place: Place) -> Callable[..., Any]:
-    """Return the call's result with another tensor in the place of one."""
+    """Return a function that puts another tensor in the place of one that the call returned."""
 
     def compute(was: Any, other: Tensor) -> Any:
         leaves, structure = tree_flatten(was)
@@ -135,7 +135,7 @@ def _can_be_made_again(call: Call) -> bool:
 
 
 class Layers:
-    """Which values of other layers are what one is in its own."""
+    """Which values of other layers correspond to one of this layer."""
 
     def __init__(self, trace: Trace) -> None:
         self._made: dict[object, dict[tuple[int, ...], Value]] = defaultdict(dict)
@@ -152,7 +152,7 @@ class Layers:
         self._trace = trace
 
     def elsewhere(self, value: Value, here: tuple[int, ...], there: tuple[int, ...]) -> Value | None:
-        """Return what is in the layer of some numbers what ``value`` is in that of others; None where nothing is."""
+        """Return what is in layer ``there`` what ``value`` is in layer ``here``; None if nothing is."""
         producer = self._trace.producer(value)
         made = None if producer is None else Place(value, producer)
         if made is not None and made.numbers == here:

@@ -26,21 +26,21 @@ from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_alo
 
 
 _THROUGH = CASTS | {"dropout"}
-_MOST_ANCESTORS = 400  # of a branch: a norm, attention or an MLP, written out
+_MOST_ANCESTORS = 400  # how far back a branch is followed: a norm, attention or an MLP may be written out
 
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """``result = stream + branch``, where the branch is made from the stream.
+    """``result = stream + branch``, where the branch is computed from the stream.
 
     Attributes:
         call: the sum.
         stream: what goes around the branch.
         branch: what is added.
-        product: the linear layer that ends the branch, before what scales it.
-        norm: of the stream, from which the branch is made; None where it has none.
-        norm_before: which makes the stream, as after each sum of BERT; None where none does.
-        number: among those of one call of its submodule, from 1.
+        product: the linear layer that ends the branch, before anything scales it.
+        norm: the norm of the stream that the branch reads; None if it reads none.
+        norm_before: the norm that makes the stream, as after each sum of BERT; None if there is none.
+        number: which of the sums of one call of its submodule it is, from 1.
     """
 
     call: Call
@@ -96,7 +96,7 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
 
 
 def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
-    """Return each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
+    """Put each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
     edits: list[Edit] = []
     for first, last in zip(found[::2], found[1::2], strict=False):
         if first.norm is not None:
@@ -144,7 +144,7 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
 
 
 def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Residual, Residual]]:
-    """Attention's and the MLP's residual of each layer; every other pair where no attention is seen."""
+    """Return attention's and the MLP's residual of each layer; if no attention is found, every other pair."""
     contexts = [attention.call.outputs[0].number for attention in attentions(trace)]
 
     def attends(one: Residual) -> bool:
@@ -157,7 +157,7 @@ def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Resi
 def _order_of_blocks(
     found: Sequence[Residual], layers: Sequence[tuple[Residual, Residual]], module: nn.Module
 ) -> Iterator[Hypothesis]:
-    """Two blocks one after the other, or side by side on the same input."""
+    """Yield mistakes where two blocks read the same input, or where a layer's output lacks its input."""
     parallel: list[Edit] = []
     bypassed: list[Edit] = []
     for first, second in pairwise(found):
@@ -202,13 +202,13 @@ def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | No
 
 
 def _product(trace: Trace, branch: Value) -> Call | None:
-    """Return the linear layer that ends the branch, if one does; the sum inside a rotation or a GELU is no residual."""
+    """Return the linear layer that ends the branch, if any; the sums in a rotation or a GELU are no residuals."""
     call = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
     return call if call is not None and call.name in LINEAR else None
 
 
 def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: Sequence[Norm]) -> Norm | None:
-    """The norm on the branch that reads the stream, or what the stream was made from by adding (a parallel block)."""
+    """Return the branch's norm that reads the stream, or a term of the stream's own sum (a parallel block)."""
     added = binary(trace.producer(stream))
     for source in (stream, *(added[1:] if added and added[0] == "add" else ())):
         for norm in reversed(normed):
@@ -229,7 +229,7 @@ def _sum_of(residual: Residual, *terms: Value) -> tuple[Edit, ...]:
 
 
 def _norm_of(norm: Norm, source: Value) -> tuple[Edit, ...]:
-    """The norm is to be that of something else."""
+    """Return the edit under which a norm reads something else."""
     needs = (source, *norm.needs[1:])
     return (edit(norm.call, needs, lambda was, *values: norm.compute(*values).to(was.dtype)),)
 
@@ -249,10 +249,10 @@ def _norm_after(residual: Residual) -> tuple[Edit, ...]:
     )
 
 
-# Numbers by which a port multiplies what its reference adds, or looks up, as it is.
+# Numbers by which a port multiplies what its reference adds or looks up unscaled.
 #
-# Shared experts that are scaled, a residual branch that is scaled by depth, embeddings times ``sqrt(hidden)``. Layers
-# are taken to be scaled alike.
+# For example scaled shared experts, a residual branch scaled by depth, embeddings times ``sqrt(hidden)``. All layers
+# are assumed to be scaled alike.
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +263,7 @@ class _Term:
     value: Value
 
     def edits(self, factor: float) -> tuple[Edit, ...]:
-        """It is to be multiplied by a number."""
+        """Return the edits that multiply it by a number."""
         if self.value in self.call.outputs:
             return (edit(self.call, (), lambda was: factor * was),)
 
@@ -294,7 +294,7 @@ def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
 
 
 def _all_branches(terms: Sequence[_Term], module: nn.Module, factor: float) -> Hypothesis:
-    """Return that what attention, the MLP and their like add to the residual stream is multiplied by one number."""
+    """Return the mistake that one number multiplies all that attention, MLP and the like add to the residual stream."""
     return Hypothesis(
         "factor",
         f"each branch times {factor:.4g}",
@@ -307,13 +307,13 @@ def _all_branches(terms: Sequence[_Term], module: nn.Module, factor: float) -> H
 
 
 def _is_branch(trace: Trace, term: _Term) -> bool:
-    """Return whether a linear layer ends what is added, and none what it is added to."""
+    """Return whether a linear layer ends what is added, and none ends what it is added to."""
     others = [value for value in term.call.inputs if value != term.value]
     return ends_a_branch(trace, term.value) and not any(ends_a_branch(trace, value) for value in others)
 
 
 def _terms(trace: Trace, call: Call) -> list[_Term]:
-    """Activations that are added and not scaled; an embedding."""
+    """Return the activations that a call adds and does not scale, or the embedding that it returns."""
     match binary(call):
         case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
             values = [left, right]
@@ -356,33 +356,33 @@ def _times(trace: Trace, terms: Sequence[_Term], module: nn.Module, factor: floa
 
 
 def _described(trace: Trace, term: _Term) -> str:
-    """By the call that makes it."""
+    """Describe a term by the call that computes it."""
     made = trace.producer(back(trace, term.value, CASTS | RESHAPES | {"dropout"}))
     if made is None:
         return f"what the {ordinal(term.call.site[3] + 1)} {term.call.name!r} of {term.call.module} is given"
     return f"the result of the {ordinal(made.site[3] + 1)} {made.name!r} of {made.module}"
 
 
-# Two residual branches that follow each other, and ports that take them in the other order, or side by side.
+# Two residual branches that follow each other, and ports that have them in the other order, or in parallel.
 #
-# Cross-attention before self-attention, the MLP before attention, a Conformer's convolution behind its second MLP. A
-# branch is computed again of another input, call by call.
+# For example cross-attention before self-attention, the MLP before attention, a Conformer's convolution after its
+# second MLP. To compute a branch for another input, its calls are made again one by one.
 
 
 _IN_BETWEEN = CASTS | {"dropout"}
 _LAYERS = LINEAR | {"conv1d", "conv2d"}
-_MOST_CALLS = 400  # of a branch
+_MOST_CALLS = 400  # a branch has at most so many calls
 
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """``stream + result``, where the result is computed of the stream.
+    """``stream + result``, where the result is computed from the stream.
 
     Attributes:
-        sum: adds the two.
+        sum: the call that adds the two.
         stream, result: as the sum is given them.
-        calls: that make the result of the stream, in order.
-        given: what they are given besides.
+        calls: the calls that compute the result from the stream, in order.
+        given: what else they are given.
     """
 
     sum: Call
@@ -411,7 +411,7 @@ class Branch:
 
 
 def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield every two branches in the other order, and side by side; those of all layers at once."""
+    """Yield every two branches in the other order and in parallel, in all layers at once."""
     found = [branch for call in trace.calls if (branch := _branch(trace, call)) is not None]
     by_sum = {one.sum.outputs[0].number: one for one in found}
     alike: dict[object, list[tuple[Branch, Branch]]] = defaultdict(list)
@@ -459,7 +459,7 @@ def _side_by_side(first: Branch, second: Branch) -> Edit:
 
 
 def _branch(trace: Trace, call: Call) -> Branch | None:
-    """Return the branch that a call adds; None where it adds none."""
+    """Return the branch that a call adds; None if it adds none."""
     named = binary(call)
     if named is None or named[0] != "add" or len(call.inputs) != 2 or not all(isinstance(x, Value) for x in named[1:]):
         return None
@@ -474,7 +474,7 @@ def _branch(trace: Trace, call: Call) -> Branch | None:
 
 
 def _between(trace: Trace, stream: Value, result: Value) -> tuple[tuple[Call, ...], tuple[Value, ...]]:
-    """Return the calls that make one value of another, and what they are given besides; none where they do not."""
+    """Return the calls that compute one value from another, and what else they are given; empty if none do."""
     upstream: dict[int, Call] = {}
     queue = [result]
     while queue:

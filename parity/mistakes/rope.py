@@ -21,7 +21,7 @@ from parity.numerics.formats import tf32
 from parity.trace.trace import Edit, Site, Trace, Value, edit
 from parity.trace.walk import RESHAPES, back
 
-# Positions by which ports rotate, counted otherwise than the reference's.
+# Ports that count positions otherwise than the reference.
 
 
 Edits = Callable[[Rotation], tuple[Edit, ...]]
@@ -29,7 +29,7 @@ Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to
 
 
 def position_mistakes() -> Iterator[Mistake[Rotation]]:
-    """Positions counted otherwise; the same for query and key would change nothing."""
+    """Yield positions counted otherwise; the same offset for query and key would change nothing."""
     for role in ("query", "key"):
         for by in (-1, 1):
             yield Mistake(
@@ -57,12 +57,12 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
 
 
 def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
-    """Positions that begin again after a usual length, where the reference counts through."""
+    """Yield positions that begin again after a usual length, where the reference counts on."""
     yield from map(_beginning_again, _usual_lengths(seq))
 
 
 def _usual_lengths(seq: int) -> list[int]:
-    """After which positions may begin again: parts of the sequence, and powers of two; few, however long it is."""
+    """Return lengths after which positions may begin again: parts of the sequence, and powers of two."""
     powers = (1 << exponent for exponent in range(1, seq.bit_length()))
     lengths = dict.fromkeys((*(seq // parts for parts in (2, 3, 4, 8)), *powers))
     return [length for length in lengths if 1 < length < seq]
@@ -78,7 +78,7 @@ def _beginning_again(length: int) -> Mistake[Rotation]:
 
 
 def counted_from(starts: Sequence[int]) -> Edits:
-    """Positions are to be counted from 0 at each of these; the first is 0."""
+    """Return the edits that count positions from 0 at each of these places; the first of them is 0."""
 
     def phases(positions: Tensor, frequency: Tensor) -> Tensor:
         place = torch.arange(len(positions), device=positions.device)
@@ -90,7 +90,7 @@ def counted_from(starts: Sequence[int]) -> Edits:
 
 
 def in_rows(one: Edit, rows: Sequence[int]) -> Edit:
-    """Return the edit in these rows of the batch, the first dimension of what the call returns, and nowhere else."""
+    """Return the edit made in these rows of the batch (the first dimension of what the call returns) alone."""
 
     def compute(was: Tensor, *values: Tensor) -> Tensor:
         chosen = torch.zeros(len(was), dtype=torch.bool, device=was.device)
@@ -129,7 +129,7 @@ def with_angles(phases: Phases) -> Edits:
     return edits
 
 
-# Layers without rotary embedding among layers that have one (NoPE), which ports rotate like the others.
+# Layers without rotary embedding (NoPE) among layers that have one; ports rotate them like the others.
 
 
 _TITLE = "rope-unwanted"
@@ -143,13 +143,13 @@ class _Plain:
     attention: Attention
 
     def edits(self, like: Rotation) -> tuple[Edit, ...]:
-        """Both are to be rotated as another layer's are."""
+        """Return the edits that rotate both as another layer rotates its own."""
         turn = _turn(like)
         return self.attention.edits(arrange=(turn, turn, None, None))
 
 
 def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
-    """Layers without a rotation are rotated: all, each alone, or instead of their neighbours.
+    """Yield mistakes where layers without a rotation are rotated: all, each alone, or instead of their neighbours.
 
     Args:
         trace: of the reference.
@@ -178,7 +178,9 @@ def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequen
 
 
 def _rotated_values(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
-    """Yield that values are rotated with queries and keys: where all three are packed, a port may rotate too much."""
+    """Yield mistakes where values are rotated with queries and keys: if all three are packed, a port
+    may rotate too much.
+    """
     likes = {one.attention: one for kind in kinds for one in kind}
     found = [
         _Plain(attention.call.site[0], attention)
@@ -197,7 +199,9 @@ def _rotated_values(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Ro
 def _shifted(
     trace: Trace, module: nn.Module, kind: Sequence[Rotation], plain: Sequence[_Plain]
 ) -> Iterator[Hypothesis]:
-    """The rotations are those of the layer before or behind, as where the layers are counted from another number."""
+    """Yield mistakes where each layer has the rotation of the one before or after it, as if layers were
+    counted otherwise.
+    """
     of_plain = {one.attention.call.site: one for one in plain}
     of_kind = {*of_plain, *(one.attention for one in kind)}
     sites = [attention.call.site for attention in attentions(trace) if attention.call.site in of_kind]
@@ -224,12 +228,12 @@ def _shifted(
 
 
 def _fits(trace: Trace, attention: Attention, like: Rotation) -> bool:
-    """Return whether query and key are as long, and their heads as wide, as what is rotated elsewhere."""
+    """Return whether query and key are as long, and their heads as wide, as what another layer rotates."""
     return all(_as_long(trace, attention, which, like) for which in range(2))
 
 
 def _as_long(trace: Trace, attention: Attention, which: int, like: Rotation) -> bool:
-    """Return whether the query, key or value (0, 1, 2) has the length and width of what is rotated elsewhere."""
+    """Return whether the query, key or value (0, 1, 2) has the length and width of what another layer rotates."""
     value = (attention.query, attention.key, attention.value)[which]
     shape = attention.to_heads[which](trace.tensor(value)).shape
     return tuple(shape[-2:]) == (len(like.angles), like.head_dim)
@@ -256,7 +260,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
         return
     layers, kinds = _by_layer(found), _by_kind(found)
     forms, positions = list(_forms(found[0])), list(position_mistakes())
-    # A single token that is not rotated is one at position 0.
+    # A single token that is not rotated may be one at position 0.
     likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
     of_all = [*likeliest, *(_of_frequencies(found) if len(kinds) == 1 else ()), *_rounded(dtype)]
     yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, module, lambda one: one.name)
@@ -275,7 +279,7 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
 
 
 def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
-    """Of rotations of one kind."""
+    """Return the mistakes in the frequencies of rotations of one kind."""
     return [*_frequencies(some[0]), *scaling_mistakes(some), *grid_mistakes(some[0])]
 
 
@@ -297,7 +301,7 @@ def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
 
 
 def _by_kind(found: Sequence[Rotation]) -> list[list[Rotation]]:
-    """Those that turn the same channels alike: a model's local layers may have another base than its global ones."""
+    """Group rotations that turn the same channels alike: local layers may have another base than global ones."""
     kinds: dict[object, list[Rotation]] = {}
     for one in found:
         kinds.setdefault((one.form, one.start, one.rotary, one.base), []).append(one)
@@ -305,13 +309,13 @@ def _by_kind(found: Sequence[Rotation]) -> list[list[Rotation]]:
 
 
 def _together(layers: Sequence[_Layer]) -> str:
-    """Their names, for a message."""
+    """Name the layers, for a message."""
     first, *others = (layer.name for layer in layers)
     return f"{first} and {len(others)} more like it" if others else first
 
 
 def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
-    """Return the same with all rotations of a layer."""
+    """Return the mistake made with all rotations of a layer."""
     family = mistake.tuned
     return Mistake(
         mistake.title,
@@ -401,9 +405,9 @@ def _base_instead(right: float, base: float) -> Mistake[Rotation]:
 
 
 def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
-    """Frequencies, phases or the table of too few bits."""
+    """Yield frequencies, phases or a table with too few bits."""
     for low in low_dtypes(dtype):
-        # BF16 in an FP16 port is no subtle mistake.
+        # BF16 in an FP16 port is not a subtle mistake.
         subtle = dtype in (low, torch.float32)
         for described, phases in _rounded_phases(low).items():
             yield Mistake(
@@ -454,7 +458,7 @@ def _on(role: str, **changes: object) -> Edits:
 
 
 def _with_frequencies(base: float, share: float | None = None) -> Edits:
-    """Frequencies of another base, on a share of the channels or on as many as are rotated."""
+    """Return a function that rotates by another base, on a share of the channels or on as many as are rotated."""
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
         if one.phases is None:
@@ -475,10 +479,11 @@ def _tf32(x: Tensor) -> Tensor:
 
 
 def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Queries and keys that are rotated before their norm scales them, or after it, where the reference does otherwise.
+    """Yield mistakes where queries and keys are rotated before a norm, not after it as in the
+    reference, or the reverse.
 
-    A rotation keeps the mean of squares, so that the two orders differ by what the gain meets alone. Of norms that
-    subtract the mean this is not so; nor is there anything to tell apart without a gain.
+    A rotation keeps the mean of squares, so the two orders differ only in the channels that the gain meets. This does
+    not hold for norms that subtract the mean, and without a gain there is no difference to find.
     """
     scaled = [(norm, norm.gain) for norm in norms(trace) if norm.gain and not norm.bias and not norm.centred]
     turned = rotations(trace) if scaled else []
@@ -498,12 +503,12 @@ def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
 
 
 def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation, names: Collection[str]) -> bool:
-    """Return whether one is given the other's result, after calls of these names alone."""
+    """Return whether one is given the other's result, with no calls but these in between."""
     return bool(back(trace, one.x, names) == back(trace, other.call.outputs[0], names))
 
 
 def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
-    """The norm leaves its gain to what the rotation returns."""
+    """Return the edits that apply the norm's gain after the rotation."""
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
         return (rotation.compute(x) * _by_head(by, rotation)).to(was.dtype)
@@ -512,7 +517,9 @@ def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, .
 
 
 def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
-    """Return what the norm returns is turned back for its gain."""
+    """Return the edits that apply the norm's gain before the rotation: its result is turned back,
+    scaled, and turned again.
+    """
     plain = replace(norm, gain=None)
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
@@ -526,6 +533,6 @@ def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ..
 
 
 def _by_head(gain: Tensor, rotation: Rotation) -> Tensor:
-    """Return the gain of a norm over one head or over all heads, as it meets what is rotated."""
+    """Return the gain of a norm over one head or over all heads, in the layout of what is rotated."""
     heads = gain.unflatten(0, (-1, rotation.head_dim))
     return heads.unsqueeze(1) if rotation.axis == -2 and len(heads) > 1 else heads

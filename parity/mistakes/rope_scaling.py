@@ -1,9 +1,9 @@
 """Rotary frequencies that are scaled for longer sequences than a model was trained with, and what ports make of them.
 
-Three ways are usual, and in each a frequency ``f`` of a base becomes ``f * (kept + (1 - kept) / factor)``. Linear
+There are three usual ways. In each, a frequency ``f`` of a base becomes ``f * (kept + (1 - kept) / factor)``. Linear
 interpolation (Chen et al., arXiv 2306.15595) keeps nothing. Llama 3 keeps what turns often within the original length,
 by a ramp that is linear in the frequency (``apply_scaling`` of Meta's llama-models, ``models/llama3/model.py``). YaRN's
-ramp is linear in the pair's number, and it multiplies cosines and sines by a number besides (Peng et al., arXiv
+ramp is linear in the pair's number, and YaRN also multiplies cosines and sines by a number (Peng et al., arXiv
 2309.00071).
 """
 
@@ -30,12 +30,12 @@ from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.rotation import Rotation, frequencies
 from parity.trace.trace import Edit
 
-_SAME = 1e-3  # relative, between ratios of frequencies that were read off angles
-_FEWEST = 4  # frequencies that show how they are scaled
+_SAME = 1e-3  # relative tolerance of ratios of frequencies that were read off angles
+_FEWEST = 4  # it takes so many frequencies to show how they are scaled
 _LLAMA3 = (1.0, 4.0)  # low_freq_factor and high_freq_factor of every published model
 _YARN = (32.0, 1.0)  # beta_fast and beta_slow of every published model
-_LENGTHS = tuple(2.0**exponent for exponent in range(5, 19))  # that a model may have been trained with first
-_MOST_FACTOR = 128.0  # of NTK-aware scaling, by which a base is taken for another's
+_LENGTHS = tuple(2.0**exponent for exponent in range(5, 19))  # lengths that a model may have been trained with first
+_MOST_FACTOR = 128.0  # a base is taken for a usual one under NTK-aware scaling up to this factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Scaling:
 
     @property
     def is_linear(self) -> bool:
-        """Whether all frequencies are divided alike."""
+        """Whether all frequencies are divided by the same number."""
         return bool((self.kept == 0.0).all())
 
     @property
@@ -66,7 +66,7 @@ class Scaling:
 
 
 def scaling_of(frequency: Tensor) -> Scaling | None:
-    """Return how frequencies ``[rotary / 2]`` are scaled; None for those of a base and for any others."""
+    """Return how frequencies ``[rotary / 2]`` are scaled; None if they are plain ones of a base, or any others."""
     frequency = frequency.double().cpu()
     count = len(frequency)
     if count < _FEWEST or not bool((frequency > 0.0).all()):
@@ -105,7 +105,7 @@ def _of(one: Rotation) -> Scaling | None:
     return scaling_of(one.phases[1]) if one.phases is not None else None
 
 
-Change = Callable[[Scaling], Tensor]  # from the reference's frequencies to a port's
+Change = Callable[[Scaling], Tensor]  # maps the reference's frequencies to a port's
 
 
 def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
@@ -143,7 +143,7 @@ def _all_of_the_ramp_kept(scaling: Scaling) -> Tensor:
 
 
 def _right(like: Scaling) -> str:
-    """Return what to change where frequencies are scaled otherwise."""
+    """Say what to change if frequencies are scaled otherwise."""
     if like.is_linear:
         return (
             f"give TE's RotaryPositionEmbedding seq_len_interpolation_factor={like.factor:.4g}, and "
@@ -180,7 +180,7 @@ def _of_length(repair: str, length: float) -> Mistake[Rotation]:
 
 
 def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
-    """Frequencies that are scaled by the reference's factor from its original length, but in another of the ways."""
+    """Yield frequencies scaled by the reference's factor from its original length, but in another of the ways."""
     repair = _right(like)
     own = _llama3_length(like)
     of_yarn = [length for length in _LENGTHS if _agrees(_yarn_kept(like.plain, like.base, length), like)]
@@ -207,7 +207,7 @@ def _of_kind(what: str, repair: str, kept: Callable[[Scaling], Tensor]) -> Mista
 
 
 def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
-    """Return a larger base, under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
+    """Return the larger base under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
     what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
     return _mistake(
         f"rope with {what}",
@@ -221,7 +221,7 @@ def _ntk_base(base: float, factor: float, rotary: int) -> float:
 
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
-    """All frequencies divided, where the reference's base is one that was enlarged to have the same lowest one."""
+    """Yield all frequencies divided alike, if the reference's base was enlarged to have the same lowest frequency."""
     for usual in ROPE_BASES if rotary > 2 else ():
         factor = (base / usual) ** ((rotary - 2) / rotary)
         if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
@@ -241,7 +241,7 @@ def _agrees(kept: Tensor, like: Scaling) -> bool:
 
 
 def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
-    """Plain frequencies that a port scales."""
+    """Yield scaled frequencies, where the reference has plain ones."""
     repair = f"rotate with the plain frequencies of base {base:g}, as the reference does"
 
     def like_llama3(factor: float) -> Mistake[Rotation]:
@@ -277,7 +277,7 @@ def _mistake(name: str, repair: str, change: Change, amplitude: float | None = N
 
 
 def _rotated_by(one: Rotation, frequency: Tensor, amplitude: float | None = None) -> tuple[Edit, ...]:
-    """With these frequencies; none where they are the reference's."""
+    """Return the edits that rotate by these frequencies; empty if they are the reference's."""
     if one.phases is None:
         return ()
     positions, right = one.phases
@@ -294,7 +294,7 @@ def _llama3_kept(plain: Tensor, length: float) -> Tensor:
 
 
 def _llama3_length(like: Scaling) -> float | None:
-    """Return the original length, where the ramp is Llama 3's; None where no frequency lies on it, or it is another."""
+    """Return the original length, if the ramp is Llama 3's; None if it is another, or no frequency lies on it."""
     low, high = _LLAMA3
     between = (like.kept > 0.0) & (like.kept < 1.0)
     if not bool(between.any()):
@@ -305,7 +305,7 @@ def _llama3_length(like: Scaling) -> float | None:
 
 
 def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:
-    """By the pair's number, between those that turn ``beta_fast`` and ``beta_slow`` times within the length."""
+    """Return YaRN's ramp between the pairs that turn ``beta_fast`` and ``beta_slow`` times within the length."""
     count = len(plain)
     fast, slow = (count * math.log(length / (beta * 2 * math.pi)) / math.log(base) for beta in _YARN)
     low, high = max(math.floor(fast), 0), min(math.ceil(slow), 2 * count - 1)
@@ -314,6 +314,6 @@ def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:
 
 
 def _rounded(measured: float) -> float:
-    """Return a base of three digits that is as near as a measurement allows, else the measured one."""
+    """Return a base of three digits within the measurement's accuracy, else the measured one."""
     rounded = round(measured, 2 - math.floor(math.log10(measured)))
     return rounded if math.isclose(rounded, measured, rel_tol=_SAME) else measured

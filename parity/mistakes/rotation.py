@@ -19,16 +19,16 @@ from parity.trace.walk import ancestors
 
 # Rotary position embeddings in a trace.
 #
-# A rotation is recognised by what it does: some value before a query or a key is made from an earlier one of its shape
-# by turning pairs of channels by angles that depend on position and pair alone. Any code that does this is found, be it
+# A rotation is recognised by what it does: a value before a query or a key is an earlier value of the same shape with
+# pairs of channels turned by angles that depend on position and pair alone. So any code that does this is found, be it
 # ``rotate_half``, complex numbers or a cache of cosines.
 
 
 Form = Literal["halves", "interleaved"]
 
-_MOST_ANCESTORS = 60  # from a query to what it was before it was rotated
-_FARTHEST = 16384  # position of a single token that is looked for
-_EXACT = 1e-4  # radians by which a rotation in FP32 may differ over heads
+_MOST_ANCESTORS = 60  # how far back from a query the value before its rotation is looked for
+_FARTHEST = 16384  # the position of a single token is looked for up to this one
+_EXACT = 1e-4  # radians by which a rotation in FP32 may differ between heads
 _FORMS: tuple[tuple[Form, Form], ...] = (
     ("halves", "halves"),
     ("interleaved", "interleaved"),
@@ -84,17 +84,17 @@ class Rotation:
 
     @property
     def base(self) -> float | None:
-        """Of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
+        """The base of frequencies ``base ** (-2 i / rotary)``; None if they are others."""
         return base_of(self.phases[1]) if self.phases is not None else None
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the rotated value."""
         end = self.start + self.rotary
         before, rotated, after = x[..., : self.start], x[..., self.start : end], x[..., end:]
-        # In FP32 a phase of thousands of radians is rounded, in the reference as in a port.
+        # In FP32 a phase of thousands of radians is rounded, in the reference and in a port alike.
         angles = self.angles.to(x.device, x.dtype).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
         tables = (rounded_to(table, self.table) for table in (angles.cos(), angles.sin()))
-        # Of each pair's first and second channel, which differ where tables are laid out for another form.
+        # The first and second channel of a pair have different cosines if the table is laid out for another form.
         cos, sin = (pairs(_joined(table, table, self.table_form or self.form), self.form) for table in tables)
         for _ in range(self.times):
             first, second = pairs(rotated, self.form)
@@ -104,7 +104,7 @@ class Rotation:
         return torch.cat((before, rotated, after), -1)
 
     def edits(self, **changes: Any) -> tuple[Edit, ...]:
-        """The value is to be rotated otherwise."""
+        """Return the edits that rotate the value otherwise."""
         changed = replace(self, **changes)
         of = Changed(self, changes)
         return (edit(self.call, (self.x,), lambda was, x: changed.compute(x).to(was.dtype), of),)
@@ -125,7 +125,7 @@ def rotations(trace: Trace) -> list[Rotation]:
 
 
 def frequencies(base: float, rotary: int) -> Tensor:
-    """``base ** (-2 i / rotary)`` for each pair i, FP64 (Su et al., arXiv 2104.09864)."""
+    """Return ``base ** (-2 i / rotary)`` for each pair i, FP64 (Su et al., arXiv 2104.09864)."""
     return base ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
 
 
@@ -143,7 +143,9 @@ def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
 
 
 def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
-    """Return the last rotation before a query or key; one that scales besides, such as YaRN's, where no other is."""
+    """Return the last rotation before a query or key; one that also scales, such as YaRN's, only if it
+    is the only one.
+    """
     chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
     scaled: list[tuple[Call, Value, float]] = []
@@ -165,7 +167,7 @@ def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotati
 
 
 def _taken_apart(trace: Trace, rotation: Rotation, earlier: Iterable[Value]) -> Rotation:
-    """The rotation of what was interleaved, where it was taken apart into halves before."""
+    """Return the rotation of an interleaved value, if it was taken apart into halves before the rotation."""
     x = trace.tensor(rotation.x)
     if rotation.form == "halves" and rotation.rotary == rotation.head_dim:
         for value in earlier:
@@ -176,7 +178,7 @@ def _taken_apart(trace: Trace, rotation: Rotation, earlier: Iterable[Value]) -> 
 
 
 def _amplitude(trace: Trace, x: Value, result: Value) -> float | None:
-    """Return the ratio of every head's norm after and before, if it is the same for all; else they are not turned."""
+    """Return the ratio of every head's norm after and before, if it is the same for all; None otherwise."""
     before, after = (torch.linalg.vector_norm(trace.tensor(value).double(), dim=-1) for value in (x, result))
     if torch.allclose(before, after, rtol=_EXACT):
         return 1.0
@@ -187,7 +189,7 @@ def _amplitude(trace: Trace, x: Value, result: Value) -> float | None:
 def _turned(
     trace: Trace, call: Call, x: Value, role: Literal["query", "key"], amplitude: float = 1.0
 ) -> Rotation | None:
-    """The rotation from ``x`` to what ``call`` returns, if there is one."""
+    """Return the rotation from ``x`` to what ``call`` returns, if there is one."""
     before, after = trace.tensor(x).double(), trace.tensor(call.outputs[0]).double() / amplitude
     if torch.allclose(before, after, rtol=_EXACT):
         return None
@@ -211,15 +213,14 @@ def _turned(
 
 
 def _ranges(differ: Tensor) -> Iterator[tuple[int, int]]:
-    """Which channels may be the rotated ones: from the first to the last that differ, or all of the head."""
+    """Yield which channels may be rotated: from the first to the last that differ, or all of the head."""
     channels = differ.flatten(0, -2).any(0).nonzero().flatten().tolist()
     changed, head = (channels[0], channels[-1] + 1), (0, differ.shape[-1])
     yield from (ends for ends in dict.fromkeys((changed, head)) if (ends[1] - ends[0]) % 2 == 0)
 
 
 def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tuple[int, Tensor, bool] | None:
-    """Return the dimension of positions, by how much each position turns each pair, and whether several heads agree on
-    it.
+    """Return the positions' dimension, by how much each turns each pair, and whether several heads agree on it.
 
     None if it is no such rotation.
     """
@@ -245,10 +246,10 @@ def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tup
 
 
 def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Positions and frequencies whose products are the angles, up to full turns.
+    """Return positions and frequencies whose products are the angles, up to full turns; None if there are none.
 
-    Both are looked for among what the rotation is computed from. Where a cache holds its sines, positions are counted
-    from 0 and frequencies are those of a base, or what the angles show.
+    Both are looked for among what the rotation is computed from. If a cache holds its sines, positions are counted from
+    0, and frequencies are those of a base, or what the angles show.
     """
     seq, count = angles.shape
     near = [trace.tensor(value) for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS)]
@@ -277,7 +278,7 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
 def _single(
     angles: Tensor, positions: Sequence[Tensor], frequencies_found: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """As ``_phases``, of one position ``[1, rotary / 2]``: the first among those that fits."""
+    """Return the first position, and frequencies, that fit the angles of one position ``[1, rotary / 2]``."""
     for frequency in frequencies_found:
         for some in positions:
             off = _wrapped(angles - some[:, None] * frequency.to(angles.device)).abs().amax(-1)
@@ -287,7 +288,7 @@ def _single(
 
 
 def _slopes(angles: Tensor) -> Tensor:
-    """By how much each pair is turned from one position to the next, where that is the same everywhere."""
+    """Return by how much each pair is turned from one position to the next, if that is the same everywhere."""
     slopes, step = _wrapped(angles[1] - angles[0]), 1
     while step < len(angles):  # so near that no full turn is missed, and more exact with each step
         slopes = slopes + _wrapped(angles[step] - angles[0] - step * slopes) / step
@@ -296,7 +297,7 @@ def _slopes(angles: Tensor) -> Tensor:
 
 
 def base_of(frequency: Tensor) -> float | None:
-    """Return the base of frequencies ``base ** (-2 i / rotary)``; None where they are others."""
+    """Return the base of frequencies ``base ** (-2 i / rotary)``; None if they are others."""
     count = len(frequency)
     if count < 2 or float(frequency[-1]) <= 0.0:
         return None
@@ -311,18 +312,19 @@ def _wrapped(angle: Tensor) -> Tensor:
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
-# Rotary embeddings of two axes, as of an image's patches: some pairs turn by a patch's row, the others by its column.
+# Rotary embeddings over two axes, such as those of an image's patches: some pairs turn by the row,
+# others by the column.
 #
-# A table of angles is recognised by what it holds: behind tokens that are not rotated, such as a class token's or a
-# text's, each pair's angles are those of a grid's rows or of its columns, and grow evenly along them.
+# A table of angles is recognised by its values: after tokens that are not rotated, such as a class token or a text,
+# each pair's angles are those of a grid's rows or of its columns, and grow evenly along them.
 
 
-_EXACT_ANGLE = 1e-3  # radians by which angles may differ from those of a grid
+_EXACT_ANGLE = 1e-3  # radians by which angles may differ from a grid's
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Of positions, row by row.
+    """A grid of positions, row by row.
 
     Attributes:
         before: tokens in front of it, which are not rotated.
@@ -341,24 +343,24 @@ class Grid:
     steps: Tensor
 
     def angles(self, rows: Tensor, columns: Tensor, steps: Tensor | None = None) -> Tensor:
-        """Angles of patches by their rows and columns, behind the tokens that are not rotated."""
+        """Return the angles of patches by their rows and columns, after the tokens that are not rotated."""
         places = torch.where(self.of_rows, rows.reshape(-1, 1), columns.reshape(-1, 1)).double()
         turned = self.first + places * (self.steps if steps is None else steps)
         return torch.cat((turned.new_zeros(self.before, turned.shape[-1]), turned))
 
     @property
     def rows(self) -> Tensor:
-        """Of each patch."""
+        """The row of each patch."""
         return torch.arange(self.height * self.width, device=self.first.device) // self.width
 
     @property
     def columns(self) -> Tensor:
-        """Of each patch."""
+        """The column of each patch."""
         return torch.arange(self.height * self.width, device=self.first.device) % self.width
 
 
 def grid_of(rotation: Rotation) -> Grid | None:
-    """Return the grid by which a rotation turns; None where it turns by one position, or by no grid."""
+    """Return the grid by which a rotation turns; None if it turns by one position, or by no grid."""
     angles = rotation.angles.double()
     if rotation.phases is not None or angles.dim() != 2 or len(angles) < 4:
         return None
@@ -423,7 +425,7 @@ def _base_instead(right: float, base: float) -> Mistake[Rotation]:
 
 
 def _turning(grid: Grid, angles: Callable[[Grid], Tensor]) -> Callable[[Rotation], tuple[Edit, ...]]:
-    """Edits by angles of a grid; none where they are the rotation's own."""
+    """Return a function that rotates by other angles of a grid; it returns no edits if they are the rotation's own."""
     if torch.allclose(angles(grid), grid.angles(grid.rows, grid.columns)):
         return lambda one: ()
     return lambda one: _edits(one, angles)
@@ -435,7 +437,7 @@ def _edits(rotation: Rotation, angles: Callable[[Grid], Tensor]) -> tuple[Edit, 
 
 
 def _grid(angles: Tensor, before: int, height: int, width: int) -> Grid | None:
-    """Return the grid whose angles these are, ``[height * width, rotary / 2]``; None for none."""
+    """Return the grid that has these angles, ``[height * width, rotary / 2]``; None if there is none."""
     table = angles.reshape(height, width, -1)
     first = table[0, 0]
     down, across = (_wrapped_angle(x - first) for x in (table[1, 0], table[0, 1]))

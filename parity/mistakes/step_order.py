@@ -1,7 +1,7 @@
 """Two steps that follow each other in a reference, and ports that take them in the other order.
 
-A factor multiplies a layer's result with its bias, or without; Mamba's gate comes before the norm, or after it; a mean
-is subtracted before the division, or after; an activation comes before a norm, or after it.
+For example, a factor multiplies a layer's result with or without its bias; Mamba's gate comes before or after the norm;
+a mean is subtracted before or after the division; an activation comes before or after a norm.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from parity.trace.walk import CASTS, ancestors, back, binary, unnumbered, users
 _SCALES = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"add", "sub", "bias"})
 _SAME_ORDER = CASTS | {"view", "reshape", "flatten", "unflatten"}  # of elements, as into groups
-_OF_A_NORM = 16  # values, of which one that is written out makes its result
+_OF_A_NORM = 16  # a norm that is written out makes its result of up to so many values
 
 
 @dataclass(frozen=True)
 class Step:
-    """A function of one activation, and of others that it is given besides.
+    """A function of one activation, and of what else it is given.
 
     Attributes:
-        call: returns the result, and computes nothing else but what ``before`` can undo.
-        x: the activation; None where no value of the trace is it, as of a bias inside a linear layer.
-        kind: of the function: ``mul``, ``norm``, ``bias``.
-        described: for messages.
+        call: returns the result, and computes nothing but what ``before`` can undo.
+        x: the activation; None if no value of the trace is it, as before a bias inside a linear layer.
+        kind: what the function is: ``mul``, ``norm``, ``bias``.
+        described: names it in messages.
         needs: what ``before`` and ``compute`` are given.
-        before: from the result and the needs to the activation.
-        compute: from an activation and the needs to the result.
-        operand: which one of two ``x`` is.
+        before: maps the result and the needs to the activation.
+        compute: maps an activation and the needs to the result.
+        operand: which one of two operands ``x`` is.
     """
 
     call: Call
@@ -61,7 +61,7 @@ class _Pair:
     is_moved: bool
 
     def exchanged(self) -> Edit:
-        """The second is to come first."""
+        """Return the edit under which the second comes first."""
         first, second, steps = self.first, self.second, (self.first, *self.between)
         x = second.x if second.x is not None else first.call.outputs[0]
         needs = [value for step in (second, *steps) for value in step.needs]
@@ -80,7 +80,7 @@ class _Pair:
 
 
 def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield every two steps in the other order; those of all layers, and of all experts in a loop, at once."""
+    """Yield every two steps in the other order, in all layers, and for all experts of a loop, at once."""
     alike: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     for pair in _pairs(trace):
@@ -95,7 +95,7 @@ def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
 
 
 def _pairs(trace: Trace) -> Iterator[_Pair]:
-    """Steps of which the second alone reads what the first returns, and which do not commute."""
+    """Yield two steps that do not commute, where only the second reads what the first returns."""
     found = list(_steps(trace))
     by_result: dict[int, list[Step]] = defaultdict(list)
     for one in (one for one in found if one.kind != "linear"):  # its bias is a step of its own
@@ -110,8 +110,7 @@ def _pairs(trace: Trace) -> Iterator[_Pair]:
 def _before(
     trace: Trace, second: Step, last: Step, by_result: Mapping[int, Sequence[Step]]
 ) -> Iterator[tuple[Step, tuple[Step, ...], bool]]:
-    """Yield the steps before ``last`` that do not commute with the second, those between the two, and whether it is
-    moved.
+    """Yield the steps before ``last`` that do not commute with the second, those in between, and whether it is moved.
 
     ``last`` is the second itself, or one before it that commutes with it.
     """
@@ -129,7 +128,7 @@ def _before(
 
 
 def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
-    """Return whether nothing else reads a step's result; of a norm that is written out several calls do."""
+    """Return whether nothing else reads a step's result; several calls of a norm that is written out may."""
     sites = {call.site for call, _ in users(trace, step.call.outputs[0], _SAME_ORDER)}
     inside = {last.call.site}
     if last.kind == "norm" and len(sites) > 1:
@@ -139,11 +138,11 @@ def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
 
 
 def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
-    """Return whether the first can be computed of what the second returns, and keeps its shape."""
+    """Return whether the first can be computed from what the second returns, and keeps its shape."""
     before, result = (trace.tensor(one.call.outputs[0]).shape for one in (first, second))
     if before == result:
         return True
-    if is_far:  # all that moves elements keeps their order
+    if is_far:  # the calls in between keep the elements' order
         return before.numel() == result.numel() and "linear" not in (first.kind, second.kind)
     others = [trace.tensor(value).shape for value in first.needs if value != first.x]
     try:
@@ -166,7 +165,7 @@ def _exchanged(pairs: Sequence[_Pair], module: nn.Module) -> Hypothesis:
 
 
 def _steps(trace: Trace) -> Iterator[Step]:
-    """Norms, activations, biases and linear layers with them, and functions of two operands, in no order."""
+    """Yield norms, activations, biases, linear layers with a bias, and functions of two operands, in no order."""
     inside: set[int] = set()
     for norm in norms(trace):
         inside.add(norm.call.outputs[0].number)
@@ -207,7 +206,7 @@ def _linear(call: Call, name: str) -> Step:
 
 
 def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
-    """Yield a sum, a product, a difference or a quotient, as a function of each operand that has its shape."""
+    """Yield a sum, product, difference or quotient as a function of each operand that has its shape."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as kind, left, right):
             pass

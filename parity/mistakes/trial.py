@@ -1,4 +1,4 @@
-"""Tries hypotheses: the reference's outputs and gradients as they would be if some of them were true at once.
+"""Try hypotheses: compute the reference's outputs and gradients as if some of them were true at once.
 
 Each pass advances the comparison's clock, by which a search ends.
 """
@@ -27,7 +27,7 @@ from parity.te.precision import Precision
 from parity.trace.calls import Misfit, edited
 from parity.trace.trace import Edit
 
-# In forward passes in FP64: what FP32 takes of each element, a backward pass, and any pass under a rounding model.
+# What each takes, in forward passes in FP64: a pass in FP32, a backward pass, and any pass under a rounding model.
 _IN_FP32 = 0.5
 BACKWARD = 2.0
 _ROUNDED = 2.0
@@ -36,7 +36,7 @@ _ROUNDED = 2.0
 def outputs_under(
     prepared: Prepared, hypotheses: Sequence[Hypothesis], dtype: torch.dtype, rows: slice | None = None
 ) -> dict[str, Tensor] | None:
-    """Return the reference's outputs if the hypotheses were true; None if they cannot be.
+    """Return the reference's outputs if the hypotheses were true; None if they cannot be computed.
 
     Args:
         prepared: what was compared.
@@ -52,12 +52,12 @@ def outputs_under(
     try:
         with torch.no_grad(), in_fp64() if dtype is torch.float64 else attention_in_blocks():
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
-    except Exception:  # anybody's code, given what it does not take
+    except Exception:  # the user's code may raise anything, given what it does not expect
         return None
 
 
 def differentiable_outputs(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
-    """As ``outputs_under``, in FP64 and of all rows, with what autograd needs of them."""
+    """Return all rows of the outputs as ``outputs_under``, in FP64, with the graph that autograd needs."""
     _cast_if_other(prepared.reference, torch.float64)
     inputs = cast(prepared.inputs, torch.float64)
     prepared.clock.advance(1.0)
@@ -76,7 +76,7 @@ def tensors_under(
     freedom: Freedom = UNFUSED,
     only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
 ) -> Tensors | None:
-    """Return the reference's outputs and gradients if the hypotheses were true; None if they cannot be.
+    """Return the reference's outputs and gradients if the hypotheses were true; None if they cannot be computed.
 
     Args:
         prepared: what was compared.
@@ -109,7 +109,7 @@ def tensors_under(
                 backward,
                 before_backward=phase.begin_backward if phase else lambda: None,
             )
-    except OutOfTime:  # says nothing of the hypotheses
+    except OutOfTime:  # it says nothing about the hypotheses
         raise
     except Exception:
         return None
@@ -127,7 +127,7 @@ def _cast_if_other(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _share(inputs: Any, rows: slice | None) -> float:
-    """Return which part of the batch some rows are."""
+    """Return what share of the batch some rows are."""
     batches = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
     return 1.0 if rows is None or not batches else len(range(*rows.indices(batches[0]))) / max(batches[0], 1)
 
@@ -149,7 +149,7 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleC
 
 
 def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:
-    """Return the edits of all of them.
+    """Return the edits of all hypotheses.
 
     Raises:
         Misfit: if two change the same thing.
@@ -164,7 +164,7 @@ def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:
 
 
 def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
-    """Return the parameters that would be others."""
+    """Return the parameters that the hypotheses change."""
     if all(hypothesis.read is None for hypothesis in hypotheses):
         return {}
     parameters: dict[str, Tensor] = dict(module.named_parameters())
@@ -177,7 +177,7 @@ def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tens
 
 @contextmanager
 def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the context the module computes with these tensors in place of its parameters, wherever they are tied."""
+    """Within the context, the module computes with these tensors for its parameters, wherever they are tied."""
     if not tensors:
         yield
         return

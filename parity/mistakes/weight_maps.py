@@ -35,16 +35,16 @@ from parity.case.weight_map import (
 from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.trace.walk import unnumbered
 
-# Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong there.
+# Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong.
 #
-# Rows in another order, halves exchanged, a constant for what was never copied. Each reading is differentiable, so that
-# gradients with respect to the true parameters come out as the port's.
+# For example rows in another order, halves exchanged, a constant for what was never copied. Each reading is
+# differentiable, so that gradients with respect to the true parameters come out as the port's.
 
 
 Shapes = Mapping[str, Shape]
 
 _MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
-_FEW_EXPERTS = 8  # of which every two are tried in each other's place
+_FEW_EXPERTS = 8  # with no more experts, every two are tried in each other's place
 _OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # of Q, K and V
 _INTERLEAVED, _APART = "qkv-layout interleaved", "qkv-layout apart"
 _KEY_VALUE = re.compile(r"(^|\.)key_value\.(weight|bias)$")
@@ -71,13 +71,13 @@ class Heads:
 
     @property
     def all_rows(self) -> int:
-        """Of query, key and value in one parameter."""
+        """The rows of query, key and value in one parameter."""
         return (self.query + 2 * self.groups) * self.head_dim
 
 
-_BLOCK = 32  # rows of gate and up that take turns, for the kernels of TE's grouped MLP
+_BLOCK = 32  # gate and up take turns in blocks of so many rows, for the kernels of TE's grouped MLP
 GATE_FIRST = ": the gate, which is activated, comes first"
-"""Ends the repair of a gated unit's weight whose halves changed places."""
+"""The end of the repair for a gated unit's weight whose halves changed places."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Reading:
 
     Attributes:
         title, name, repair: as in ``Hypothesis``; the name without the entry's.
-        change: from what the entry packs to what TE computes with, the same shape.
+        change: maps what the entry packs to what TE computes with, of the same shape.
     """
 
     title: str
@@ -120,7 +120,7 @@ def readings(
 
 
 def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Other terms that people take for the left side of an entry."""
+    """Yield other terms that people take for the left side of an entry."""
     others = _confused_with(left, shapes, heads)
     if heads is not None and isinstance(left, str) and isinstance(right, str) and left in heads.rows:
         rest = islice(_fused_otherwise(left, shapes, heads), 1, None)
@@ -132,7 +132,7 @@ def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -
 
 
 def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Yield other terms for TE's side: several of its parameters hold one of the reference's, or Q, K, V are fused."""
+    """Yield other terms for TE's side: several parameters for one of the reference's, or Q, K, V fused otherwise."""
     unnamed = None if heads is None else replace(heads, rows=frozenset(), columns=frozenset())
     if isinstance(right, str):
         is_fused = heads is not None and set(names(left)) <= heads.rows
@@ -149,7 +149,9 @@ def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | N
 
 
 def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
-    """Keys and values of cross-attention, which TE fuses as ``key_value``: group by group, or one after the other."""
+    """Yield the other order of cross-attention's keys and values, fused as ``key_value``: by group, or
+    all of one first.
+    """
     blocks = tuple(range(2 * heads.groups))
     orders = {
         _INTERLEAVED: blocks[::2] + blocks[1::2],
@@ -175,7 +177,7 @@ def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
 
 
 def _named(title: str, one: Side, other: Side) -> str:
-    """Return the title, and what else must be alike, so that two layers' mistakes are known to be the same.
+    """Return the title, and what else must be alike for two layers to have the same mistake.
 
     Of experts which change places; of queries, keys and values whether TE has them head by head, its default, or the
     reference does, and TE all of one after the other.
@@ -191,7 +193,7 @@ def _named(title: str, one: Side, other: Side) -> str:
 
 
 def _read_as(one: Side, other: Side, shapes: Shapes) -> Callable[[Tensor], Tensor]:
-    """Return what is packed by one term, unpacked by it, and packed by the other."""
+    """Return a function that unpacks by one term what it packed, and packs it by the other."""
 
     def change(packed: Tensor) -> Tensor:
         return pack(other, unpack(one, packed, shapes), packed)
@@ -239,7 +241,7 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
 
 
 def _fused_otherwise(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
-    """Terms that make Q over K over V of a parameter which holds all three by group, in whichever order."""
+    """Yield terms that make Q over K over V of a parameter which holds all three by group, in any order."""
     if shapes[one][:1] == (heads.all_rows,):
         separated = SeparatedQKV((one,), heads.groups, heads.head_dim)
         yield "qkv-layout", separated
@@ -248,7 +250,7 @@ def _fused_otherwise(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[s
 
 
 def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
-    """Terms that make one of TE's layouts of a fused parameter that holds Q, K and V in another order."""
+    """Yield terms that make one of TE's layouts of a fused parameter that holds Q, K and V in another order."""
     if shapes[one][:1] != (heads.all_rows,) or heads.query != heads.groups:
         return
     yield from (("qkv-layout", Reorder((one,), order)) for order in _OTHER_ORDERS)
@@ -260,14 +262,14 @@ def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, S
 
 
 def _flattened_otherwise(part: Side, shape: Shape) -> Iterator[Side]:
-    """A convolution's weight as that of a linear layer, its channels and pixels in every order: ``out (c h w)``."""
+    """Yield a convolution's weight as a linear layer's, its channels and pixels in every order: ``out (c h w)``."""
     inner = "bcde"[: len(shape) - 1] if len(shape) in (3, 4, 5) else ""
     for order in permutations(inner) if inner else ():
         yield Rearrange((part,), f"a {' '.join(inner)} -> a ({' '.join(order)})")
 
 
 def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
-    """Two of a few exchanged, all in reverse, all moved by one."""
+    """Yield two parts exchanged, if they are few, all parts in reverse, and all moved by one."""
     for one, other in combinations(range(len(parts)), 2) if len(parts) <= _FEW_EXPERTS else ():
         order = list(parts)
         order[one], order[other] = order[other], order[one]
@@ -289,7 +291,7 @@ def _title_of_reorder(part: Side, order: tuple[int, ...], shape: Shape) -> str:
 
 
 def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None) -> Iterator[tuple[int, int]]:
-    """Groups and head dimension for query, key and value: those that are known, else each usual one that fits."""
+    """Yield groups and head dimension of query, key and value: those that are known, else each usual one that fits."""
     if heads is not None:
         yield heads.groups, heads.head_dim
         return
@@ -300,7 +302,7 @@ def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None
 
 
 def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
-    """Yield a constant, as it was constructed, which gets its gradient."""
+    """Yield a constant, as the parameter was constructed, which still gets its gradient."""
     if len(shape_of(left, shapes)) == 1:
         for value in (1.0, 0.0):
             yield Reading(
@@ -313,7 +315,7 @@ def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
 
 
 def _unused(left: Side, right: Side) -> Iterator[Reading]:
-    """Nothing is added to, or multiplied by it: a constant without a gradient."""
+    """Yield a constant without a gradient: nothing uses the parameter."""
     where = describe(right)
     if _is_bias(left):
         yield Reading("bias-dropped", "unused (0)", f"add {where}, which the candidate does not use", _constant(0.0))
@@ -328,7 +330,7 @@ def _constant(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Rows and columns in another order, which no term of a map says."""
+    """Yield rows and columns in an order that no term of a map expresses."""
     shape, where = shape_of(left, shapes), describe(right)
     is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
     rows = shape[-2] if len(shape) in _MATRICES else shape[0] if _is_bias(left) else 0
@@ -357,7 +359,7 @@ def _is_bias(left: Side) -> bool:
 
 
 def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
-    """Gate and up that take turns in blocks, as TE's ``glu_interleave_size`` has them, on one side alone."""
+    """Yield gate and up that take turns in blocks, as TE's ``glu_interleave_size`` lays them out, on one side alone."""
     if rows % (2 * _BLOCK) or rows == 2 * _BLOCK:
         return
     shapes = {
@@ -395,18 +397,18 @@ def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Rea
 
 
 def _moved(dim: int, move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``move``, which moves rows, along a dimension."""
+    """Return ``move``, which moves rows, along another dimension."""
     return lambda packed: move(packed.movedim(dim, 0)).movedim(0, dim)
 
 
 def _transposed_rows(x: Tensor, blocks: int) -> Tensor:
-    """Rows that are laid out as ``[blocks, n]``, as ``[n, blocks]``."""
+    """Transpose rows that are laid out as ``[blocks, n]`` to ``[n, blocks]``."""
     return x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
 
 
-# Known mistakes in weight maps: what TE would hold, and the reference would have to hold to agree with it.
+# Known mistakes in weight maps: what TE holds because of them, and what the reference would have to hold to agree.
 #
-# One entry is misread, several are misread alike, or two have each other's TE parameter.
+# One entry is misread, several are misread alike, or two entries have each other's TE parameter.
 
 
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
@@ -483,8 +485,7 @@ def repeated_weight_hypotheses(
     unused: Container[str] = (),
     gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
-    """Yield every known mistake that could have been made with several entries alike; arguments as
-    ``weight_hypotheses``.
+    """Yield every known mistake made alike with several entries; arguments as for ``weight_hypotheses``.
 
     An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
     """
@@ -514,7 +515,7 @@ def _misread(
     unused: Container[str],
     gated: Collection[str],
 ) -> Iterator[list[_Misread]]:
-    """By entry of the map, every other reading of it."""
+    """Yield, for each entry of the map, every other reading of it."""
     for left, right in weights.items():
         if any(names(left)):
             others = readings(left, right, shapes, candidate_shapes, heads, unused)
@@ -522,7 +523,7 @@ def _misread(
 
 
 def _of_its_subject(reading: Reading, left: Side, heads: Heads | None, gated: Collection[str]) -> Reading:
-    """Return the reading, which speaks of gates and heads only where the entry is of a gated unit, or of attention."""
+    """Return the reading, which speaks of gates or heads only if the entry belongs to a gated unit or to attention."""
     parameters = set(names(left))
     is_gated = not parameters.isdisjoint(gated)
     is_attentions = heads is not None and parameters <= heads.rows | heads.columns
@@ -533,10 +534,10 @@ def _of_its_subject(reading: Reading, left: Side, heads: Heads | None, gated: Co
 
 
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
-    """Entries that are likely to be misread alike: all, in all layers those of one of TE's parameters, a layer's.
+    """Yield entries that are likely to be misread alike: all, one parameter of TE in all layers, or a layer's.
 
     So are those of a whole block, such as a decoder's attention to itself and to its encoder, those of one owner, such
-    as the norms of queries and keys, and those of all layers, whatever the last norm is.
+    as the norms of queries and keys, and those of a list of layers, which the last norm is not in.
 
     Of queries, keys and values two are rotated, in all layers or in one. A layer's norms are told apart by the modules
     that have them.
@@ -568,7 +569,7 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
 
 
 def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple[list[_Misread], ...]]:
-    """Yield every two layers that one module has, as an attention has queries and keys, with the entries of each."""
+    """Yield every two layers that one module has, such as attention's queries and keys, with the entries of each."""
     modules: dict[str, list[list[_Misread]]] = defaultdict(list)
     for layer, entries in by_layer.items():
         modules[re.sub(r"\.?[^.]*$", "", layer)].append(entries)
@@ -577,7 +578,7 @@ def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple
 
 
 def _hypothesis(entries: Sequence[_Misread], shapes: Shapes, module: nn.Module) -> Hypothesis:
-    """That these entries are misread, all alike."""
+    """Return the mistake that these entries are all misread alike."""
     first, *others = entries
     one = first.reading
     where = describe(first.right).strip('"')
@@ -617,13 +618,15 @@ class _Exchange:
 
     @property
     def is_likely(self) -> bool:
-        """Whether both are of one layer, or one parameter in two; who maps one layer's query to another's output?"""
+        """Whether both are of one layer, or one parameter of two layers: nobody maps a layer's query to
+        another's output.
+        """
         one, other = describe(self.right), describe(self.other_right)
         return _INDEX.findall(one) == _INDEX.findall(other) or _INDEX.sub("", one) == _INDEX.sub("", other)
 
 
 def _common(one: str, other: str) -> int:
-    """With how many characters both begin."""
+    """Return how many leading characters the two share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -635,7 +638,7 @@ def _exchanges(weights: WeightMap, shapes: Shapes) -> Iterator[_Exchange]:
 
 
 def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes, module: nn.Module) -> Hypothesis:
-    """That these were exchanged, all of them."""
+    """Return the mistake that all of these were exchanged."""
     first, *others = exchanges
     where = f"{describe(first.right)} {describe(first.other_right)}".replace('"', "")
     repair = (
