@@ -22,27 +22,28 @@ from parity.search.screen import TINY, Screen
 from parity.search.verify import Explanation, verified
 from parity.trace.trace import Edit, Trace
 
-# Finds the borders of the sequences to which a port attends, or rotates, position by position of its outputs.
+# Find the borders of the sequences in which a port attends, or counts positions, from its outputs position by position.
 #
-# Where a token sees what came before it, a position is right up to the port's first border that the reference does not
-# have. With that border assumed it is right up to the next.
+# If tokens see only what came before them, positions are right up to the port's first border that the reference does
+# not have. With that border assumed, they are right up to the next.
 
 
-_MOST = 32  # sequences
-_CLEARLY = 3.0  # tolerances that a wrong position is off by
-_SURELY = 0.5  # of a position's norm, where three tolerances are more
+_MOST = 32  # sequences that are looked for
+_CLEARLY = 3.0  # a wrong position is off by more than so many tolerances
+_SURELY = 0.5  # or by more than this share of its norm, if that is less
 
 
-Suppose = Callable[[Sequence[int]], Hypothesis]  # from where the port's sequences begin
+Suppose = Callable[[Sequence[int]], Hypothesis]  # makes a hypothesis of where the port's sequences begin
 
 
 def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """That the port's sequences, or its rotary positions, begin elsewhere, if that explains everything.
+    """Return the mistake that the port's sequences, or its rotary positions, begin elsewhere, if it
+    explains everything.
 
     Args:
-        failure: the outputs of the candidate are finite.
-        trace: of the reference in FP64.
-        budget: of the search.
+        failure: one in which the outputs of the candidate are finite.
+        trace: the reference's trace in FP64.
+        budget: what the search may spend.
     """
     subjects = _subjects(trace)
     seq = _positions(subjects, trace)
@@ -61,7 +62,7 @@ def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[
 
 
 def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> list[Explanation]:
-    """Return one beginning after the other, each where the outputs with those before are wrong first."""
+    """Return one beginning after another, each where the outputs under those before are first wrong."""
     starts = [0]
     while len(starts) <= _MOST and not budget.spent():
         one = suppose(starts)
@@ -76,14 +77,14 @@ def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> 
 
 
 def _subjects(trace: Trace) -> list[Attention | Packed]:
-    """Return the attentions, those to sequences one by one as one."""
+    """Return the attentions; those to sequences one by one count as one."""
     packed = packed_attentions(trace)
     parts = {id(part) for one in packed for part in one.parts}
     return [*packed, *(one for one in attentions(trace) if id(one) not in parts)]
 
 
 def _positions(subjects: Sequence[Attention | Packed], trace: Trace) -> int | None:
-    """Return how many there are, if all attention is causal, to the whole or to sequences of it; else None."""
+    """Return the number of positions, if all attention is causal, over the whole or over sequences of it; else None."""
     biases = [one.bias if isinstance(one, Packed) else traced_bias(trace, one) for one in subjects]
     if not biases or len({bias.shape[-2:] for bias in biases}) > 1:
         return None
@@ -93,7 +94,7 @@ def _positions(subjects: Sequence[Attention | Packed], trace: Trace) -> int | No
 
 
 def _borders(subject: Attention | Packed, trace: Trace) -> list[int]:
-    """Of the reference's sequences."""
+    """Return where the reference's sequences begin and end."""
     bias = subject.bias if isinstance(subject, Packed) else traced_bias(trace, subject)
     return [0, *accumulate(lengths_of(hidden_keys(bias)) or [bias.shape[-1]])]
 
@@ -120,7 +121,7 @@ def _of(
 def turned_from(
     starts: Sequence[int], turned: Sequence[Rotation], module: nn.Module, rows: Sequence[int] = ()
 ) -> Hypothesis:
-    """That positions are counted from each start, in some rows of the batch or, where none are given, in all."""
+    """Return the mistake that positions are counted from each of these starts, in some rows of the batch or in all."""
     again, edits = list(starts[1:]), counted_from(starts)
     where = f" in row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the batch" if rows else ""
     found = [edit for one in turned for edit in edits(one)]
@@ -134,7 +135,7 @@ def turned_from(
 
 
 def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
-    """Return the rows of the batch where an output is wrong; empty where all are, or what a row is cannot be told."""
+    """Return the rows of the batch where an output is wrong; empty if all are, or if rows cannot be told."""
     batch = next(iter(batches))
     if len(batches) > 1 or any(failure.golden["output", one.name].shape[0] != batch for one in failure.outputs):
         return []
@@ -149,7 +150,7 @@ def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
 
 
 def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
-    """Return the first position where an output is not the candidate's; 0 where the hypothesis does not fit."""
+    """Return the first position where an output is not the candidate's; 0 if the hypothesis does not fit."""
     outputs = outputs_under(failure.prepared, (one,), torch.float32)
     if outputs is None:
         return 0
@@ -167,7 +168,7 @@ def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
 
 
 def _axis(failure: Failure, name: str, seq: int) -> int | None:
-    """Return the output's dimension of positions."""
+    """Return which dimension of an output is that of positions."""
     shape = failure.golden["output", name].shape
     return next((axis for axis, size in enumerate(shape[:-1]) if size == seq), None)
 
@@ -176,25 +177,26 @@ def _by_position(x: Tensor, axis: int) -> Tensor:
     return x.movedim(axis, 0).flatten(1)
 
 
-# Finds where a port's rotary positions begin again in attention that sees both ways.
+# Find where a port's rotary positions begin again in attention that sees both ways.
 #
-# There no position is right before the first wrong one is reached, as behind a causal mask (``borders``). But a
-# beginning that is assumed a few positions off leaves the positions between wrong alone: the error falls all the way to
-# the right place. So each beginning is looked for by what it leaves, in ever smaller steps, with those before assumed.
+# Without a causal mask, one wrong position spoils all others, so the search above does not work. But a
+# beginning that is assumed a few positions off leaves only the positions in between wrong, so the error
+# falls all the way to the right place. Each beginning is therefore looked for by the error that it
+# leaves, in ever smaller steps, with those before it assumed.
 
 
-_MOST_BEGINNINGS = 8  # beginnings
-_STEPS = 16  # of a sequence, at which a beginning is tried first
-_HELPS = 0.9  # of the error before, below which another beginning brings it
+_MOST_BEGINNINGS = 8
+_STEPS = 16  # a beginning is first tried at so many places of a sequence
+_HELPS = 0.9  # another beginning must bring the error below this share of the one before
 
 
 def restart_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """That rotary positions begin again somewhere, if that explains everything.
+    """Return the mistake that rotary positions begin again somewhere, if it explains everything.
 
     Args:
-        failure: the outputs of the candidate are finite.
-        trace: of the reference in FP64.
-        budget: of the search.
+        failure: one in which the outputs of the candidate are finite.
+        trace: the reference's trace in FP64.
+        budget: what the search may spend.
     """
     turned = [one for one in rotations(trace) if one.phases is not None]
     lengths = {len(one.angles) for one in turned}
@@ -213,7 +215,7 @@ def restart_explanations(failure: Failure, trace: Trace, budget: Budget) -> list
 
 
 class _Descent:
-    """Beginnings that leave ever less of the error, as a screen counts it.
+    """A search for beginnings that leave ever less of the error, as a screen counts it.
 
     Args:
         failure, budget: as in ``restart_explanations``.
@@ -230,7 +232,7 @@ class _Descent:
         self._shares: dict[tuple[int, ...], float] = {(0,): 1.0}
 
     def starts(self) -> list[int]:
-        """Under which what is left is no more than the precision costs; empty if there are none."""
+        """Return the beginnings under which no more is left than the precision costs; empty if there are none."""
         found: tuple[int, ...] = (0,)
         while len(found) <= _MOST_BEGINNINGS and not self._budget.spent():
             before = self._share(found)
@@ -247,7 +249,9 @@ class _Descent:
         return min(places, key=lambda place: self._share((*found, place)), default=self._seq - 1)
 
     def _nearby(self, starts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the beginnings moved, the latest first, by ever less, as long as that leaves less."""
+        """Move the beginnings, the latest first, by smaller and smaller steps, as long as that leaves
+        less of the error.
+        """
         step = max(1, self._seq // _STEPS)
         while step:
             for moved in starts[:0:-1]:
@@ -260,7 +264,7 @@ class _Descent:
         return min((tuple(sorted(one)) for one in choices), key=self._share)
 
     def _share(self, starts: Sequence[int]) -> float:
-        """Of the error, which these beginnings leave; infinite for what are none."""
+        """Return the share of the error that these beginnings leave; infinite if they are not valid."""
         key = tuple(sorted(set(starts)))
         if len(key) < len(starts) or not 0 <= key[0] <= key[-1] < self._seq:
             return math.inf

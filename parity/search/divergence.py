@@ -1,7 +1,7 @@
 """Find the first submodule of a candidate that computes something that its reference does not.
 
-Names do not pair submodules, values do: each column of what a right submodule returns is a column of some value that
-the reference computes, too, but for a bias that TE adds later, and for rows that no output reads.
+Submodules are matched by values, not by names: each column of what a right submodule returns is a column of some value
+that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from parity.trace.calls import tracing
 from parity.trace.trace import Site, Trace, Value, edit
 from parity.trace.walk import agree
 
-# What a precision costs each value that a reference computes on its way.
+# What a precision costs each intermediate value of a reference.
 
 
 Place = tuple[Site, int, bool]
 
 
 def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor]:
-    """Return the reference's values under the rounding model, each by the call that returned it or was given it, and
-    where.
+    """Return the reference's values under the rounding model, by the call that returned each or was
+    given it, and where.
 
     Numbers of values do not find them: in FP64 a reference may make other casts than in FP32.
     """
@@ -53,7 +53,7 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
         traces.append(trace)
         return returned
 
-    # What depends on a tensor that requires a gradient is an activation to the model.
+    # The rounding model takes for an activation whatever depends on a tensor that requires a gradient.
     inputs = tree_map_only(
         Tensor,
         lambda x: x.detach().requires_grad_() if x.is_floating_point() else x,
@@ -65,37 +65,37 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
 
 
 def places(trace: Trace) -> dict[Place, Tensor]:
-    """Return a trace's tensors, each by the call that returned it or was given it first, and where among its own."""
+    """Return a trace's tensors, by the call that first returned each or was given it, and where."""
     values = {value.number: value for call in trace.calls for value in (*call.inputs, *call.outputs)}
     return {(one.site, one.position, one.returned): trace.tensor(one) for one in values.values()}
 
 
-# Finds the columns of a candidate's value among those of all values that its reference computes.
+# Find the columns of a candidate's value among those of all values that its reference computes.
 #
-# Names do not pair values, their columns do. They are compared by random projections.
+# Values are matched by their columns, not by names; columns are compared by random projections.
 
 
 MOST_NOISE = 0.3
-"""Of a value, beyond which it is not told from another one."""
+"""A value with more noise than this share of it cannot be told from another one."""
 
 MOSTLY = 0.9
-"""Of a value's columns, which must be found."""
+"""The share of a value's columns that must be found."""
 
-_NOISE = 5.0  # times what the precision costs a value, within which two values are the same
-_UNLIKE = 0.7  # of a value, within which no unrelated value is
-_CONSTANT = 1e-6  # of a column's norm, below which what is left without its mean is nothing
+_NOISE = 5.0  # two values are the same if they differ by less than so many times what the precision costs
+_UNLIKE = 0.7  # unrelated values differ by more than this share
+_CONSTANT = 1e-6  # a column is constant if less than this share of its norm is left without its mean
 _FEWEST_ROWS = 8
 _PROJECTIONS = 16
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Columns of the reference's values, as many rows each.
+    """Columns of the reference's values that have the same number of rows.
 
     Attributes:
         projected: ``[columns, projections]``.
-        near: within which another is the same, ``[columns]``.
-        holders: of which value each is.
+        near: how far from each a column may be to count as the same, ``[columns]``.
+        holders: which value each is of.
     """
 
     projected: Tensor
@@ -104,10 +104,10 @@ class _Known:
 
 
 class Columns:
-    """Those of all values of a reference.
+    """The columns of all values of a reference.
 
     Args:
-        trace: of the reference in FP64.
+        trace: the reference's trace in FP64.
         rounded: its values under the rounding model.
         stored: the dtype to which the candidate rounds a value at least once.
     """
@@ -142,7 +142,9 @@ class Columns:
                     yield place
 
     def _same(self, x: Tensor, kept: Tensor | None) -> Iterator[tuple[Tensor, _Known]]:
-        """For each layout whether columns of ``x`` are known ones, ``[columns, known]``; none if it cannot be told."""
+        """Yield, for each layout, which columns of ``x`` are known ones, ``[columns, known]``; nothing
+        if that cannot be told.
+        """
         if x.dim() not in (2, 3):
             return
         for exchanged in (False, True)[: x.dim() - 1]:
@@ -174,7 +176,7 @@ class Columns:
         ]
         told = torch.cat(near)
         told = told[told <= MOST_NOISE]
-        # In FP32 a reference may make other casts than in FP64; these values are taken for as noisy as others may be.
+        # In FP32 a reference may make other casts than in FP64; such values are assumed to be as noisy as any may be.
         unknown = told.max().item() if len(told) else MOST_NOISE
         varying = {place: _varying(columns) for place, columns in exact.items()}
         return _Known(
@@ -185,22 +187,23 @@ class Columns:
 
 
 def random_directions(size: int) -> Tensor:
-    """``[size, projections]`` in FP64, the same for each size."""
+    """Return random directions ``[size, projections]`` in FP64, the same for each size."""
     return torch.randn(size, _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def _flat(x: Tensor, kept: Tensor | None) -> Tensor:
-    """``[rows, columns]``, the rows that are kept."""
+    """Return the rows that are kept, ``[rows, columns]``."""
     rows = x.flatten(0, -2)
     return rows if kept is None else rows[kept.to(x.device)]
 
 
 def _cost(exact: Tensor, value: Tensor, model: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Within which another column is the same as each of a value's that varies; NaN where the model has no such value.
+    """Return how far another column may be from each varying one to count as the same; NaN if the model
+    has no such value.
 
     Args:
         exact: the value's columns, projected.
-        value: of the reference in FP64.
+        value: the reference's value in FP64.
         model: the same under the rounding model.
         kept: as in ``Columns.share``, flat.
     """
@@ -220,7 +223,9 @@ def _has_rows(y: Tensor, rows: int) -> bool:
 
 
 def _projected(x: Tensor) -> Tensor:
-    """``[columns, projections]`` of ``[rows, columns]``, each column without its mean, of norm 1 or 0."""
+    """Return the projections ``[columns, projections]`` of ``[rows, columns]``, each column without its
+    mean, with norm 1 or 0.
+    """
     x = x.double()
     centred = x - x.mean(0)
     norm = torch.linalg.vector_norm(centred, dim=0)
@@ -231,16 +236,16 @@ def _projected(x: Tensor) -> Tensor:
 
 # Rows of a reference's values that none of its outputs reads, such as those of padded queries.
 #
-# There a port may have what it likes: TE's attention leaves zeros, and what is computed of them is other numbers, too.
+# A port may have anything there: TE's attention leaves zeros, and what is computed from them differs as well.
 
 
 class UnreadRows:
-    """Those that a candidate leaves zero somewhere, and what it computes of them.
+    """The rows that a candidate leaves zero somewhere, and what it computes from them.
 
     Args:
         prepared: what is compared.
-        trace: of the reference in FP64.
-        columns: of its values.
+        trace: the reference's trace in FP64.
+        columns: the columns of its values.
     """
 
     def __init__(self, prepared: Prepared, trace: Trace, columns: Columns) -> None:
@@ -255,7 +260,7 @@ class UnreadRows:
         self._tried: dict[tuple[Place, bytes], bool] = {}
 
     def hide_what_differs(self, x: Tensor) -> bool:
-        """Return whether a candidate's value is the reference's but for rows that no output reads."""
+        """Return whether a candidate's value is the reference's apart from rows that no output reads."""
         zero = ~x.any(-1)
         zero = zero | self._zero.get(zero.shape, torch.zeros_like(zero))
         if not zero.any() or zero.all() or (self._columns.share(x, ~zero) or 0.0) < MOSTLY:
@@ -287,19 +292,19 @@ class UnreadRows:
         return outputs is not None and all(agree(outputs[name], x) for name, x in golden.items())
 
 
-# Finds the first submodule of a candidate that computes something that its reference does not.
+# Find the first submodule of a candidate that computes something that its reference does not.
 #
-# Names do not pair submodules, values do: each column of what a right submodule returns is a column of some value that
-# the reference computes, too, but for a bias that TE adds later, and for rows that no output reads.
+# Submodules are matched by values, not by names: each column of what a right submodule returns is a column of some
+# value that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads.
 
 
-_MOVED = 0.5  # of the rows, which must stand elsewhere; else they are the same ones, with an error
-_MOST_ROWS = 512  # that are looked for among others
+_MOVED = 0.5  # the share of rows that must stand elsewhere; with fewer, they are the same rows with an error
+_MOST_ROWS = 512  # rows that are looked for among others
 
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a submodule returned, ``module`` telling which call it was, too, where it was called before."""
+    """What a submodule returned; ``module`` also says which call it was, if it was called before."""
 
     module: str
     tensor: Tensor
@@ -307,8 +312,8 @@ class _Returned:
 
 
 def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
-    """Yield a finding that names the last submodule that agrees and the first that does not; none where all do or none
-    does.
+    """Yield a finding that names the last submodule that agrees and the first that does not; none if
+    all do or none does.
 
     Args:
         failure: the outputs of the candidate are finite.
@@ -345,7 +350,7 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
 
 
 def _record(module: nn.Module, returned: list[_Returned]) -> None:
-    """Registers hooks that keep the first tensor that each submodule returns, and what the module itself does."""
+    """Register hooks that keep the first tensor that each submodule returns, and what the module itself does."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(submodule: nn.Module, args: Any, result: Any) -> None:
@@ -383,8 +388,7 @@ def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Retur
 
 
 def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:
-    """Return whether what a submodule was given has the rows of a traced value, all of them, in another order or
-    repeated.
+    """Return whether a submodule was given exactly the rows of a traced value, in another order or repeated.
 
     Nothing that is computed from them has its columns in the reference.
     """

@@ -32,17 +32,17 @@ from parity.search.reruns import with_argument_names
 from parity.search.search import CHECKS_FOR_FILTERS, Screened
 from parity.search.verify import is_loud, verified
 
-# Matched filters after a failure: a subtle mistake that is made at one place of several, or that no output shows.
+# Matched filters after a failure: a subtle mistake that is made at one place of several, or that shows in no output.
 #
-# The filters that judge outputs (``directions``) assume a mistake at all of its places. Where a port failed and nothing
-# explains it, each place is tried alone, and gradients are looked at as well: of a loss, one number, they are all there
-# is. No law is measured of these filters, so they judge nothing. They name a mistake that every tensor contains which
-# is precise enough to tell, and without which every tensor would pass.
+# The filters that judge outputs (``parity.judge.directions``) assume that a mistake is made at all of its places. If a
+# port failed and nothing explains it, each place is tried alone, and gradients count as well: beside a loss, which is
+# one number, there is nothing else. No law is measured for these filters, so they judge nothing. They name a mistake if
+# every tensor that is precise enough contains it, and every tensor would pass without it.
 
 
-# Standard deviations that a whole mistake must be worth in a tensor for that one to tell whether it was made.
+# A tensor tells whether a mistake was made if the whole mistake is worth so many standard deviations there.
 _TELLS = 6.0
-# Of the largest: mistakes that are worth as much cannot be told apart by that; which is whole decides.
+# Mistakes that are worth at least this share of the largest cannot be told apart by worth; the most complete one wins.
 _SAME = 0.9
 
 
@@ -51,9 +51,9 @@ class _Shown(NamedTuple):
 
     Attributes:
         mistake: the hypothesis.
-        label: of the tensor.
+        label: the tensor's label.
         coefficient: how much of the mistake's change the error contains.
-        worth: of the whole change, in standard deviations of rounding.
+        worth: the whole change, in standard deviations of rounding.
     """
 
     mistake: Hypothesis
@@ -63,12 +63,12 @@ class _Shown(NamedTuple):
 
     @property
     def away(self) -> float:
-        """From the mistake as a whole."""
+        """How far the coefficient is from 1, the mistake as a whole."""
         return abs(self.coefficient - 1.0)
 
 
 def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
-    """Return the subtle mistake that all tensors contain and that explains them; none if there is none.
+    """Return the subtle mistake that all tensors contain and that explains them; none if there is no such mistake.
 
     Raises:
         OutOfTime: if the search has reached its limit of real time.
@@ -93,7 +93,7 @@ def _finding(shown: _Shown) -> Finding:
 
 
 def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
-    """Of each mistake that every tensor contains which can tell, what the one shows that tells best."""
+    """Yield, for each mistake that every tensor that can tell contains, what the most telling tensor shows."""
     prepared = failure.prepared
     observed = _observed(failure)
     for mistake in subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace):
@@ -106,7 +106,7 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
 
 
 def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
-    """Golden, and the errors of the candidate and of the models, of each tensor in which all are finite."""
+    """Return golden and the errors of candidate and models for each tensor in which all of them are finite."""
     truths, rounding = golden_truths(failure.prepared), failure.precision.rounding
     ran = [failure.candidate, *(model_tensors(failure.prepared, rounding, one) for one in failure.freedoms)]
     keys = [(one.kind, one.name) for one in failure.results]
@@ -118,7 +118,7 @@ def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
 def _shown(
     mistake: Hypothesis, observed: Sequence[tuple[TensorResult, Deviations]], golden: Tensors, tensors: Tensors
 ) -> Iterator[_Shown]:
-    """Yield what each tensor shows that tells."""
+    """Yield what each tensor that can tell shows of a mistake."""
     for result, (truth, (error, *models)) in observed:
         key = result.kind, result.name
         if tensors[key].shape != golden[key].shape:
@@ -131,18 +131,17 @@ def _shown(
                 yield _Shown(mistake, result.label, found.coefficient, worth)
 
 
-# Whether rounding alone decides the numbers that differ: then no port can be judged on them.
+# Does rounding alone decide the numbers that differ? Then no port can be judged by them.
 
 
-# A kernel that computes in FP32 rounds at each of its steps, the inputs are perturbed once: by this many roundoffs.
-# Measured on LayerNorms of constant rows (width 32 to 1024, values 0.3 to 1e4, TE 2.20.2 on emulated kernels), whose
-# mean is rounded several times, one perturbation of 4 unit roundoffs explains every error.
+# A kernel that computes in FP32 rounds at each of its steps; the inputs are perturbed once, by this many unit
+# roundoffs. Measured on LayerNorms of constant rows (width 32 to 1024, values 0.3 to 1e4, TE 2.20.2 on emulated
+# kernels), whose mean is rounded several times: one perturbation by 4 unit roundoffs explains every error.
 ROUNDINGS = 8.0
 
 
 def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Finding | None:
-    """Return the finding that a change of the inputs by a few roundoffs of FP32 moves every failed tensor as far as its
-    error.
+    """Return a finding if changing the inputs by a few roundoffs of FP32 moves every failed tensor as far as its error.
 
     A row of equal numbers is an example: LayerNorm subtracts the mean and divides what rounding left by ``sqrt(eps)``.
 
@@ -167,7 +166,7 @@ def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Findi
 
 
 def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
-    """The largest change of each golden tensor when every input changes by some roundoffs of FP32, up or down."""
+    """Return the largest change of each golden tensor when every input moves by some roundoffs of FP32, up or down."""
     prepared.reference.double()
     with in_fp64():
         ran = run(
@@ -187,7 +186,7 @@ def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
 
 
 def _perturbed(inputs: Any) -> Any:
-    """Return the inputs in FP64, each element of a floating-point one a little larger or smaller."""
+    """Return the inputs in FP64, with each element of a floating-point one a little larger or smaller."""
     rng = Rng(0, "conditioning")
     step = ROUNDINGS * torch.finfo(torch.float32).eps / 2
 
@@ -208,22 +207,22 @@ def _largest(change: Tensor) -> float:
     return change.abs().max().item() if change.numel() else 0.0
 
 
-# Why a comparison failed: the findings of its inputs, of the probing ones, or of the matched filters.
+# Why a comparison failed: the findings on its inputs, on the probing inputs, or of the matched filters.
 
 
 def explain(
     failure: Failure, unreached: Sequence[str], known: Sequence[Direction], seconds: float
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """The findings of the inputs as they were drawn, or, where they show nothing wrong, of the probing ones.
+    """Return the findings on the inputs as they were drawn or, if these show nothing wrong, on the probing inputs.
 
     Args:
         failure: the comparison.
         unreached: names of TE parameters that the backward pass did not reach.
         known: directions of the mistakes that could be made.
-        seconds: of real time after which no further pass is begun, 0 for no limit.
+        seconds: real time after which no further pass is begun, 0 for no limit.
 
     Returns:
-        The findings, and the notes: that the limit ended the search, if it did.
+        The findings, and a note if the limit ended the search.
     """
     clock = failure.prepared.clock
     with clock.limited_to(seconds):
@@ -253,13 +252,13 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     found = tuple(in_time(lambda: findings(of_drawn, unreached, screened)))
     by_filter = tuple(mistakes(drawn, known))
     if _is_known(found):
-        # Of those that fit alike, what a filter has found is the likeliest.
+        # Among causes that fit equally well, the one that a filter has found is the likeliest.
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
     known_by_filter = by_filter or tuple(in_time(lambda: local_filter_findings(of_drawn)))
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
         return known_by_filter or found
-    # What is far too large there shows in part at least what its cause is.
+    # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there.
     among = screened.helping if is_loud(of_drawn) else None
     also = dataclasses.replace(of_drawn, on_probe=None)
     probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among))
@@ -267,5 +266,5 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
 
 
 def _is_known(found: Sequence[Finding]) -> bool:
-    """Return whether they are causes, which leave nothing unexplained."""
+    """Return whether the findings are causes, which leave nothing unexplained."""
     return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)

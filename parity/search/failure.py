@@ -25,7 +25,7 @@ from parity.te.precision import Precision
 # How much a part of a search may compute.
 
 
-# Seconds of processor time for each nominal one, after which a search ends wherever it is.
+# A search ends, wherever it is, after so many seconds of processor time for each nominal second.
 _SLOWEST_MACHINE = 4.0
 
 Tried = TypeVar("Tried")
@@ -33,13 +33,13 @@ Tried = TypeVar("Tried")
 
 @dataclass
 class Budget:
-    """Seconds of a nominal machine that may be spent, so that a search ends at the same place on every one.
+    """Seconds of a nominal machine that may be spent, so that a search ends at the same place on every machine.
 
     Attributes:
-        clock: by which they are counted.
-        seconds: that may pass on it.
-        began: at which of its seconds.
-        began_here: at which second of this process's processor time, for machines that are far slower.
+        clock: the clock that counts them.
+        seconds: how many may pass on it.
+        began: the clock's seconds when the budget began.
+        began_here: this process's processor time then, for machines that are far slower.
         exceeded: whether it was found to be spent.
     """
 
@@ -51,19 +51,21 @@ class Budget:
 
     @staticmethod
     def of(clock: Clock, seconds: float) -> Budget:
-        """So many from now on."""
+        """Return a budget of so many seconds from now on."""
         return Budget(clock, seconds, clock.seconds, time.process_time())
 
     def share(self, part: float) -> Budget:
-        """Return what is left until so much of it is spent."""
+        """Return a budget that ends when so much of this one is spent."""
         return Budget(self.clock, part * self.seconds, self.began, self.began_here)
 
     def more(self, part: float) -> Budget:
-        """So much of it from now on, whatever is spent."""
+        """Return so much of this budget from now on, whatever is spent of it."""
         return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began, self.began_here)
 
     def spent(self) -> bool:
-        """Return whether they are, or the search has reached its limit of real time; remembered in ``exceeded``."""
+        """Return whether it is spent, or the search has reached its limit of real time; remember that
+        in ``exceeded``.
+        """
         here = time.process_time() - self.began_here
         nominal = self.clock.seconds - self.began
         self.exceeded = self.exceeded or nominal > self.seconds or here > _SLOWEST_MACHINE * self.seconds
@@ -72,7 +74,7 @@ class Budget:
 
 
 def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
-    """Of what is to be tried, as much as a budget lasts for."""
+    """Yield what is to be tried, as long as the budget lasts."""
     left = iter(tried)
     while not budget.spent():
         try:
@@ -91,11 +93,11 @@ def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
     return found
 
 
-# A failed comparison, as a diagnosis is given it.
+# A failed comparison, as the search is given it.
 
 
 _FEW = 32  # elements
-# Seconds, which a shorter check counts for: what it takes is half chance, and small modules have as many mistakes.
+# A shorter check counts for so many seconds: its time is half chance, and small modules have as many mistakes.
 _SHORTEST_CHECK = 1.0
 
 
@@ -104,19 +106,20 @@ class Failure:
     """A comparison that failed.
 
     Attributes:
-        results: of all compared tensors.
-        candidate: its tensors, in the reference's layout.
+        results: the verdicts on all compared tensors.
+        candidate: the candidate's tensors, in the reference's layout.
         prepared: what was compared.
-        seconds: of processor time that the comparison took.
+        seconds: processor time that the comparison took.
         asked: what the comparison was asked for.
-        run_on: what the candidate is run on; ``prepared`` but where the failure is on the probing inputs.
-        draws: whether the candidate drew random numbers; from generators of its own it may have, though this is False.
-        on_probe: the same failure as the probing inputs show it; None where they show none.
-        on_drawn: of a failure on probing inputs, the one on inputs as they were drawn, which its cause must explain
-            too; None where there is none.
+        run_on: what the candidate is run on; it differs from ``prepared`` if the failure is on the probing inputs.
+        draws: whether the candidate drew random numbers; it may have drawn some from generators of its own if False.
+        on_probe: the same failure as the probing inputs show it; None if they show none.
+        on_drawn: for a failure on probing inputs, the one on the inputs as they were drawn, which its
+            cause must explain
+            as well; None if there is none.
         among: titles and names of the mistakes that may be its cause; None for every known one.
-        freedoms: of the kernels that the candidate is judged by.
-        own_recipes: that the candidate turns on by itself, with the lines where it does.
+        freedoms: the kernels that the candidate is judged by.
+        own_recipes: the recipes that the candidate turns on by itself, with the lines where it does.
     """
 
     results: Sequence[TensorResult]
@@ -133,7 +136,7 @@ class Failure:
     own_recipes: Sequence[str] = ()
 
     def budget(self, checks: float) -> Budget:
-        """Return what so many comparisons like this one take, from now on."""
+        """Return a budget, from now on, of what so many comparisons like this one take."""
         return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
 
     @property
@@ -143,7 +146,7 @@ class Failure:
 
     @property
     def is_on_probes(self) -> bool:
-        """Return whether ``prepared`` and ``candidate`` are those of the probing inputs, named as outputs."""
+        """Return whether ``prepared`` and ``candidate`` are those of the probing inputs, with outputs named as such."""
         return self.run_on is not self.prepared
 
     def judge(
@@ -194,7 +197,7 @@ class Failure:
 
 
 def on_probes(failure: Failure) -> Failure:
-    """Return the same failure as the probing inputs show it: their outputs in the place of the others."""
+    """Return the same failure as the probing inputs show it, with their outputs in the place of the others."""
     prepared = failure.prepared
     golden = Pass(prepared.probed, {}, {}, ())
     return replace(
@@ -221,7 +224,9 @@ def as_probed(tensors: Tensors) -> Tensors:
 
 
 def few_outputs(failure: Failure) -> bool:
-    """Whether all outputs together, such as a loss, are so few numbers that many a mistake would explain them."""
+    """Return whether all outputs together, such as a loss, are so few numbers that many a mistake would
+    explain them.
+    """
     return sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
 
 
@@ -231,16 +236,16 @@ def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
     return Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
 
 
-# Whether a candidate's tensors are those of another golden, within tolerance.
+# Are a candidate's tensors those of another golden, within tolerance?
 
 
 def explains(failure: Failure, golden: Tensors | None) -> bool:
-    """Return whether all of the candidate's tensors are."""
+    """Return whether all of the candidate's tensors are within tolerance of the other golden's."""
     return golden is not None and all(agrees(failure, result, golden) for result in failure.results)
 
 
 def agrees(failure: Failure, result: TensorResult, golden: Tensors) -> bool:
-    """Return whether this one is."""
+    """Return whether this tensor is within tolerance of the other golden's."""
     key = result.kind, result.name
     errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
     return margin(errors, tolerance_of(failure, key)) <= 1.0

@@ -1,4 +1,4 @@
-"""From a failed comparison to its findings."""
+"""Lead from a failed comparison to its findings."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from parity.search.verify import Explanation, is_loud, verified
 from parity.trace.trace import Trace
 
 _HARDLY = 0.9
-"""Of an error, above which it has not become smaller to speak of."""
+"""An error that is still above this share of what it was has hardly become smaller."""
 
-_CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, of those for the search
-_FEW_CALLS = 200  # that are tried in their order: what tells the likelier ones takes as long
+_CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, out of the search's budget
+_FEW_CALLS = 200  # so few calls are tried as they come: to find the likelier ones would take as long
 
 _CLOSE = 1.5
-"""How much worse than the best an explanation may fit and still be told: the two cannot be told apart."""
+"""An explanation that fits up to this many times worse than the best is reported, too: they cannot be told apart."""
 
 
 def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
@@ -78,7 +78,7 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     finite = all(result.finite for result in failure.outputs)
     failure.prepared.clock.forward = work_of(lambda: outputs_under(failure.prepared, (), torch.float64))
     trace = calls_of(failure.prepared).trace
-    # Gradients that are not finite, or not there, need no further cause where all else is right.
+    # Gradients that are not finite, or missing, need no further cause if all else is right.
     never_came = unused_parameters(failure.prepared.weights, unreached)
     lacking = [result for result in failed if not result.finite or result.name in never_came]
     is_told = (spoiled or unreached) and len(lacking) == len(failed)
@@ -100,8 +100,8 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
 
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
-    """A mistake that takes nearly all of the error, and leaves more than rounding: there is another one besides."""
-    # A part of a single number's error says nothing: some mistake or other makes any part of it.
+    """Yield a mistake that explains nearly all of the error but leaves more than rounding: there is a second one."""
+    # A part of a single number's error says nothing: some mistake or other explains any part of it.
     tells = best is not None and not few_outputs(failure)
     explained = partly_explained(failure, best[1]) if best is not None and tells else None
     if best is not None and explained is not None:
@@ -114,7 +114,7 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
 
 
 def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
-    """Return what explains finite outputs and the gradients with them; arguments as ``findings``.
+    """Return what explains finite outputs and their gradients; arguments as for ``findings``.
 
     ``screened`` gets what the search leaves where none explains.
 
@@ -146,7 +146,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
-        # A cached weight whose scale is inverted is a cached one, too; what is wrong with it says more than that.
+        # A cached weight whose scale is inverted is also a cached weight; the inverted scale says more than the cache.
         lambda: _by_scale(failure, search),
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
@@ -163,9 +163,9 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
 
 def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:
-    """That calls read something else: of so many that could, one must explain every tensor, gradients included.
+    """Yield calls that read something else. So many could that one must explain every tensor, gradients included.
 
-    An input that is not read any more is told before it.
+    An input that is not read any more is reported before it.
     """
     if failure.among is not None or not is_loud(failure):
         return
@@ -179,14 +179,13 @@ def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[],
 
 
 def _by_chance(failure: Failure) -> list[Finding]:
-    """Random numbers, where any other cause would explain this pass and not the next."""
+    """Return findings about random numbers: any other cause would explain this pass and not the next."""
     found = list(dropout_findings(failure))
     return found or (list(random_findings(failure)) if failure.draws else [])
 
 
 def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """Return the subtle mistakes that explain a few numbers, if those that do are of one kind: of many any number is
-    one's.
+    """Return the subtle mistakes that explain a few numbers, if all that do are of one kind.
 
     Subtle ones alone show on probing inputs and hardly on others, as a wrong eps does.
     """
@@ -202,14 +201,16 @@ def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Expla
 
 
 def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
-    """Weights and the scales of their quantization."""
+    """Yield the mistakes that multiply weights by the scales of their quantization."""
     known = list(scale_hypotheses(failure.prepared, failure.precision))
     if known:
         yield from _told(explanations(failure, known, budget), failure)
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
-    """A finding for each hypothesis of each explanation, one explanation of a kind, those that fit about as well."""
+    """Yield a finding for each hypothesis of each explanation; one explanation of a kind, and only
+    those that fit about as well.
+    """
     told = set()
     for explanation in explained:
         titles = tuple(one.title for one in explanation.hypotheses)
@@ -218,13 +219,13 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
         told.add(titles)
         for one in sorted(
             explanation.hypotheses, key=lambda one: one.scope == "call"
-        ):  # what has a meaning comes first
+        ):  # mistakes with a meaning come first
             gains = _gains(explanation, failure.precision.name)
             yield finding(one.title, f"{_together(one, explanation)}{gains} if you {one.repair}")
 
 
 def _gains(explanation: Explanation, precision: str) -> str:
-    """Return what becomes better; the norm of an error hardly does where a mistake is far below its noise."""
+    """Say what becomes better: the norm of an error hardly does, if a mistake is far below its noise."""
     if explanation.complete and explanation.after > _HARDLY * explanation.before:
         return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
     return (

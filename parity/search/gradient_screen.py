@@ -17,29 +17,29 @@ from parity.result import Kind
 from parity.search.failure import Budget, Failure, few_outputs, while_it_lasts
 from parity.search.screen import CHANGES, EXACT, FAITHFUL, TINY, Effects, Ranked, Screen
 
-# Ranks hypotheses by what they leave of every failed tensor's error, where outputs tell too little.
+# Rank hypotheses by what they leave of every failed tensor's error, if outputs tell too little.
 #
-# Of a loss, one number, many a mistake makes another. Where every output is within what the precision costs, as a loss
-# often is in BF16, no mistake can be told by outputs at all. What a parameter's gradient would be tells them apart.
+# A loss is one number, which many mistakes change. If every output is within what the precision costs, as a loss often
+# is in BF16, outputs cannot tell mistakes apart at all. The gradients of parameters can.
 
 
-_NEAR = 3.0  # tolerances by which an output may differ: a mistake may cost more rounding than the reference does
-_HELPS = 0.9  # of an output's error before, where that is more
-_PARTIAL = 3.0  # for a mistake that may explain a part alone: of one number the rest may take back what it adds
-_AT_LEAST = 0.4  # of a tolerance, which is near enough where the rounding model says too little
+_NEAR = 3.0  # an output may differ by so many tolerances: a mistake may cost more rounding than the reference does
+_HELPS = 0.9  # or by this share of its error before, if that is more
+_PARTIAL = 3.0  # the same for a mistake that may be a part of what is wrong: in one number the rest may cancel it
+_AT_LEAST = 0.4  # this share of a tolerance is near enough, also where the rounding model expects less
 
 
 def outputs_tell_little(failure: Failure) -> bool:
-    """Return whether gradients failed, and outputs are few numbers or all passed."""
+    """Return whether gradients failed while outputs are few numbers or all passed."""
     gradients = any(not one.passed and one.kind != "output" and one.finite for one in failure.results)
     return gradients and (few_outputs(failure) or all(result.passed for result in failure.outputs))
 
 
 class GradientScreen:
-    """Ranks hypotheses by the share of the failed tensors' errors that they leave, in their root mean square.
+    """Ranks hypotheses by the share that they leave of the failed tensors' errors, as a root mean square.
 
-    An error is counted in tolerances of its tensor. Gradients are computed, in FP64, of hypotheses whose outputs may be
-    the candidate's.
+    An error is counted in tolerances of its tensor. Gradients are computed, in FP64, only for
+    hypotheses whose outputs may be the candidate's.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -57,12 +57,12 @@ class GradientScreen:
         self.effects = Effects.of(self._effect(self._candidate))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
-        """Combinations with the share of the errors that each leaves; those with other outputs are left out.
+        """Yield combinations with the share of the errors that each leaves, apart from those with other outputs.
 
-        Of an iterator, none is taken that the budget does not last for.
+        Nothing is taken from an iterator once the budget is spent.
         """
         for combination in while_it_lasts(combinations, budget):
-            # What is made at one of several places, or with another number, may be a part of what is wrong.
+            # A mistake made at one of several places, or with another number, may be a part of what is wrong.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
             tensors = tensors_under(self._prepared, combination, only_if=partial(self._are_near, most))
             if tensors is not None:
@@ -77,12 +77,12 @@ class GradientScreen:
         return entry[0] < EXACT and entry[0] * _mean(self._before) <= _mean(self._failed)
 
     def _are_near(self, most: float, outputs: Mapping[str, Tensor]) -> bool:
-        """Return whether outputs may be the candidate's: off by no more than so many times what golden's are."""
+        """Return whether outputs may be the candidate's: off by no more than so many times what golden's are off."""
         away = self._away(outputs)
         return all(one <= max(_NEAR, most * self._outputs_before[name]) for name, one in away.items())
 
     def _away(self, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return how far outputs are from the candidate's, in tolerances; infinitely where they have other shapes."""
+        """Return how far outputs are from the candidate's, in tolerances; infinitely far if they have other shapes."""
         found = {}
         for key in (key for key in self._golden if key[0] == "output"):
             x, size = outputs.get(key[1]), self._size(key)
@@ -91,15 +91,15 @@ class GradientScreen:
         return found
 
     def _size(self, key: tuple[Kind, str]) -> float:
-        """Of a tensor's tolerance."""
+        """Return the size of a tensor's tolerance."""
         return max(_norm(self._golden[key]), TINY) * self._tolerances[key]
 
     def _effect(self, tensors: Tensors) -> list[Tensor]:
-        """By how much the failed tensors are off, each in units of its tolerance."""
+        """Return by how much the failed tensors change, each in units of its tolerance."""
         return [(tensors[key] - self._golden[key]) / self._size(key) for key in self._failed]
 
     def _errors(self, tensors: Tensors) -> dict[tuple[Kind, str], float]:
-        """Of the failed tensors, in tolerances."""
+        """Return the failed tensors' errors, in tolerances."""
         return {key: _norm(tensors[key] - self._candidate[key]) / self._size(key) for key in self._failed}
 
 
@@ -108,35 +108,35 @@ def _norm(x: Tensor) -> float:
 
 
 def _mean(values: Mapping[tuple[Kind, str], float]) -> float:
-    """Their root mean square."""
+    """Return the root mean square."""
     return math.sqrt(sum(value**2 for value in values.values()) / max(len(values), 1))
 
 
-# Finds the constant of a mistake that is about one: the eps or factor with which least of an error is left.
+# Find the constant of a mistake that is about one: the eps or factor that leaves the smallest error.
 
 
-HELPS = 0.9  # of the error before, which a partial explanation must go below
-HELPS_LITTLE = 0.999  # the same where the norm of no output's error is too large: what is wrong is below its noise
+HELPS = 0.9  # a partial explanation must bring the error below this share of what it was
+HELPS_LITTLE = 0.999  # the same if the norm of no output's error is too large: what is wrong is below its noise
 _MOST = 6  # mistakes whose constant is looked for
-_ROUNDS = 2  # in which both constants of a pair are looked for: each depends on the other
-_MOST_ALIKE = 2  # of these of one kind: the right place of a factor may not be the one that helps most at first
-_RANGE = math.log(8.0)  # by which the constant may be off, either way
-_FAR = math.log(1000.0)  # the same where a known constant points the right way, but explains little
+_ROUNDS = 2  # how often both constants of a pair are looked for: each depends on the other
+_MOST_ALIKE = 2  # how many of these may be of one kind: the right place of a factor may not help most at first
+_RANGE = math.log(8.0)  # the constant may be off by this much, either way
+_FAR = math.log(1000.0)  # the same if a known constant points the right way, but explains little
 _STEPS = 30
-_NEARBY = math.log(1.25)  # the same where a known constant explains: the port's own may lie beside it
-_FINE = 0.002  # in logarithms: constants that are so near are one, where one of them is exact enough
-_HOPELESS = 0.1  # of the error before, which the right constant goes below where it is known so finely
-_WINDOWS = 3  # that are searched, one beyond the other
-_AS_GOOD = 1.05  # times the error that the best constant leaves
-_INDISTINCT = 1.5  # the same where what is left is no more than a faithful port has
+_NEARBY = math.log(1.25)  # the same if a known constant explains the error: the port's own may lie beside it
+_FINE = 0.002  # constants whose logarithms are so near are the same, if one of them is exact enough
+_HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
+_WINDOWS = 3  # so many ranges are searched, one beyond the other
+_AS_GOOD = 1.05  # a plainer constant may leave so many times the error that the best one leaves
+_INDISTINCT = 1.5  # the same if no more is left than a faithful port has
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
-_AT_THE_EDGE = 0.9  # of the range, beyond which the best constant is taken to lie outside of it
-_PROMISING_STEPS = 10  # after which a constant that explains has brought the error down by as much as ``EXACT``
+_AT_THE_EDGE = 0.9  # if the best constant is beyond this share of the range, the right one may be outside of it
+_PROMISING_STEPS = 10  # after so many steps a constant that explains has brought the error down to ``EXACT``
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
-    """Return the mistakes that help most and are about a constant, with the constant that leaves the smallest error."""
+    """Return the mistakes that are about a constant and help most, with the constant that leaves the smallest error."""
     found: list[tuple[Hypothesis, float]] = []
     alike: Counter[tuple[str, Scope, str]] = Counter()
     for share, (one,) in ranked:
@@ -152,7 +152,9 @@ def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Bud
 def tuned_pairs(
     screen: Screen | GradientScreen, pairs: Iterable[tuple[Hypothesis, ...]], budget: Budget
 ) -> list[Ranked]:
-    """Return those of the pairs that are about a constant, with what leaves the smallest error, one after the other."""
+    """Return the pairs that are about a constant, with the constants that leave the smallest error,
+    searched in turn.
+    """
     found: list[Ranked] = []
     for pair in dict.fromkeys(pair for pair in pairs if any(one.tuned is not None for one in pair)):
         best: Ranked = math.inf, pair
@@ -167,7 +169,7 @@ def tuned_pairs(
 
 
 def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
-    """Return one mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
+    """Return a mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
     share, (one, *others) = entry
     found = [] if others else _line_search(screen, one, _NEARBY, budget)
     return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
@@ -180,9 +182,9 @@ def _line_search(
     budget: Budget,
     others: tuple[Hypothesis, ...] = (),
 ) -> list[Ranked]:
-    """With the best constant, at most ``reach`` from the known one in logarithms, further where it is at that edge.
+    """Return what was tried on the way to the best constant, at most ``reach`` from the known one in logarithms.
 
-    ``others`` hold at the same time.
+    The search goes further if the best is at that edge. ``others`` hold at the same time.
     """
     if one.tuned is None or one.value is None:
         return []
@@ -218,6 +220,6 @@ def _line_search(
 
 
 def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
-    """Return whether a plainer constant leaves as little, or so little that rounding alone tells which leaves less."""
+    """Return whether a plainer constant leaves as little, or so little that only rounding tells the two apart."""
     leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
     return share < _AS_GOOD * best[0] or leaves_rounding

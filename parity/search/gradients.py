@@ -30,18 +30,20 @@ from parity.search.screen import TINY
 from parity.search.verify import Explanation, verified
 from parity.trace.trace import Call, Edit, Trace, Value, detached, edit
 
-# Paths through which a port's gradients do not flow back: of the residual stream, or wherever values fork or join.
+# Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.
 #
-# Outputs are right then. Of the parameters those before the place get other gradients, those after it the right ones.
+# Outputs are right then. Parameters before that place get wrong gradients, parameters after it the right ones.
 
 
-_NEARLY_NOTHING = 0.1  # of a gradient's error, which a path may leave
-_MOST_TRIED = 24  # the nearest to what fails first
+_NEARLY_NOTHING = 0.1  # a path that explains leaves at most this share of a gradient's error
+_MOST_TRIED = 24  # paths that are tried, the nearest to what fails first
 
 
 @dataclass(frozen=True)
 class _Path:
-    """What is detached: as the end of ``lacks what comes back through``, the edits, and after how many calls."""
+    """A path that is detached: how a message ends after ``lacks what comes back through``, the edits,
+    and after how many calls.
+    """
 
     described: str
     edits: tuple[Edit, ...]
@@ -60,7 +62,7 @@ def detached_path_findings(
         budget: of the search.
     """
     names = {result.name for result in failed if result.kind == "weight gradient"}
-    # What is detached comes after each parameter whose gradient is wrong: the nearest such place is the likeliest.
+    # The detached place comes after each parameter whose gradient is wrong; the nearest such place is the likeliest.
     last = max((_first_use(trace, name) for name in names), default=-1)
     together, single = _paths(trace)
     behind = _nearest(single, last)
@@ -79,10 +81,12 @@ def detached_path_findings(
 
 
 def _explains(failure: Failure, failed: Sequence[TensorResult], one: Hypothesis) -> bool:
-    """Whether every tensor is right without the path, to what rounding costs with it or, as more is lost, without."""
+    """Return whether every tensor is right without the path, up to what rounding costs with it or, if
+    that is more, without it.
+    """
     golden = tensors_under(failure.prepared, (one,))
     if golden is None or all(torch.equal(golden[key], right) for key, right in failure.golden.items()):
-        return False  # nothing comes back through it in the reference either
+        return False  # nothing comes back through it in the reference, either
     if explains(failure, golden):
         return True
     for key in ((result.kind, result.name) for result in failed):
@@ -102,7 +106,7 @@ def _first_use(trace: Trace, name: str) -> int:
 
 
 def _paths(trace: Trace) -> tuple[list[_Path], list[_Path]]:
-    """Return those of several residual connections at once, and those of one each."""
+    """Return the paths of several residual connections at once, then those of each."""
     found = residuals(trace)
     order = {call.site: i for i, call in enumerate(trace.calls)}
     by_number = [[one for one in found if one.number == number] for number in sorted({one.number for one in found})]
@@ -125,12 +129,12 @@ def _paths(trace: Trace) -> tuple[list[_Path], list[_Path]]:
 
 
 def _nearest(paths: Iterable[_Path], last: int) -> list[_Path]:
-    """Return those after the call of this number, the nearest first."""
+    """Return the paths after the call of this number, the nearest first."""
     return sorted((path for path in paths if path.after > last), key=lambda path: path.after)
 
 
 def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
-    """Yield what a call is given that others are given too, or beside which it is given other activations.
+    """Yield what a call and others are given, and what a call is given beside other activations.
 
     Along a path without either it is all one where something is detached.
     """
@@ -159,7 +163,7 @@ def _branch(trace: Trace, one: Residual) -> tuple[Edit, ...]:
 
 
 def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
-    """Return the norm's result or, where there is none, what else reads the stream."""
+    """Return the norm's result or, if there is no norm, what else reads the stream."""
     if one.norm is not None:
         return (edit(one.norm.call, (), _without_gradient),)
     calls = [call for call in trace.users(one.stream) if call.site != one.call.site]
@@ -176,16 +180,18 @@ def _without_gradient(was: Tensor) -> Tensor:
     return was.detach()
 
 
-# Embeddings whose padding row gets no gradient, ``nn.Embedding(padding_idx=...)``, on one side alone.
+# Embeddings whose padding row gets no gradient (``nn.Embedding(padding_idx=...)``) on one side alone.
 
 
-_MOST_OF_IT = 0.9  # of the square of a gradient's error, which lies in the row
+_MOST_OF_IT = 0.9  # the share of the square of a gradient's error that lies in the row
 
 
 def padding_row_findings(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """A row of a table gets a gradient by being looked up in the port and not in the reference, or the reverse."""
+    """Yield a row of a table that gets a gradient by being looked up in the port and not in the
+    reference, or the reverse.
+    """
     wrong = {result.name for result in failed if result.kind == "weight gradient"}
     for call in trace.calls:
         given = _arguments(call)
@@ -214,7 +220,7 @@ def padding_row_findings(
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """Of ``F.embedding``, by name; none of another call."""
+    """Return the arguments of ``F.embedding`` by name; none for another call."""
     if call.name != "embedding" or call.function is not F.embedding:
         return {}
     bound = inspect.signature(F.embedding).bind(*call.args, **call.kwargs)
@@ -239,11 +245,11 @@ def _row_that_differs(failure: Failure, name: str) -> int | None:
     return row if by_row[row] > _MOST_OF_IT * by_row.sum() else None
 
 
-# Explains gradients that are wrong where the outputs are right.
+# Explain gradients that are wrong although the outputs are right.
 
 
-_CLEARLY = 0.5  # of the error, below which another rounding must bring it
-# From 1, that a factor of some gradients is away at least: subtle mistakes leave smaller ones, of single tensors.
+_CLEARLY = 0.5  # another rounding must bring the error below this share
+# A factor of some gradients is at least so far from 1: subtle mistakes leave smaller ones, in single tensors.
 _SCALED = 0.01
 
 
@@ -264,8 +270,7 @@ def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Fi
 
 
 def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if some failed gradients are the right ones times one factor, which spoils those that come
-    before.
+    """Yield a finding if some failed gradients are the right ones times one factor, which spoils those before them.
 
     Other mistakes may look like it, so it is for what nothing else explains; outputs are right.
     """
@@ -284,7 +289,7 @@ def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
-    """Every failed gradient is the right one times one factor."""
+    """Yield a finding if every failed gradient is the right one times one factor."""
     factor = shared_factor(failure, failed)
     if factor is None:
         return
@@ -307,7 +312,7 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
 def _one_path_missing(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """Yield a finding if a parameter that is used more than once gets the gradient of some of its uses alone."""
+    """Yield a finding if a parameter that is used more than once gets the gradient of only some of its uses."""
     names = {result.name for result in failed if result.kind == "weight gradient"}
     for number, name in trace.parameters.items():
         uses = [call for call in trace.calls if number in {value.number for value in call.inputs}]
@@ -348,7 +353,7 @@ def _adds_to_main_grad(failure: Failure) -> bool:
 def _one_microbatch(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """Weight gradients of one part of the batch in place of all."""
+    """Yield a finding if weight gradients are those of one part of the batch instead of all."""
     if not failed or any(result.kind != "weight gradient" for result in failed):
         return
     for parts in _divisors(failure.prepared):
@@ -367,10 +372,10 @@ def _one_microbatch(
 
 
 def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget) -> Iterator[Finding]:
-    """Weight gradients whose sum over microbatches is rounded each time."""
+    """Yield a finding if the sum of weight gradients over microbatches is rounded each time."""
     if not failed or any(result.kind != "weight gradient" for result in failed):
         return
-    # A GEMM adds to main_grad in FP32; only TF32 rounds what it adds.
+    # A GEMM adds to main_grad in FP32; only TF32 rounds what is added.
     precision = failure.precision if failure.precision.dtype is torch.float32 else None
     best: tuple[float, int, torch.dtype] = (_CLEARLY, 0, torch.bfloat16)
     for parts in _divisors(failure.prepared)[::-1]:
@@ -398,14 +403,14 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
 
 
 def _divisors(prepared: Prepared) -> list[int]:
-    """Into how many equal parts the batch can be cut."""
+    """Return into how many equal parts the batch can be cut."""
     counts = {x.shape[0] if x.dim() > 1 else 1 for x in prepared.cotangents.values()}
     rows = counts.pop() if len(counts) == 1 else 1
     return [parts for parts in range(2, min(rows, 64) + 1) if rows % parts == 0]
 
 
 def _of_part(prepared: Prepared, parts: int, part: int) -> dict[str, Tensor]:
-    """Output gradients that are zero but for one part of the batch."""
+    """Return output gradients that are zero except for one part of the batch."""
 
     def masked(x: Tensor) -> Tensor:
         rows = x.shape[0] // parts
@@ -429,10 +434,10 @@ def _share_left(failure: Failure, result: TensorResult, other: Tensor) -> float:
     return (torch.linalg.vector_norm(candidate - other) / before).item()
 
 
-# Explains failures of modules that return a loss: of one number many a mistake makes another, gradients tell more.
+# Explain failures of modules that return a loss: many mistakes change that one number, so gradients tell more.
 
 
-_HELPS = 0.5  # of the error before, which a mistake must bring down to that, in the worst tensor
+_HELPS = 0.5  # a mistake must bring the worst tensor's error down to this share
 _VERIFIED = 3  # mistakes that are computed under the rounding model, the best first
 
 
@@ -472,7 +477,9 @@ def _known(trace: Trace, module: nn.Module) -> list[Hypothesis]:
 
 
 def _share_left_of_failures(failure: Failure, assumed: Tensors) -> float:
-    """The largest share of a failed tensor's error that is left, but for what passes; infinite where shapes differ."""
+    """Return the largest share of a failed tensor's error that is left, 0 for what then passes;
+    infinite if shapes differ.
+    """
     shares = []
     for key, result in (((one.kind, one.name), one) for one in failure.results if not one.passed):
         golden, candidate = failure.golden[key], failure.candidate[key].double()

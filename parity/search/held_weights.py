@@ -1,4 +1,6 @@
-"""What is wrong with the weights that a candidate holds: which are not what the map says, and what they are instead."""
+"""Say what is wrong with the weights that a candidate holds: which are not what the map says, and what
+they are instead.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from parity.passes.prepare import Prepared
 from parity.result import Finding
 
 _MOST_TOLD = 4  # parameters, and explanations
-_SAME = 0.15  # of a tensor's norm: what four bits lose; weights in another order differ by more than all of it
-_FIRST = 256  # elements, by which most pairs of parameters are told apart
-_FEW = 8  # entries of which every two are tried in each other's place
-_UNLIKE = 0.1  # a cosine of weights that have nothing to do with each other, which few elements reach by chance
+_SAME = 0.15  # the share of a tensor's norm that four bits lose; weights in another order differ by more than all of it
+_FIRST = 256  # so many elements tell most pairs of parameters apart
+_FEW = 8  # of so few entries, every two are tried in each other's place
+_UNLIKE = 0.1  # weights that have nothing to do with each other rarely reach this cosine, even with few elements
 
 
 def held_findings(prepared: Prepared) -> tuple[Finding, ...]:
-    """Return one finding where the candidate holds other weights than the map says; none where it does not."""
+    """Return a finding if the candidate holds other weights than the map says; none if it does not."""
     unlike = prepared.unlike
     if not unlike:
         return ()
     which = _and_more([_off(name, prepared) for name in list(unlike)[:_MOST_TOLD]], len(unlike))
     try:
         readings = _readings(prepared)
-    except Exception:  # that they differ stands, whatever becomes of its explanation
+    except Exception:  # the weights differ, whether or not that can be explained
         readings = []
     explained = {name for _, parameters in readings for name in parameters}
     rest = {
@@ -61,13 +63,13 @@ def _off(name: str, prepared: Prepared) -> str:
 
 
 def _and_more(listed: Sequence[str], count: int) -> str:
-    """Return the ones that are listed, and how many are not."""
+    """Return the names that are listed, and how many are not."""
     more = f" and {count - len(listed)} more" if count > len(listed) else ""
     return ", ".join(listed) + more
 
 
 def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
-    """Return other readings of the map's entries by which the weights would be what it says, with what they explain.
+    """Return other readings of the map's entries under which the weights would be as it says, with what they explain.
 
     That is the reference's parameters; readings that explain most come first.
 
@@ -103,13 +105,13 @@ def _listed(parameters: set[str]) -> str:
 
 
 def _explains(read: Tensor, held: Tensor, reference: Tensor) -> bool:
-    """Return whether what is held, read otherwise, is the reference's, and is not so as it is."""
+    """Return whether the candidate's weight, read otherwise, is the reference's, and is not so as it is."""
     before, after = _relative(held, reference), _relative(read, reference)
     return after <= _SAME * min(before, 1.0)
 
 
 def _as_it_is(name: str, prepared: Prepared) -> str:
-    """Say what a parameter holds that no other reading of the map explains."""
+    """Say what a parameter holds if no other reading of the map explains it."""
     held, expected = prepared.unlike[name].double(), prepared.candidate_weights[name].double()
     if held.numel() > 1 and bool((held == held.flatten()[0]).all()):
         return f'"{name}" holds {held.flatten()[0]:g} throughout, as it was constructed'
@@ -134,12 +136,12 @@ def _as_it_is(name: str, prepared: Prepared) -> str:
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape hold the same; of those that do not, the first elements tell."""
+    """Return whether two tensors of one shape hold the same; if they do not, the first elements usually tell."""
     first = (x.flatten()[:_FIRST] for x in (one, other))
     return _relative(*first) <= 2 * _SAME and _relative(one, other) <= _SAME
 
 
 def _relative(held: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of what is expected; infinite where only this is 0."""
+    """Return the norm of the difference over that of what is expected; infinite if only the latter is 0."""
     off = torch.linalg.vector_norm(held.double() - expected.double()).item()
     return relative_l2(off, torch.linalg.vector_norm(expected.double()).item())

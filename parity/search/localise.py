@@ -1,4 +1,4 @@
-"""Say where an error sits that nothing explains: in which tensors, rows, columns and heads, or in a factor."""
+"""Say where an error is that nothing explains: in which tensors, rows, columns and heads, or in a factor."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from parity.numerics.errors import Tolerance, margin, measure
 from parity.result import Finding, TensorResult
 from parity.search.failure import Failure, few_outputs
 
-# Outputs that are right but for one factor.
+# Outputs that are right except for one factor.
 
 
 _SAME_FACTOR = 0.02
-"""By how much the factors of tensors that are scaled together may differ, beside what rounding moves each by."""
+"""How much the factors of tensors that are scaled together may differ, beyond what rounding moves each of them."""
 
-_MOST = 1e6  # a factor beyond is no scale but another magnitude altogether
+_MOST = 1e6  # a larger factor is not a scale but another magnitude altogether
 
 
 def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
-    """That all outputs are multiplied by one number, for a search for two mistakes; alone it needs no search."""
+    """Return the mistake that one number multiplies all outputs, for a search for two mistakes; alone
+    it needs no search.
+    """
 
     def around(call: ModuleCall) -> ModuleCall:
         def scaled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +49,7 @@ def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
 
 
 def output_scale_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if every failed output is the right one times one factor; of a single number nothing can be said."""
+    """Yield a finding if every failed output is the right one times one factor; a single number tells nothing."""
     for result in failure.outputs:
         if not result.passed:
             factor = factor_of(failure, result)
@@ -61,7 +63,7 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if outputs that are few, and every gradient with them, are the right ones times one factor.
+    """Yield a finding if few outputs, and every gradient with them, are the right ones times one factor.
 
     A factor alone would explain a single number; the gradients must share it.
     """
@@ -84,7 +86,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def factor_of(failure: Failure, result: TensorResult) -> float | None:
-    """By what a tensor is multiplied; None if it is not the right one but for a factor."""
+    """Return the number that multiplies a tensor; None if the tensor is not right except for a factor."""
     key = result.kind, result.name
     right, candidate = failure.golden[key], failure.candidate[key].double()
     square = right.square().sum().item()
@@ -99,7 +101,8 @@ def factor_of(failure: Failure, result: TensorResult) -> float | None:
 
 
 def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | None:
-    """By what all of the tensors are multiplied, as the most exact of them has it; None if one of them is not.
+    """Return the number that multiplies all of the tensors, as the most exact shows it; None if one of
+    them has another.
 
     Rounding moves a tensor's factor by no more than the relative error that is expected of it.
     """
@@ -117,7 +120,9 @@ def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | N
 
 
 def readable(factor: float) -> str:
-    """``1/128`` for what is one over a whole number, else four digits, or as many as tell it from 1."""
+    """Return ``1/128`` for one over a whole number, else four digits, or as many as it takes to tell
+    the factor from 1.
+    """
     inverse = 1.0 / factor if factor else 0.0
     if abs(inverse) > 1.1 and abs(inverse - round(inverse)) < 1e-3 * abs(inverse):
         return f"1/{round(inverse)}"
@@ -125,13 +130,13 @@ def readable(factor: float) -> str:
     return f"{factor:.{max(4, 2 - math.floor(math.log10(from_one))) if from_one else 1}g}"
 
 
-# Says where an error sits that nothing explains: in which tensors, and in which of their rows, columns and heads.
+# Say where an error is that nothing explains: in which tensors, and in which of their rows, columns and heads.
 
 
 _MOST_TENSORS = 3
-_MOST_RIGHT = 6  # tensors that pass, which a message names
-_MOSTLY = 0.9  # of the squared error, which makes a part its place
-_SMALL = 0.5  # of a dimension, which a place may be at most
+_MOST_RIGHT = 6  # a message names at most so many tensors that pass
+_MOSTLY = 0.9  # the error is in a part that has this share of its square
+_SMALL = 0.5  # such a part is at most this share of a dimension
 _PERIODS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -156,12 +161,12 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
 
 
 def _may_be_wrong(result: TensorResult) -> bool:
-    """Return whether a tensor is a single number, as a loss, which may agree with what it should be by chance."""
+    """Return whether a tensor is a single number, such as a loss, which may be right by chance."""
     return result.kind == "output" and result.numel == 1
 
 
 def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
-    """In which indices of each dimension most of the error is, where those are few."""
+    """Yield the indices of each dimension that hold most of the error, if they are few."""
     if error.dim() == 0 or not bool(error.any()):
         return
     square = error.square()
@@ -180,7 +185,9 @@ def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
 
 
 def _concentrated(share: Tensor) -> str | None:
-    """Indices that hold most of the error, where they are few: ``0 (95% of it)`` or ``120 to 127 (91% of it)``."""
+    """Return the indices that hold most of the error, if they are few: ``0 (95% of it)`` or ``120 to
+    127 (91% of it)``.
+    """
     size = len(share)
     order = share.argsort(descending=True)
     count = int((share[order].cumsum(0) < _MOSTLY).sum()) + 1
@@ -199,7 +206,7 @@ def _concentrated(share: Tensor) -> str | None:
 
 
 def _periodic(share: Tensor) -> str | None:
-    """``1 of each 2``, where the error recurs with a period."""
+    """Return ``1 of each 2`` if the error recurs with a period."""
     for period in _PERIODS:
         if len(share) % period == 0 and len(share) > period:
             by_phase = share.unflatten(0, (-1, period)).sum(0)

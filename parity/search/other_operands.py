@@ -1,9 +1,10 @@
-"""Calls that are given another tensor of the same shape than the reference's.
+"""Find calls that are given another tensor of the same shape than the reference's.
 
-A skip connection from another layer, the gate of another branch, the other stream's keys, a scale for a shift. Any
-value that there is at that time may be read instead: by one call, by the same one of all layers, by all that read a
-value; two places may have each other's, or the rounds of a loop those of others. What each does to the outputs is known
-to first order from few passes; those whose effect is most like the candidate's error are tried.
+For example a skip connection from another layer, the gate of another branch, the other stream's keys, a
+scale for a shift. Any value that exists at that time may be read instead: by one call, by the same call
+of all layers, or by all calls that read a value; two places may have each other's values, and a loop's
+rounds those of other rounds. A few passes show, to first order, what each of these does to the outputs;
+those whose effect is most like the candidate's error are tried.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from parity.search.screen import FirstOrder
 from parity.trace.trace import Call, Trace, Value
 from parity.trace.walk import RESHAPES, back, unnumbered
 
-_TRIED = 24  # of each kind of exchange, the likeliest
-_PAIRED = 512  # exchanges at one place, or at one of each layer, of which each two are taken together
-_PAIRS = 64  # of them, the likeliest
-_MOST_PARTS = 6  # of a tensor, in a module
-_MOST_ROUNDS = 12  # of a loop
-_MOST_ELEMENTS = 2**26  # of all values of one shape
-_COST = 0.02  # of a place, in cosines: what is small beside the error explains chance
-_LIKELY = 0.3  # cosine with the error, which one that is tried has at least
-_DIGITS = 4  # of a cosine: what differs by less is as likely, and the kind that is listed first comes first
+_TRIED = 24  # of each kind of exchange, so many of the likeliest are tried
+_PAIRED = 512  # exchanges at one place, or at one place of each layer, that are combined in pairs
+_PAIRS = 64  # the likeliest pairs, which are tried
+_MOST_PARTS = 6  # parts of a tensor in a module
+_MOST_ROUNDS = 12  # rounds of a loop
+_MOST_ELEMENTS = 2**26  # elements of all values of one shape together
+_COST = 0.02  # what each further place costs, in cosines: small effects fit an error by chance
+_LIKELY = 0.3  # only exchanges with at least this cosine with the error are tried
+_DIGITS = 4  # cosines that agree in so many digits are as likely; of these, the kind that is listed first comes first
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +43,8 @@ class _Alike:
 
     Attributes:
         places: in the order of the forward pass.
-        others: for each value that may stand at the last place, those that do at each; None where none does.
-        effects: of each of them, ``[others, directions]``.
+        others: for each value that may stand at the last place, the values at all places; None for a place without one.
+        effects: what each of them does, ``[others, directions]``.
     """
 
     places: tuple[Place, ...]
@@ -57,13 +58,13 @@ class _Alike:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """What stands at several places, and what that does to first order, ``[directions]``."""
+    """What stands at several places, and its effect to first order, ``[directions]``."""
 
     others: tuple[tuple[Place, Value], ...]
     effect: Tensor
 
     def together(self, other: _Exchange) -> _Exchange | None:
-        """Both; None where they are about the same place."""
+        """Join the two; return None if they are about the same place."""
         both = (*self.others, *other.others)
         return _Exchange(both, self.effect + other.effect) if len({p for p, _ in both}) == len(both) else None
 
@@ -71,7 +72,7 @@ class _Exchange:
 def other_operand_hypotheses(
     trace: Trace, module: nn.Module, first_order: FirstOrder, budget: Budget
 ) -> Iterator[Hypothesis]:
-    """Yield those that may explain the error, the likeliest first.
+    """Yield the exchanges that may explain the error, the likeliest first.
 
     Args:
         trace: of the reference in FP64.
@@ -86,7 +87,7 @@ def other_operand_hypotheses(
 
 
 class _Exchanges:
-    """Those that could be made in a trace, with what they do to first order."""
+    """The exchanges that could be made in a trace, with their effects to first order."""
 
     def __init__(self, trace: Trace, first_order: FirstOrder, budget: Budget) -> None:
         self._trace = trace
@@ -102,14 +103,14 @@ class _Exchanges:
         self._in_layers = list(self._of_layers())
 
     def likeliest(self) -> list[_Exchange]:
-        """Return those to be tried."""
+        """Return the exchanges to be tried."""
         alone = self._best_alone([*self._alone, *self._in_layers])
         kinds: list[Iterable[_Exchange]] = [self._of_two(), self._in_rounds(), self._of_calls(), self._pairs(alone)]
         found = [one for kind in kinds for one in self._best(kind, _TRIED)]
         return self._best([*alone[: 3 * _TRIED], *found], len(alone) + len(found))
 
     def _pairs(self, alone: Sequence[_Exchange]) -> Iterator[_Exchange]:
-        """Yield the likeliest two of these together."""
+        """Yield the likeliest pairs of these exchanges."""
         if not alone:
             return
         effects = torch.stack([one.effect for one in alone])
@@ -124,7 +125,7 @@ class _Exchanges:
                 yield both
 
     def _learn(self, place: Place) -> None:
-        """Computes what each other value would do at a place."""
+        """Compute what each other value would do at a place."""
         shape = tuple(self._trace.tensor(place.value).shape)
         values = self._values.get(shape, [])
         count = sum(value.number < place.before for value in values)
@@ -137,7 +138,7 @@ class _Exchanges:
             self._effects[place] = dict(zip((value.number for value in values), effects, strict=False))
 
     def _gradient(self, place: Place) -> Tensor | None:
-        """With respect to what stands there, ``[directions, elements]``."""
+        """Return the gradient with respect to what stands at a place, ``[directions, elements]``."""
         if place.position is None:
             gradient = self._first_order.gradient(place.value)
             return None if gradient is None else gradient.flatten(1)
@@ -154,7 +155,7 @@ class _Exchanges:
                 given = [x for x, _ in known], [inputs[place.position]], [g[direction].to(x) for x, g in known]
                 found.append(torch.autograd.grad(*given, retain_graph=True)[0].float().flatten())
             return torch.stack(found) if found else None
-        except Exception:  # it cannot be made again by itself
+        except Exception:  # the call cannot be made again by itself
             return None
 
     def _of_layers(self) -> Iterator[_Alike]:
@@ -176,7 +177,7 @@ class _Exchanges:
                 yield _Alike(tuple(one.places[0] for one in same), others, torch.stack(effects))
 
     def _in_layer_of(self, place: Place, value: Value | None, last: Place) -> Value | None:
-        """What is at a place of another layer what ``value`` is at the last; None where its effect is not known."""
+        """Return what is at a place of another layer what ``value`` is at the last; None if its effect is not known."""
         found = None if value is None else self._layers.elsewhere(value, last.numbers, place.numbers)
         return found if found is not None and found.number in self._effects[place] else None
 
@@ -185,7 +186,7 @@ class _Exchanges:
         return none if value is None else self._effects.get(place, {}).get(value.number, none)
 
     def _of_two(self) -> Iterator[_Exchange]:
-        """Two places with each other's values, in one layer or in all."""
+        """Yield two places with each other's values, in one layer or in all."""
         for group in (self._alone, self._in_layers):
             by_module: dict[object, list[_Alike]] = defaultdict(list)
             for one in group:
@@ -213,7 +214,7 @@ class _Exchanges:
         return _Exchange(tuple(pairs), torch.stack([self._effect(*pair) for pair in pairs]).sum(0))
 
     def _in_rounds(self) -> Iterator[_Exchange]:
-        """Yield what the rounds of a loop read, in another order."""
+        """Yield a loop whose rounds read what other rounds do."""
         loops: dict[object, list[Place]] = defaultdict(list)
         for (place,) in (one.places for one in self._alone):
             path, invocation, name, _ = place.call.site
@@ -229,7 +230,7 @@ class _Exchanges:
                     yield self._all(pairs)
 
     def _of_calls(self) -> Iterator[_Exchange]:
-        """Several parts of a tensor in the place of those of another: the other stream's keys and values."""
+        """Yield several parts of a tensor in the place of another's: the other stream's keys and values."""
         for group in (self._alone, self._in_layers):
             by_calls: dict[object, dict[int, _Exchange]] = defaultdict(dict)
             for one in group if not self._budget.spent() else ():
@@ -248,12 +249,12 @@ class _Exchanges:
                     yield _Exchange(tuple(pair for one in exchanges for pair in one.others), effect)
 
     def _part(self, value: Value | None) -> tuple[object, int, int] | None:
-        """Return which part of which call's result a value is, moved or not, and of how many."""
+        """Return which part of which call's result a value is, moved or not, and of how many parts."""
         root = back(self._trace, value, RESHAPES)
         made = self._trace.producer(root)
         if (
             made is None or root not in made.outputs or len(made.outputs) < 2
-        ):  # or it was written to as a part of another
+        ):  # else it was written to as a part of another tensor
             return None
         return made.site, made.outputs.index(root), len(made.outputs)
 
@@ -268,7 +269,7 @@ class _Exchanges:
         return [one for one in found if one.others]
 
     def _best(self, exchanges: Iterable[_Exchange], most: int) -> list[_Exchange]:
-        """Return the likeliest so many of those that are likely."""
+        """Return the ``count`` likeliest exchanges among those that are likely."""
         known = [one for one in exchanges if one.others]
         if not known:
             return []
@@ -280,7 +281,7 @@ class _Exchanges:
 
 
 def _orders(count: int) -> list[list[int]]:
-    """In which rounds may read what others do: in reverse, the one before or after, all the same."""
+    """Return in which order rounds may read what others do: in reverse, the one before or after, all the same."""
     last = count - 1
     return [
         [last - i for i in range(count)],
@@ -294,7 +295,7 @@ def _orders(count: int) -> list[list[int]]:
 
 
 def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tuple[int, ...], Tensor]]:
-    """Activations of each shape, in order, and all of them as rows."""
+    """Return the activations of each shape, in order, and all of them as rows."""
     values: dict[tuple[int, ...], dict[int, Value]] = defaultdict(dict)
     for call in trace.calls:
         for value in (*call.inputs, *call.outputs):
@@ -324,7 +325,7 @@ def _hypothesis(exchange: _Exchange, trace: Trace, module: nn.Module) -> Hypothe
 
 
 def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
-    """Return what is to be given where, at some places that are alike, and what is given."""
+    """Say what is to be given where, at some places that are alike, and what is given."""
     place, other = some[0]
     where = f"to {_call(place.call)}" if place.position is not None else "to all that read it"
     others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""
@@ -336,7 +337,7 @@ def _call(call: Call) -> str:
 
 
 def _described(value: Value, trace: Trace) -> str:
-    """Return a value by the call that makes it, or the first that reads it."""
+    """Describe a value by the call that makes it, or the first that reads it."""
     call = trace.producer(value)
     if call is None:
         return f"the input of the module that {_call(trace.users(value)[0])} is given"

@@ -1,6 +1,6 @@
-"""Known mistakes of precision, each as another rounding of the reference.
+"""Find known mistakes of precision, each of which is another rounding of the reference.
 
-What a candidate loses is deterministic but for the order of sums: if it rounds as a mistake has it, the reference under
+What a candidate loses is deterministic up to the order of sums. So if it rounds as a mistake does, the reference under
 that rounding is nearer to it than under the precision's own.
 """
 
@@ -31,10 +31,10 @@ from parity.search.failure import Budget, Failure
 from parity.te.precision import Precision
 
 _NEARER = 0.7
-"""Of the distance to the precision's own rounding, below which the distance to a mistaken one names it."""
+"""A mistaken rounding is reported if it is nearer than this share of the distance to the precision's own."""
 
 _LEFT = 2.0
-"""Times what the precision costs, which a mistaken rounding may leave of the error that it explains."""
+"""A mistaken rounding may leave so many times what the precision costs of the error that it explains."""
 
 _SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 _MANY = 64
@@ -45,11 +45,11 @@ class _Mistake:
     """Another rounding.
 
     Attributes:
-        title: of the finding.
-        what: what is computed, the start of a sentence.
+        title: the finding's title.
+        what: what is computed, as the start of a sentence.
         repair: what to change.
-        rounding: in the place of the precision's.
-        inside: entered around the pass, for what no ``Rounding`` says.
+        rounding: takes the place of the precision's.
+        inside: entered around the pass, for what a ``Rounding`` cannot express.
     """
 
     title: str
@@ -60,10 +60,12 @@ class _Mistake:
 
 
 def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
-    """Return the rounding that the candidate's tensors are nearest to, if it is another than the precision's own."""
+    """Return a finding on the rounding that the candidate's tensors are nearest to, unless it is the
+    precision's own.
+    """
     wrong = [result for result in failure.results if not result.passed and result.finite]
     # A wrong forward pass spoils gradients in ways of its own.
-    # What a handful of numbers says of its rounding is chance.
+    # What a handful of numbers tells about its rounding is chance.
     outputs = [result for result in wrong if result.kind == "output" and math.prod(result.shape) >= _MANY]
     own = tensors_under(failure.prepared, (), failure.precision)
     if own is None or not wrong:
@@ -95,7 +97,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
 
 
 def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:
-    """Weights that are multiplied by the scale of their quantization where the inverse is due."""
+    """Yield weights that are multiplied by the scale of their quantization instead of its inverse."""
     if precision.recipe not in _SCALED_BY_TENSOR:
         return
     shapes = parameter_shapes(prepared.reference)
@@ -106,7 +108,9 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
 
 
 def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") -> Hypothesis:
-    """Return each of these weights, all or one at a place, as ``scale`` makes it where ``scale_inv`` is due."""
+    """Return the mistake that these weights, all or those of one place, are scaled by ``scale`` and not
+    by ``scale_inv``.
+    """
     shapes = parameter_shapes(prepared.reference)
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -114,7 +118,7 @@ def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") ->
         for left in sides:
             packed = pack(left, reference, next(iter(reference.values())))
             scale = torch.finfo(torch.float8_e4m3fn).max / packed.detach().abs().amax()
-            # A weight's gradient is that of what is multiplied.
+            # A weight's gradient is that of the quantized weight, which is what is multiplied.
             others |= unpack(left, packed + packed.detach() * (scale.square() - 1.0), shapes)
         return others
 
@@ -139,8 +143,8 @@ def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors)
 
 
 def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -> bool:
-    """Return whether another rounding leaves less than it costs itself, and in FP8 about what the precision costs
-    anyway.
+    """Return whether another rounding leaves less than it costs itself and, in FP8, about what the
+    precision costs anyway.
 
     Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
     """
@@ -219,12 +223,12 @@ def _in(dtype: torch.dtype) -> Format:
 
 
 def _unscaled(dtype: torch.dtype) -> Format:
-    """Cast as it is; what is too large saturates."""
+    """Cast ``x`` without a scale; what is too large saturates."""
     return lambda x, dim=-1, amax=None: _saturated(x, dtype)
 
 
 def _scaled(by: float, dtype: torch.dtype) -> Format:
-    """Scaled by a multiple of what maps the largest magnitude to the format's."""
+    """Return a format that scales by a multiple of what maps the largest magnitude to the format's."""
 
     def to_format(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         amax = largest(x) if amax is None else amax
@@ -256,7 +260,7 @@ class _Batched(TorchDispatchMode):
 
 
 class _Chunked(TorchDispatchMode):
-    """GEMMs whose sum is rounded to ``dtype`` after each so many products, whose own sum may be ``stored`` before."""
+    """Makes GEMMs round their sum to ``dtype`` after each so many products, whose own sum may be ``stored`` before."""
 
     def __init__(self, length: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
         super().__init__()

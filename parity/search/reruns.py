@@ -28,7 +28,7 @@ from parity.trace.effects import other_numbers
 
 
 _NEARLY = 3.0  # tolerances
-_OF_BEFORE = 0.2  # of the margin with which the comparison failed
+_OF_BEFORE = 0.2  # share of the margin by which the comparison failed
 
 
 class _NothingToChange(Exception):
@@ -39,7 +39,7 @@ def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) 
     """Return what the candidate computes with some of it changed.
 
     Args:
-        failure: whose candidate it is.
+        failure: the failure of the candidate.
         change: changes a candidate, and returns the names of what it has changed.
 
     Returns:
@@ -59,7 +59,9 @@ def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) 
 
 
 def dropout_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if what failed agrees as soon as nothing is dropped; the candidate runs again only where it drops."""
+    """Yield a finding if what failed agrees when nothing is dropped; the candidate runs again only if
+    it has dropout.
+    """
     ran = run_changed(failure, _switched_off)
     if ran is not None and agree(failure, ran[0], _telling(failure)):
         yield finding(
@@ -70,7 +72,7 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if what failed agrees as soon as the candidate turns no recipe on by itself."""
+    """Yield a finding if what failed agrees when the candidate turns on no recipe by itself."""
     if not failure.own_recipes:
         return
     with own_recipes(failure.precision.recipe is not None, left_out=True):
@@ -85,7 +87,9 @@ def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def microbatch_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if all agrees as soon as no call says ``is_first_microbatch``, by which TE reuses weights and sums."""
+    """Yield a finding if all agrees when no call passes ``is_first_microbatch``, by which TE reuses
+    weights and sums.
+    """
     said: list[str] = []
     again = failure.rerun(lambda module: _say_nothing_of_microbatches(module, said))
     if not said or not agree(failure, again, ("output", "input gradient", "weight gradient")):
@@ -107,7 +111,9 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _telling(failure: Failure) -> tuple[Kind, ...]:
-    """Gradients may be wrong in a way of their own; they count where outputs, as a loss, are right by chance."""
+    """Return the kinds of tensors that tell: outputs, and gradients too if outputs, such as a loss, are
+    right by chance.
+    """
     by_gradients = all(result.passed for result in failure.outputs)
     return ("output", "input gradient", "weight gradient") if by_gradients else ("output",)
 
@@ -126,7 +132,7 @@ def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
 
 
 def _switched_off(module: nn.Module) -> Iterator[str]:
-    """Sets every probability of dropout to 0; yields each that was not, with its value."""
+    """Set every probability of dropout to 0, and yield each that was not, with its value."""
     for name, submodule in module.named_modules():
         for attribute, value in list(vars(submodule).items()):
             is_probability = "drop" in attribute or (attribute == "p" and "Drop" in type(submodule).__name__)
@@ -147,11 +153,11 @@ def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
         submodule.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-# Buffers that a port holds with other values than the reference; a weight map is about parameters alone.
+# Buffers that a port holds with other values than the reference; a weight map is only about parameters.
 
 
 def buffer_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if the outputs agree as soon as the candidate's buffers hold what the reference's hold.
+    """Yield a finding if the outputs agree when the candidate's buffers hold what the reference's hold.
 
     A buffer belongs to the reference's of its name; else to the only one of its shape, where it is the only one too.
     """
@@ -175,7 +181,7 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _counterpart(name: str, own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str | None:
-    """The name of the reference's buffer that a buffer of the candidate should equal; None if that cannot be told."""
+    """Return the reference's buffer that a buffer of the candidate should equal; None if that cannot be told."""
     shape = own[name].shape
     if name in right:
         return name if right[name].shape == shape else None
@@ -184,20 +190,19 @@ def _counterpart(name: str, own: Mapping[str, Tensor], right: Mapping[str, Tenso
     return alike[0] if len(alike) == 1 and is_only_one and shape.numel() > 1 else None
 
 
-# Rows of the outputs that an input hides, as a padding mask hides tokens, and of which a port may make what it likes.
+# Rows of the outputs that an input hides, as a padding mask hides tokens; a port may compute anything there.
 #
-# A reference computes something for padded tokens, too; TE's attention leaves zeros there, and what is computed of them
-# is other numbers. Nobody reads them, but a comparison does, and their output gradients spoil all others.
+# A reference computes something for padded tokens, too; TE's attention leaves zeros there, and what is computed from
+# them differs. Nobody reads these rows, but a comparison does, and their output gradients spoil all others.
 
 
-_HIDES = -1e3  # a score's bias, below which a key is hidden
-_NEARLY_RIGHT = 2.0  # tolerances, within which the rows that are kept are worth another run
-_MOST = 0.5  # of the square of an output's error
+_HIDES = -1e3  # a key is hidden if its score's bias is below this
+_NEARLY_RIGHT = 2.0  # if the rows that are kept are within so many tolerances, another run is worth it
+_MOST = 0.5  # share of the square of an output's error
 
 
 def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if all agrees, gradients too, as soon as rows that an input hides are zero in both sides'
-    outputs.
+    """Yield a finding if all agrees, gradients too, when rows that an input hides are zero in both sides' outputs.
 
     The candidate runs again, with output gradients that are zero there, only where what is not hidden is right already.
     """
@@ -213,7 +218,9 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
-    """Where most of an unexplained error lies in rows that an input hides: what else is wrong shows without them."""
+    """Yield a finding if most of an unexplained error is in rows that an input hides: without them, the
+    rest would show.
+    """
     for name, kept in _kept_rows(failure):
         shares = [_share_outside(failure, output, rows) for output, rows in kept.items()]
         if shares and min(shares) > _MOST:
@@ -227,13 +234,15 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
 
 
 def _zeroed(failure: Failure, name: str) -> str:
-    """Return what zeroes the rows, in words: the caller knows which of the mask's values hides."""
+    """Return, in words, what zeroes the rows; the user knows which of the mask's values hides."""
     shape = tuple(named_inputs(failure.prepared.inputs, failure.prepared.input_names)[name].shape)
     return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} hides and 1 for others"
 
 
 def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """By each input that hides some, the rows of each output that it does not hide, and whose error fails: bool."""
+    """Yield each input that hides rows, with the rows of each output that it does not hide and whose
+    error fails: bool.
+    """
     outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
     failed = [one.name for one in failure.outputs if not one.passed]
     for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items():
@@ -256,12 +265,14 @@ def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
     elif x.dim() == 1 and not x.is_floating_point():
         longest = {y.shape[1] for y in outputs.values() if y.dim() > 1 and len(y) == len(x)}
         found = [torch.arange(seq, device=x.device) >= x[:, None] for seq in longest if int(x.max()) <= seq]
-    # A sequence has some tokens that are not: what says which, by True or by False, is told by that.
+    # A sequence has some tokens that are not hidden, which tells whether True or False hides.
     yield from (hidden for hidden in found if hidden.any() and not hidden.all(-1).any())
 
 
 def _rows(kept: Tensor, output: Tensor) -> Tensor | None:
-    """``kept`` as the output has its rows, sequence first as well; None where it has others."""
+    """Return ``kept`` in the layout of the output's rows, also if the sequence comes first; None if the
+    output has others.
+    """
     if kept.dim() == 2 and len(kept) == 1 and output.dim() > 2:
         kept = kept.expand(output.shape[0] if output.shape[1] == kept.shape[1] else output.shape[1], -1)
     for rows in (kept, kept.mT) if kept.dim() == 2 else (kept,):
@@ -287,7 +298,7 @@ def _error(failure: Failure, output: str) -> Tensor:
 
 
 def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
-    """Return whether every tensor passes where output gradients and outputs are zero in the other rows."""
+    """Return whether every tensor passes if output gradients and outputs are zero in the other rows."""
     cotangents = {name: x * kept[name] if name in kept else x for name, x in failure.prepared.cotangents.items()}
 
     def zeroed(tensors: Tensors | None) -> Tensors | None:
@@ -308,22 +319,22 @@ def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
 
 
 def _read_what_is_hidden(golden: Tensors, kept: dict[str, Tensor]) -> bool:
-    """Return whether what is kept depends on tokens that are hidden, which are none then."""
+    """Return whether what is kept depends on tokens that seem hidden; then they are not."""
     shapes = {rows.squeeze(-1).shape: rows for rows in kept.values()}
     gradients = [x for (kind, _), x in golden.items() if kind == "input gradient" and x.shape[:-1] in shapes]
     return any(bool((x * ~shapes[x.shape[:-1]]).any()) for x in gradients)
 
 
-# A candidate whose results depend on random numbers, found by running it again with others.
+# A candidate whose results depend on random numbers, found by running it again with other numbers.
 
 
-_OF_THE_ERROR = 0.3  # that two passes are apart, from where on random numbers are its cause
-_OF_A_GRADIENTS = 1.0  # the same where outputs are right; two passes are sqrt(2) times it apart if all is random
-_OF_THE_EXPECTED = 1.5  # the same: two passes that round stochastically are sqrt(2) times as far apart, at most
+_OF_THE_ERROR = 0.3  # if two passes differ by this share of the error, random numbers are its cause
+_OF_A_GRADIENTS = 1.0  # the same if outputs are right; if all is random, two passes differ by sqrt(2) times the error
+_OF_THE_EXPECTED = 1.5  # two passes that round stochastically differ by at most sqrt(2) times the expected error
 
 
 def random_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if a tensor that failed becomes another when the random numbers are others.
+    """Yield a finding if a tensor that failed changes with the random numbers.
 
     Outputs tell, where these failed: gradients that a recipe rounds stochastically are others every time.
     """
@@ -349,7 +360,7 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
             return
 
 
-# What a TE module that the port builds calls an argument that a finding names as most of TE's modules do.
+# Arguments that a TE module of the port calls otherwise than most of TE's modules, whose name a finding uses.
 #
 # Signatures of TE 2.20.2: ``pytorch/transformer.py``, ``pytorch/attention/multi_head_attention.py``.
 
@@ -362,7 +373,7 @@ _OTHER_NAMES = {
 _IN_ITS_PLACE = {
     "softmax_scale": "multiply the query's weight and bias by the reference's scale over its own",
 }
-_EPS = frozenset({CODES["norm-eps"]})  # of other findings, it may be another's eps
+_EPS = frozenset({CODES["norm-eps"]})  # in other findings it may be something else's eps
 
 
 class _Seen(Exception):
@@ -370,7 +381,7 @@ class _Seen(Exception):
 
 
 def with_argument_names(found: Sequence[Finding], failure: Failure) -> tuple[Finding, ...]:
-    """Return the findings, each with the names that the candidate's TE modules have for what it names otherwise."""
+    """Return the findings with the names that the candidate's TE modules use for the arguments they name."""
     named = [[name for name in (*_OTHER_NAMES, *_IN_ITS_PLACE) if _names(one, name)] for one in found]
     if not any(named):
         return tuple(found)
@@ -409,7 +420,7 @@ def _told(argument: str, modules: dict[str, type]) -> Iterator[str]:
 
 
 def _outermost_of_te(module: nn.Module) -> Iterator[nn.Module]:
-    """TE's modules that no other of them made."""
+    """Yield TE's modules that no other module of TE contains."""
     if type(module).__module__.startswith("transformer_engine."):
         yield module
         return
@@ -421,7 +432,7 @@ def _outermost_of_te(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def exchange_findings(failure: Failure) -> Iterator[Finding]:
-    """A finding if every output that failed is another one of the reference's, within what is allowed of that one."""
+    """Yield a finding if every failed output is another one of the reference's, within that one's tolerance."""
     failed = [result for result in failure.outputs if not result.passed]
     if len(failed) < 2:
         return
@@ -442,7 +453,7 @@ def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
     return margin(measure(candidate, right, failure.precision.dtype), bound) <= 1.0
 
 
-# Findings about values that cannot be judged: NaN, infinities, gradients that never came.
+# Findings about values that cannot be judged: NaN, infinities, missing gradients.
 
 
 def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator[Finding]:
@@ -483,7 +494,7 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
 
 
 def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:
-    """TE parameters, by name, that the backward pass did not reach."""
+    """Yield a finding for each TE parameter, by name, that the backward pass did not reach."""
     for name in unreached:
         yield Finding(
             "PAR004",
@@ -494,7 +505,7 @@ def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:
 
 
 def unread_inputs(failed: Sequence[TensorResult], candidate: Tensors) -> Iterator[Finding]:
-    """Inputs to which nothing flows back, though it does in the reference."""
+    """Yield a finding for each input to which nothing flows back, though it does in the reference."""
     for tensor in failed:
         if tensor.kind == "input gradient" and not candidate[tensor.kind, tensor.name].any():
             yield Finding(

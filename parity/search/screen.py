@@ -19,20 +19,20 @@ from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 
-# Which two mistakes together are likeliest, from what each does alone.
+# Which two mistakes together are likeliest, judged by what each does alone.
 #
-# To first order two mistakes do what each does, one beside the other. So of all pairs those are tried whose effects,
-# together, are most like the candidate's error: as they are, or each by some multiple of its own, since one mistake may
-# amplify another, and a constant need not be the known one. All pairs of some thousand effects are a few products of
-# matrices, on a sample of the tensors' elements.
+# To first order, two mistakes together do the sum of what each does. So the pairs to try are those whose summed effects
+# are most like the candidate's error: as they are, or each times some factor, since one mistake may amplify another,
+# and a constant need not be the known one. Comparing all pairs of some thousand effects takes a few matrix products on
+# a sample of the tensors' elements.
 
 
-_ELEMENTS = 4096  # of a sample
-_MOST_EFFECTS = 2000  # the largest
-_SMALLEST, _LARGEST = 1e-3, 1e3  # of the error's norm: an effect below does nothing, one beyond is not in it
-_SAME = 1e-4  # of the error's square: pairs that leave as much do the same
-_LISTED = 4096  # pairs, before those that do the same are left out
-_ONE_DIRECTION = 1e-6  # of the product of two effects' squares: they have one direction
+_ELEMENTS = 4096  # elements of a sample
+_MOST_EFFECTS = 2000  # the largest effects, which are paired
+_SMALLEST, _LARGEST = 1e-3, 1e3  # in norms of the error: a smaller effect does nothing, a larger one is not in it
+_SAME = 1e-4  # pairs do the same if what they leave differs by less than this share of the error's square
+_LISTED = 4096  # pairs that are listed, before those that do the same are left out
+_ONE_DIRECTION = 1e-6  # two effects have one direction if their Gram determinant is below this share of its largest
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class LikelyPairs:
     """Pairs of mistakes, the likeliest first.
 
     Attributes:
-        as_they_are: whose effects together are most like the error.
-        by_multiples: of whose effects some multiples are.
+        as_they_are: pairs whose effects together are most like the error.
+        by_multiples: pairs whose effects, each times some factor, are.
     """
 
     as_they_are: list[tuple[Hypothesis, Hypothesis]]
@@ -53,7 +53,7 @@ class Effects:
     """What single mistakes do to a candidate's outputs or gradients.
 
     Attributes:
-        error: the candidate's, ``[elements]``.
+        error: the candidate's error, ``[elements]``.
         known: each mistake's effect, as a sample of as many elements.
     """
 
@@ -62,27 +62,27 @@ class Effects:
 
     @staticmethod
     def of(errors: Sequence[Tensor]) -> Effects:
-        """None known yet; ``errors`` are those of each tensor, of all its elements."""
+        """Begin with no known effect; ``errors`` are those of each tensor, with all its elements."""
         return Effects(_sample(errors))
 
     def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
-        """What one does to each tensor, of all its elements."""
+        """Note what a mistake does to each tensor, given all its elements."""
         self.known[one] = _sample(effects)
 
     def likely_pairs(
         self, known: Sequence[Hypothesis], most: int, go_together: Callable[[Hypothesis, Hypothesis], bool]
     ) -> LikelyPairs:
-        """Pairs none of which does what another one does, as far as these effects tell; the likeliest first.
+        """Return pairs that do different things, as far as these effects tell; the likeliest first.
 
         Args:
-            known: the likeliest mistakes first: of pairs that do the same, the first is told.
+            known: the likeliest mistakes first: of pairs that do the same, the first is returned.
             most: how many of each sort.
-            go_together: tells of two whether both can hold at once.
+            go_together: says whether two mistakes can hold at once.
         """
         some = self._large(known)
         if len(some) < 2:
             return LikelyPairs([], [])
-        size = torch.linalg.vector_norm(self.error)  # of which all is counted in parts, so that no square overflows
+        size = torch.linalg.vector_norm(self.error)  # the unit of all effects, so that no square overflows
         effects = torch.stack([self.known[one] for one in some]) / size
         products, along = effects @ effects.T, effects @ (self.error / size)
         squares = products.diagonal()
@@ -111,7 +111,7 @@ class Effects:
         most: int,
         go_together: Callable[[Hypothesis, Hypothesis], bool],
     ) -> list[tuple[Hypothesis, Hypothesis]]:
-        """The pairs whose effects explain most of the error's square; ``some`` has the likeliest mistakes first."""
+        """Return the pairs that explain most of the error's square; ``some`` has the likeliest mistakes first."""
         upper = explained.triu(1)
         listed = upper.flatten().topk(min(_LISTED, upper.numel()))
         alike: dict[int, list[tuple[int, int]]] = {}
@@ -120,7 +120,7 @@ class Effects:
                 alike.setdefault(round(value / _SAME), []).append(divmod(index, len(some)))
         found = []
         for pairs in alike.values():
-            # Neither of the two is far down the list: the second of a pair is the later one.
+            # Of pairs that do the same, take the one whose second mistake, the later one, is nearest to the list's top.
             in_order = ((some[i], some[j]) for i, j in sorted(pairs, key=lambda pair: pair[::-1]))
             found += list(islice((pair for pair in in_order if go_together(*pair)), 1))
             if len(found) == most:
@@ -129,9 +129,9 @@ class Effects:
 
 
 def _sample(tensors: Sequence[Tensor]) -> Tensor:
-    """The same elements whenever tensors of these sizes are given, each about as large as before, in FP32.
+    """Sample the same elements whenever tensors of these sizes are given, in FP32.
 
-    They are drawn at random, since regular ones may be of one column.
+    They are drawn at random, since regularly spaced ones may all be of one column.
     """
     return torch.cat([_some(x, _ELEMENTS // len(tensors) + 1).float() for x in tensors])
 
@@ -143,25 +143,25 @@ def _some(x: Tensor, count: int) -> Tensor:
     return x.flatten()[elements.to(x.device)] * math.sqrt(x.numel() / count)
 
 
-# Ranks hypotheses by what they leave of the error, on one row of the batch where rows are computed independently.
+# Rank hypotheses by what they leave of the error, on one row of the batch if rows are computed independently.
 #
-# Forward only, and in FP32 where that is exact enough.
+# Only forward, and in FP32 where that is exact enough.
 
 
 FAITHFUL = 1.2
-"""Times the expected error, which ends the search."""
+"""The search ends when no more than so many times the expected error is left."""
 
 EXACT = 0.5
-"""Of the error, which a hypothesis must bring down to that."""
+"""A hypothesis must bring the error down to this share."""
 
 TINY = 1e-300
-"""Stands for a norm of zero below a fraction."""
+"""Stands for a norm of zero in a denominator."""
 
 CHANGES = 1e-6
-"""Of the error, by which a hypothesis that changes anything changes it."""
+"""A hypothesis that changes the error by less than this share changes nothing."""
 
-_FAITHFUL_AT_LEAST = 0.4  # of the tolerance: as good where the rounding model says too little
-_FP32_IS_EXACT = 0.02  # of the candidate's error, which FP32's own must stay below to screen in it
+_FAITHFUL_AT_LEAST = 0.4  # this share of the tolerance is as good, also where the rounding model expects less
+_FP32_IS_EXACT = 0.02  # FP32 is used if its own error is below this share of the candidate's
 
 
 Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it
@@ -189,15 +189,15 @@ class Screen:
         self.effects = Effects.of(self._effect(self._candidate, cut=True))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
-        """Combinations with the share of the error that each leaves; those that change nothing are left out.
+        """Yield combinations with the share of the error that each leaves, apart from those that change nothing.
 
-        Of an iterator, none is taken that the budget does not last for.
+        Nothing is taken from an iterator once the budget is spent.
         """
         for combination in while_it_lasts(combinations, budget):
             alone = self._is_alone(combination)
             outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
             if alone and outputs is None:
-                # A model may make other calls for a single row, whose mask it need not expand.
+                # A model may make other calls for a single row, for example because no mask needs to be expanded.
                 self._misfits.add(combination)
                 alone = False
                 outputs = outputs_under(self._prepared, combination, self._dtype)
@@ -214,7 +214,7 @@ class Screen:
         return share < EXACT and share * self._before[self._is_alone(combination)] <= self._faithful
 
     def _is_alone(self, combination: tuple[Hypothesis, ...]) -> bool:
-        """Return whether it is tried on one row."""
+        """Return whether the combination is tried on one row."""
         whole = combination in self._misfits or any(one.around for one in combination)
         return self._rows is not None and not whole
 
@@ -246,17 +246,17 @@ class Screen:
         return all(name in outputs and outputs[name].shape == x.shape for name, x in expected.items())
 
     def _effect(self, outputs: dict[str, Tensor], cut: bool) -> list[Tensor]:
-        """By how much outputs are off in the screened row, each in units of its tolerance.
+        """Return how far outputs move in the screened row, each in units of its tolerance.
 
         Args:
-            outputs: of that row, or of all.
-            cut: whether of all.
+            outputs: those of that row, or of all rows.
+            cut: whether they are of all rows.
         """
         outputs, golden = self._of_rows(outputs, cut), self._of_rows(self._golden, True)
         return [(outputs[name] - x) / self._size(name, golden) for name, x in golden.items()]
 
     def _size(self, name: str, golden: dict[str, Tensor]) -> float:
-        """Of an output's tolerance."""
+        """Return the size of an output's tolerance."""
         return max(norm_of(golden[name]), TINY) * self._tolerances[name]
 
     def _error(
@@ -265,10 +265,10 @@ class Screen:
         """Return the largest relative error of an output, in units of its tolerance.
 
         Args:
-            outputs: whose error it is.
-            alone: whether in the screened row alone.
+            outputs: the outputs whose error it is.
+            alone: whether only the screened row counts.
             truth: what they should be; None for the candidate's.
-            cut: whether ``outputs`` are of all rows, also where one row counts alone.
+            cut: whether ``outputs`` are of all rows, also if one row counts alone.
         """
         truth = self._of_rows(self._candidate if truth is None else truth, alone)
         golden = self._of_rows(self._golden, alone)
@@ -276,34 +276,34 @@ class Screen:
         return max(norm_of(outputs[name].double() - x) / self._size(name, golden) for name, x in truth.items())
 
 
-# What mistakes do to a module's outputs, to first order: from one forward pass, and a few backward ones.
+# What mistakes do to a module's outputs, to first order: from one forward pass and a few backward ones.
 #
-# A mistake changes what some calls return. How that moves the outputs along directions drawn at random is the product
-# of the change with a gradient, so that thousands of mistakes are compared with the candidate's error at the cost of
-# few passes. Mistakes are large, and modules are not linear: this tells which to try first, and rules out none.
+# A mistake changes what some calls return. How far that moves the outputs along a random direction is the product of
+# the change with a gradient, so thousands of mistakes are compared with the candidate's error at the cost of few
+# passes. Mistakes are large, and modules are not linear: this tells which mistakes to try first, and rules out none.
 
 
-_DIRECTIONS = 32  # of the outputs: cosines of what has nothing to do with the error are about 1/sqrt of it
+_DIRECTIONS = 32  # of the outputs: the cosine of an unrelated effect with the error is about 1/sqrt(32)
 _FEWEST = 8
-_MOST_BYTES = 2**29  # of all gradients
+_MOST_BYTES = 2**29  # of all gradients together
 _PROMISING = 0.3
 _BYTES = torch.float32.itemsize
 
 
 class FirstOrder:
-    """The candidate's error, and what changes of the reference's calls do, along directions of the outputs.
+    """The candidate's error, and the effects of changing the reference's calls, along directions of the outputs.
 
     Attributes:
-        error: along each direction.
+        error: the error along each direction.
     """
 
     def __init__(self, failure: Failure, trace: Trace, budget: Budget) -> None:
-        """Runs the reference once.
+        """Run the reference once.
 
         Args:
-            failure: whose outputs failed, and are finite.
-            trace: of the reference in FP64.
-            budget: after which no more directions are taken than are needed.
+            failure: one whose outputs failed and are finite.
+            trace: the reference's trace in FP64.
+            budget: when it is spent, no more directions are taken than are needed.
         """
         self._trace = trace
         self._calls = {call.site: call for call in trace.calls}
@@ -349,11 +349,13 @@ class FirstOrder:
                 self._gradients[number] = torch.stack(known)
 
     def gradient(self, value: Value) -> Tensor | None:
-        """Along each direction with respect to what a call returned, ``[directions, *shape]``; None for none."""
+        """Return the gradient of each direction with respect to what a call returned, ``[directions,
+        *shape]``, if there is one.
+        """
         return self._gradients.get(value.number)
 
     def effect(self, hypothesis: Hypothesis) -> Tensor | None:
-        """Return what a mistake does along each direction; None where nothing says so."""
+        """Return what a mistake does along each direction; None if that is not known."""
         if hypothesis.read is not None or hypothesis.around is not None or not hypothesis.edits:
             return None
         total = torch.zeros_like(self.error)
@@ -365,12 +367,12 @@ class FirstOrder:
         return total
 
     def alignment(self, effects: Tensor) -> Tensor:
-        """Cosines of effects ``[..., directions]`` with the error."""
+        """Return the cosines of effects ``[..., directions]`` with the error."""
         sizes = torch.linalg.vector_norm(effects, dim=-1) * torch.linalg.vector_norm(self.error)
         return ((effects @ self.error) / sizes.clamp(min=1e-30)).nan_to_num(nan=-1.0)
 
     def promising_first(self, known: Iterable[Hypothesis]) -> list[Hypothesis]:
-        """Return those that may explain the error before the others, each in their order."""
+        """Return the hypotheses that may explain the error before the others, each group in its order."""
         ordered: tuple[list[Hypothesis], list[Hypothesis]] = ([], [])
         for one in known:
             effect = self.effect(one) if len(self.error) else None
@@ -402,7 +404,7 @@ class FirstOrder:
 
 
 def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
-    """Return what a call returned, kept by its values' numbers, with a gradient also where none would be asked for."""
+    """Keep what a call returned by its values' numbers, with a gradient even if none would be asked for."""
     values = iter([leaf for leaf in tree_leaves(call.result) if isinstance(leaf, Value)])
 
     def one(tensor: Tensor) -> Tensor:
@@ -412,7 +414,7 @@ def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
         if not tensor.requires_grad:
             tensor = tensor.clone().requires_grad_()
             kept[value.number] = tensor
-            return tensor.clone()  # which may be written to
+            return tensor.clone()  # since the tensor may be written to
         kept[value.number] = tensor
         return tensor
 

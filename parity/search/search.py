@@ -1,13 +1,13 @@
-"""Finds which hypotheses explain a failure, at a bounded cost.
+"""Find which hypotheses explain a failure, at a bounded cost.
 
-Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough. What brings the
-outputs nearest to the candidate's is then computed in full: outputs and gradients in FP64, and what they cost at the
-precision. If none explains the failure, two are looked for: the likeliest pairs by what each mistake does alone
-(``parity.search.screen``), then any other on top of the best partial explanations.
+Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough. The hypotheses
+that bring the outputs nearest to the candidate's are then computed in full: outputs and gradients in FP64, and what
+they cost at the precision. If none explains the failure, two at once are looked for: the likeliest pairs by what each
+mistake does alone (``parity.search.screen``), then any other mistake on top of the best partial explanations.
 
-A diagnosis may cost 20 times what the failed check did, where a check counts for a second at least. A budget ends each
-part of it, by what was computed (``parity.passes.nominal_clock``). A limit of real time may end all of it before: what
-is verified by then is found.
+A diagnosis may cost 20 times what the failed check did; a check counts for at least a second. Each part of it has a
+budget, counted by what is computed (``parity.passes.nominal_clock``). A limit of real time may end all of it earlier:
+what is verified by then is reported.
 """
 
 from __future__ import annotations
@@ -39,48 +39,49 @@ from parity.search.screen import TINY, Ranked, Screen
 from parity.search.verify import Explanation, is_loud, row_by_row, verified
 
 CHECKS_FOR_SEARCH = 10.0
-"""Times the failed check's own cost that the search for hypotheses may take, of the 20 that a diagnosis may."""
+"""The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""
 
 CHECKS_FOR_THE_REST = 4.0
-"""What a search for wrong gradients, or for roundings, may compute, in checks."""
+"""A search for wrong gradients, or for roundings, may compute so many checks."""
 
 CHECKS_FOR_BORDERS = 1.0
-"""What a search may compute, in checks, for the borders of a port's sequences, and for positions that begin anew."""
+"""The same for the borders of a port's sequences, and for positions that begin again."""
 
 CHECKS_FOR_OPERANDS = 2.0
-"""The same for calls that read something else than the reference's; half of it is for listing them."""
+"""The same for calls that read something else than the reference's; half of it for listing them."""
 
 CHECKS_FOR_FILTERS = 2.0
-"""The same for matched filters, after all of these found nothing."""
+"""The same for matched filters, after all of these have found nothing."""
 
 _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
-_SPENT_BY_STAGES = (0.5, 0.7, 0.85)  # of the budget, at the end of each; what is left out then comes after all of them
-_SPENT_BY_ONE = 0.92  # of the budget, after which two are tried
-_AT_ONE_PLACE = 0.6  # of a stage's share, at the end of mistakes at single places
-_FOR_SEVERAL = 0.05  # of the whole budget, in one stage, whatever single places took: few are tried, where one helps
+# The share of the budget that is spent at the end of each stage; what a stage leaves out comes after all of them.
+_SPENT_BY_STAGES = (0.5, 0.7, 0.85)
+_SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once are tried
+_AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
+_FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
-_VERIFIED_OF_FEW = 40  # where outputs are few numbers, which do not tell the right one from others
-_LIKELY_PAIRS = 16  # of mistakes, by what each does alone
-_TUNED = 2  # of them, whose constants are looked for
-_SPENT_BY_PAIRS = 0.96  # of the budget, at the end of that
+_VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right one from others
+_LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
+_TUNED = 2  # how many of them have their constants looked for
+_SPENT_BY_PAIRS = 0.96  # the share of the budget that is spent after that
 _PARTIAL = 6  # partial explanations on which a second hypothesis is tried
-_DIGITS = 3  # of the share of the error that they leave: those that leave as much do the same
-_MOST_OF_IT = 0.1  # of the error, below which a mistake must bring it that is told though it leaves more than rounding
-_BY_A_CONSTANT = 0.01  # for one whose constant was fitted: the best eps or factor takes some of almost any error
-_OF_MOST_ROWS = 0.3  # the same, of the error of a row on average
-_FAMILIES = 6  # of one mistake at several places, which are tried at more than one of them
-_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # of a module or a parameter; 0.5 is none
+_DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
+_MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
+_BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
+_OF_MOST_ROWS = 0.3  # the same for a row's error on average
+_FAMILIES = 6  # mistakes at one place of several that are also tried at more places
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # the path of a module or a parameter; 0.5 is not one
 
 
 @dataclass(frozen=True)
 class _Search:
-    """What a search goes by.
+    """What a search works with.
 
     Attributes:
-        failure: to explain.
-        screen: of hypotheses, before any is computed in full.
-        verified: computes a combination in full, each but once.
+        failure: the failure to explain.
+        screen: ranks hypotheses, before any is computed in full.
+        verified: computes a combination in full, each only once.
     """
 
     failure: Failure
@@ -94,7 +95,7 @@ class Screened:
 
     Attributes:
         best: the mistake that leaves least of the error, if that is little.
-        helping: titles and names of the mistakes that took anything of it, or that no budget was left for.
+        helping: titles and names of the mistakes that explained any part of it, or that no budget was left for.
     """
 
     best: Ranked | None = None
@@ -145,20 +146,22 @@ def _by_stages(
     ranked: list[Ranked],
     with_constants: list[Ranked],
 ) -> list[Explanation]:
-    """One mistake, of each scope in turn; ``ranked`` gets all that change anything, ``with_constants`` the tuned."""
+    """Try one mistake, of each scope in turn; ``ranked`` gets all that change anything,
+    ``with_constants`` the tuned ones.
+    """
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
         _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), of_stages[0], ordered)
         for scopes in _STAGES
     ]
     tried: set[Hypothesis] = set()
-    # A model of many layers has so many weights to mistake that a budget may not last for more.
+    # A model of many layers has so many weights to get wrong that a budget may not last for more.
     for last in (False, True):
         for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
             at_one, spend = _shares(budget, number, last)
             before = len(some)
             found = _screened(search, ((one,) for one in _untried(stage, tried)), some, at_one)
-            if last and len(some) == before:  # all was tried
+            if last and len(some) == before:  # everything was tried
                 continue
             found = found or _screened(search, _at_several(known, some, tried), some, budget.more(_FOR_SEVERAL))
             fitted = [] if found else tuned(search.screen, some, min(spend, budget.more(_FOR_CONSTANTS), key=_end))
@@ -171,7 +174,7 @@ def _by_stages(
 
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
-    """Of a stage's budget: for mistakes at single places, and in all."""
+    """Return the parts of a stage's budget: for mistakes at single places, and for all."""
     ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
     begin, end = ends[-2:] if last else ends[stage : stage + 2]
     return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
@@ -187,7 +190,7 @@ def _in_pairs(
     budget: Budget,
     ranked: Sequence[Ranked],
 ) -> list[Explanation]:
-    """Two mistakes: the likeliest by what each does alone; then one of those that help most, and any other."""
+    """Try two mistakes: the likeliest by what each does alone; then one of those that help most with any other."""
     found = _of_likely_pairs(search, known, budget)
     partial_ones = {round(share, _DIGITS): first for share, (first,) in reversed(ranked) if share < HELPS}
     for first in list(reversed(partial_ones.values()))[:_PARTIAL]:
@@ -198,9 +201,9 @@ def _in_pairs(
 
 
 def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
-    """Return the explanations among the likeliest pairs, with the constants that they have or others."""
+    """Return the explanations among the likeliest pairs, with their known constants or others."""
     scaled = scaled_outputs(search.failure.prepared.reference, 2.0)
-    next(search.screen.shares([(scaled,)], budget), None)  # its effect is known then; alone it needs no search
+    next(search.screen.shares([(scaled,)], budget), None)  # this notes its effect; alone it needs no search
     likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
     pairs: list[Ranked] = []
     found = _screened(search, map(_as_one_if_alike, likely.as_they_are), pairs, budget)
@@ -212,9 +215,9 @@ def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budge
 
 
 def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> tuple[str, float, float] | None:
-    """Of the output whose error falls least if the mistakes are assumed: its label, and its error before and after.
+    """Return the label of the output whose error falls least under the mistakes, and its error before and after.
 
-    None where less than most of an error is explained.
+    None if less than most of an error is explained.
     """
     golden = tensors_under(failure.prepared, combination)
     if golden is None:
@@ -232,7 +235,7 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
 
 
 def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return those that are made near the parameter whose gradient is farthest off, before others; else in their order.
+    """Return hypotheses near the parameter whose gradient is farthest off before the others, else in their order.
 
     A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
     mistakes with a parameter, which their name has, are among those that are near; what no name says a place of is
@@ -256,9 +259,9 @@ def _in_order(
     everywhere: Sequence[Ranked],
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
 ) -> Iterator[Hypothesis]:
-    """First the mistakes of which ``everywhere`` says, when one is to be tried, that they help if made there.
+    """Yield first the mistakes that help if they are made everywhere, as ``everywhere`` shows when one is to be tried.
 
-    The others as they are, but for single calls, whose order is asked for.
+    The others follow as they are, except single calls, whose order is asked for.
     """
     shares = {(one.title, one.name): share for share, (one, *_) in everywhere if share < HELPS}
     helping = [one for one in some if (one.title, one.family[0]) in shares]
@@ -270,7 +273,7 @@ def _in_order(
 
 
 def _shared(path: str, name: str) -> int:
-    """Return how many modules two dotted paths lead through together."""
+    """Return how many modules two dotted paths have in common."""
     pairs = zip(path.split("."), name.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -299,12 +302,12 @@ def _screened(
 def _at_several(
     known: Sequence[Hypothesis], ranked: Sequence[Ranked], tried: set[Hypothesis]
 ) -> Iterator[tuple[Hypothesis, ...]]:
-    """Of the families of which a mistake at one place helps most: it at each other place, then at the best two, three…
+    """Yield the families that help most at one place: at each other place, then at the best two, three, and so on.
 
     Args:
-        known: hypotheses, of all families.
-        ranked: what is screened, with what of this is when it is asked for more.
-        tried: hypotheses that are screened; gets those that are yielded.
+        known: hypotheses of all families.
+        ranked: what has been screened; it may grow while this iterates.
+        tried: hypotheses that were screened; those that are yielded are added.
     """
     likeliest = {
         (one.title, one.family): None for share, (one, *more) in ranked if _helps_somewhere(share, one) and not more
@@ -322,7 +325,7 @@ def _helps_somewhere(share: float, one: Hypothesis) -> bool:
 
 
 def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield those that are not among the tried ones, which they are then."""
+    """Yield those that were not tried yet, and add them to the tried ones."""
     for one in some:
         if one not in tried:
             tried.add(one)
@@ -352,7 +355,7 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
 
 
 def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, ...]:
-    """Return one mistake where both are the same one at two places."""
+    """Return one mistake if the two are the same mistake at two places."""
     first, second = pair
     alike = first.place and second.place and (first.title, first.family) == (second.title, second.family)
     return (at_places(pair),) if alike else pair

@@ -1,4 +1,4 @@
-"""Computes hypotheses in full: whether they explain outputs, gradients and probing inputs, but for rounding."""
+"""Compute hypotheses in full: do they explain outputs, gradients and probing inputs, up to rounding?"""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from parity.result import Kind, TensorResult
 from parity.search.failure import Failure, few_outputs
 from parity.search.screen import FAITHFUL, TINY
 
-_HELPS_MUCH = 0.5  # of the error before, of a gradient, which may be wrong in a way of its own, or on probing inputs
-_EVIDENT = 0.3  # of the outputs' error, below which they explain enough whatever gradients do
-_NEARLY_NOTHING = 0.1  # of a tensor's error: what is left then is not what failed
-_MOST = 0.5  # of the square of an output's error beyond what the precision costs, which must be explained
-_NEARLY_PASSES = 5.0  # times the tolerance, which what other kernels do differently may be
-_LOUD = 2.0  # times the tolerance, beyond which an error is far too large
+# A gradient, which may be wrong in a way of its own, or probing inputs must be left with no more than
+# this share of error.
+_HELPS_MUCH = 0.5
+_EVIDENT = 0.3  # if outputs are left with less than this share, that is enough whatever gradients do
+_NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, that is not what failed
+_MOST = 0.5  # the share of the square of an output's error, beyond what the precision costs, that must be explained
+_NEARLY_PASSES = 5.0  # what other kernels do differently may be so many times the tolerance
+_LOUD = 2.0  # an error beyond so many times the tolerance is far too large
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Explanation:
     Attributes:
         hypotheses: one, or two that hold at once.
         complete: whether every tensor passes under the hypotheses; else some gradients are wrong in a way of their own.
-        misfit: the tensors' errors under the hypotheses, in units of what the precision costs, their root mean square.
+        misfit: the root mean square of the tensors' errors under the hypotheses, in units of what the precision costs.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
         after: its relative L2 error under the hypotheses.
@@ -53,7 +55,7 @@ def is_loud(failure: Failure) -> bool:
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-    """Return the explanation that a combination is.
+    """Return the explanation that a combination is, if it is one.
 
     Returns:
         None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
@@ -64,10 +66,10 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     ]
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
-    if not all(bool(x.isfinite().all()) for x in golden.values()):  # no port that is judged computes that
+    if not all(bool(x.isfinite().all()) for x in golden.values()):  # a port that is judged computes finite values
         return None
     computed = [model for model in models if model is not None]
-    if not computed:  # what cannot be in FP32
+    if not computed:  # it cannot be computed in FP32
         return None
     judged = _judged(failure, combination, golden, computed)
     before = {(result.kind, result.name): result for result in failure.results}
@@ -80,7 +82,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     return Explanation(
         combination,
         all(result.passed for result in judged),
-        math.hypot(*misfits) / math.sqrt(len(misfits)),  # which may be too large to be squared
+        math.hypot(*misfits) / math.sqrt(len(misfits)),  # hypot, since a misfit may be too large to be squared
         shown.label,
         before[shown.kind, shown.name].errors.relative_l2,
         shown.errors.relative_l2,
@@ -90,7 +92,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
 def _judged(
     failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
 ) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses; what other kernels may do counts where hardly more than that is left."""
+    """Judge the candidate under hypotheses; what other kernels may do is granted if hardly more than that is left."""
     judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
     if (
         not names
@@ -112,8 +114,7 @@ def _is_explained(
     judged: Sequence[TensorResult],
     golden: Mapping[tuple[Kind, str], Tensor],
 ) -> bool:
-    """Return whether every output passes, and gradients pass, or got better, or outputs are evidence enough without
-    them.
+    """Return whether every output passes and gradients pass or improve, or outputs are evidence enough without them.
 
     Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
     whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
@@ -132,7 +133,7 @@ def _is_explained(
 
     some_far_off = any(_is_far_off(one) for one in before.values() if tells or one.kind != "output")
     gradients = [one for one in before.values() if one.kind.endswith("gradient")]
-    if not tells and gradients and all(one.passed for one in gradients):  # many a mistake makes a number alone another
+    if not tells and gradients and all(one.passed for one in gradients):  # many mistakes change a single number
         return False
     by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
 
@@ -157,7 +158,7 @@ def _is_explained(
 
 
 def _is_far_off(result: TensorResult) -> bool:
-    """Whether an error is far too large; a single number's may pass where its model happens to have hardly any."""
+    """Return whether a failed error is far too large. A single number may pass beyond its tolerance in norm."""
     return not result.passed and result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
 
 
@@ -167,13 +168,15 @@ def _is_small(result: TensorResult) -> bool:
 
 
 def _takes_most(was: TensorResult, result: TensorResult) -> bool:
-    """Return whether most of an error goes that is more than a faithful port's; true where it is not more in norm."""
+    """Return whether the hypotheses explain most of an error beyond a faithful port's; True if its norm
+    is not beyond.
+    """
     before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
     return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
 
 
 def _helps_as_drawn(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
-    """Whether what explains probing inputs takes half of what is far too large on the others, gradients included."""
+    """Return whether what explains probing inputs halves what is far too large on the others, gradients included."""
     far_off = [] if failure is None else list(filter(_is_far_off, failure.results))
     if failure is None or not far_off:
         return True
@@ -184,7 +187,7 @@ def _helps_as_drawn(failure: Failure | None, combination: tuple[Hypothesis, ...]
 
 
 def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float:
-    """Of the norm of a tensor's error, what is left where ``right`` is the truth; infinite for one of another shape."""
+    """Return the share of a tensor's error that is left if ``right`` is the truth; infinite if its shape differs."""
     candidate, was = failure.candidate[key].double(), failure.golden[key]
     if right.shape != was.shape:
         return math.inf
@@ -192,7 +195,7 @@ def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
-    """Return whether the hypotheses explain what fails on the probing inputs too: much of it, or all but rounding."""
+    """Return whether the hypotheses explain what fails on the probing inputs too: much of it, or all up to rounding."""
     if failure is None:
         return True
     outputs = outputs_under(failure.prepared, combination, torch.float64)
@@ -211,7 +214,9 @@ def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]
 
 
 def row_by_row(one: Tensor, other: Tensor) -> float:
-    """How far the rows of two tensors are apart on average, at most 1 each: a row that meets another expert is one."""
+    """Return how far the rows of two tensors are apart on average, at most 1 each: 1 for a row that
+    another expert gets.
+    """
     norms = (
         torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
     )
@@ -220,5 +225,5 @@ def row_by_row(one: Tensor, other: Tensor) -> float:
 
 
 def _shows(result: TensorResult) -> tuple[bool, bool, float]:
-    """Return how well a tensor shows what is wrong: a failed output best."""
+    """Return how well a tensor shows what is wrong: a failed output does best."""
     return not result.passed, result.kind == "output", result.margin
