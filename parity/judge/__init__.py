@@ -1,1 +1,1 @@
-"""Turns tensors into a verdict: statistics, limits, matched filters, and a second look at failures."""
+"""Turn tensors into a verdict: statistics, limits, matched filters, and a second look at failures."""

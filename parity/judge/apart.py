@@ -1,4 +1,4 @@
-"""Compare some outputs by themselves, such as a loss beside logits, and join their results to one."""
+"""Compare some outputs by themselves, such as a loss beside logits, and join their results into one."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from parity.passes.prepare import Prepared
 from parity.result import Determinism, Finding, Kind, Result, Status, TensorResult
 from parity.te.precision import Precision
 
-# A number that is returned beside other outputs, as a loss beside logits, is compared by itself.
+# A number that is returned beside other outputs, such as a loss beside logits, is compared by itself.
 #
-# A pass differentiates all outputs at once, each with a gradient drawn at random. Logits are a million numbers and a
-# loss is one, so that nothing of its gradient is left in their sum, neither a label that is not shifted nor a wrong
-# average. So each such number is a part of its own, and what else is returned is another: each part is compared as if
+# A pass differentiates all outputs at once, each with a random output gradient. Logits are a million numbers and a loss
+# is one, so the loss's share of the summed gradients vanishes, and with it a label that is not shifted or a wrong
+# average. So each such number is a part of its own, and all other outputs are another part. Each part is compared as if
 # the pair returned nothing else, on the same weights and inputs.
 
 
 _KINDS: tuple[Kind, ...] = ("output", "input gradient", "weight gradient", "probed output")
-# Names of so many outputs are told.
+# A message names at most so many outputs.
 _FEW = 3
-# Parts of the case and size that were compared last.
+# The parts of the case and size that were compared last.
 _LATEST: dict[tuple[Case, CheckedSize], list[Case]] = {}
 
 
 def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
-    """Return the parts in which a case is compared, the case itself where it is all at once; kept until another one's.
+    """Return the parts in which a case is compared (the case itself if it has one part), and keep them
+    until the next case.
 
     Args:
         case, checked: what is compared.
-        golden: a pass of the reference. A number that requires no gradient, such as an accuracy, drowns nowhere.
+        golden: a pass of the reference. A number that requires no gradient, such as an accuracy, needs
+            no part of its own.
     """
     outputs = golden.outputs
     alone = [name for name, x in outputs.items() if x.numel() == 1 and name not in golden.detached_outputs]
@@ -74,7 +76,7 @@ def _part(case: Case, names: tuple[str, ...]) -> Case:
 
 
 def gradients_of(case: Case, tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """Return the verdicts, those on a part's gradients with the names of the outputs that were differentiated."""
+    """Return the verdicts; those on a part's gradients get the names of the outputs that were differentiated."""
     if not case.outputs:
         return tuple(tensors)
     of = ", ".join(case.outputs) if len(case.outputs) <= _FEW else "the other outputs"
@@ -82,7 +84,7 @@ def gradients_of(case: Case, tensors: Sequence[TensorResult]) -> tuple[TensorRes
 
 
 def merged(results: Sequence[Result]) -> Result:
-    """Merge the results of all parts into the one of the case: the worst status, all tensors, what was found of any."""
+    """Merge the results of all parts into one for the case: the worst status, all tensors, all findings."""
     if len(results) == 1:
         return results[0]
     worst: tuple[Status, ...] = ("error", "failed", "skipped", "passed")
@@ -103,8 +105,8 @@ def merged(results: Sequence[Result]) -> Result:
 
 
 def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:
-    """Return those of the worst part, then causes that others have beside; if any part has a cause, none of the
-    unexplained.
+    """Return the worst part's findings, then the causes found for other parts; without the unexplained
+    ones if any part has a cause.
 
     Parts share all but their last steps: what explains one is the likeliest cause of what is unexplained in another.
     """
@@ -131,11 +133,11 @@ def _determinism(seen: Sequence[Determinism]) -> Determinism | None:
     return Determinism(tuple(differing), next((one.first for one in seen if one.first), ""), tuple(drawn))
 
 
-# Python's own numbers that a module returns beside tensors, as what ``.item()`` gives: no gradient is theirs.
+# Python's own numbers that a module returns beside tensors, such as results of ``.item()``: they have no gradient.
 
 
-# A single number's error hangs on chance more than a tensor's, and freedoms of a port's own lines are not asked for it:
-# within this many times the limit it is noted, beyond no rounding makes it so.
+# A single number's error depends more on chance than a tensor's, and what a port's own lines round is not granted to
+# it. So up to this many times the limit it is only noted; beyond that, no rounding explains it.
 _GROSS = 10.0
 
 
@@ -144,16 +146,16 @@ def judged_numbers(
 ) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
     """Judge a candidate's Python numbers against the reference's: floats as outputs of one element, others exactly.
 
-    Integers and booleans may hang on rounding, as a count of tokens does: where they differ, it is said.
+    Integers and booleans may depend on rounding, as a count of tokens does; if they differ, a note says so.
 
     Args:
-        prepared: with golden, and what the rounding model's passes returned.
-        returned: by the candidate.
-        precision: at which it ran.
+        prepared: holds golden, and what the rounding model's passes returned.
+        returned: the numbers that the candidate returned.
+        precision: the precision at which it ran.
         table: what faithful ports show.
 
     Returns:
-        What to note, a sentence each; and a finding for each number that no rounding explains.
+        Notes, a sentence each; and a finding for each number that no rounding explains.
     """
     notes: list[str] = []
     found: list[Finding] = []
@@ -188,7 +190,9 @@ def _shown(number: float) -> str:
 
 
 def _margin(one: float, other: float, modelled: list[float], precision: Precision, table: Table) -> float:
-    """Return the margin of one number as of an output that has no other; infinite where one alone is not finite."""
+    """Return the margin of one number, judged as an output of one element; infinite if only one of the
+    two is not finite.
+    """
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     models = [_as_output(x) for x in modelled or [one]]

@@ -76,7 +76,7 @@ def run_again(
         prepared: golden and what all passes share.
         change: called with the newly built module before it runs.
         cotangents: other output gradients, by the output's name.
-        recalled, alone: as ``run_candidate`` takes them.
+        recalled, alone: as for ``run_candidate``.
     """
     given = prepared if cotangents is None else replace(prepared, cotangents=dict(cotangents))
     with attention_backends(asked.attention):

@@ -1,6 +1,6 @@
-"""Judge what a candidate does besides its numbers.
+"""Judge what a candidate does apart from its numbers.
 
-Which TE modules run, what it remembers, whether it repeats itself.
+Which TE modules run, what it remembers between calls, whether it repeats itself.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from parity.trace.effects import RandomState, kept, other_numbers
 from parity.trace.kernels import Trace, as_bytes, first_difference
 from parity.trace.whose import is_below, is_te, line_running
 
-# Return whether a candidate that is built again gives the same bytes, and if not, where it first did not.
+# Does a candidate that is built again return the same bytes, and if not, where does it first differ?
 #
-# What one module keeps from call to call is ``remembered``'s.
+# What one module keeps from call to call is looked at further below.
 
 
 Run = Callable[[Callable[[nn.Module], None]], Tensors]
-# A kernel that adds in the order in which its blocks finish does not differ each time.
+# A kernel that adds in the order in which its blocks finish does not differ every time, so try more than once.
 _ATTEMPTS = 3
 
 
 def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) -> Determinism:
-    """Build and run the candidate again from the same random state, and if nothing differs, from another.
+    """Build and run the candidate again from the same random state and, if nothing differs, from another.
 
     Args:
-        run: the candidate's pass, calls its argument with the newly built module.
-        first: what it returned before.
+        run: runs the candidate's pass, and calls its argument with the newly built module.
+        first: what the candidate returned before.
         before: the random state that it started from.
-        device: the kernels'.
+        device: the kernels' device.
     """
     with kept(device):
         before.restore(device)
@@ -76,19 +76,19 @@ def _located(run: Run, before: RandomState, device: torch.device) -> str:
     return ""
 
 
-# Whether a candidate keeps something from one call to the next that its outputs hang on, as no reference may.
+# Does a candidate keep something from one call to the next that its outputs depend on? No reference may.
 
 
 _TITLE = "state-between-calls"
 
 
 def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[Finding, ...]:
-    """Return a finding where the same inputs, before and after the pass, gave outputs that no rounding makes differ.
+    """Return a finding if the same inputs, before and after the pass, gave outputs that differ by more than rounding.
 
-    Two outputs that are both within a tolerance of golden are within twice that of each other.
+    Two outputs that are both within a tolerance of golden are within twice that tolerance of each other.
 
     Args:
-        recalled: of the candidate's calls.
+        recalled: the outputs of the candidate's calls.
         tensors: the verdicts on its pass.
     """
     tolerance = {tensor.name: tensor.tolerance_relative_l2 for tensor in tensors if tensor.kind == "output"}
@@ -105,7 +105,7 @@ def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[F
 
 
 def told(recalled: Recalled, evidence: str) -> Finding:
-    """Return the finding, with what shows it."""
+    """Return the finding, with the evidence for it."""
     where = f" in {', '.join(recalled.changed)}" if recalled.changed else ""
     return finding(
         _TITLE,
@@ -114,17 +114,17 @@ def told(recalled: Recalled, evidence: str) -> Finding:
     )
 
 
-# Which of TransformerEngine's modules a candidate runs, and who reads the weights of those that it does not run.
+# Which of TransformerEngine's modules does a candidate run, and who reads the weights of those that it does not run?
 
 
-# Whose own parameters, if they have any, are of the user's class that is derived from them.
+# These classes have no parameters of their own: any that they hold are from a user's class derived from them.
 _WITHOUT_PARAMETERS = (
     *("TransformerLayer", "MultiheadAttention", "Sequential", "TransformerEngineBaseModule"),
     *("FusibleOperation", "BasicOperation", "FusedOperation"),
 )
-_KERNELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # ours among them, which TE calls
+_KERNELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # parity's own kernels too: TE calls them
 _MARK = "_parity_name"  # a module's name in the candidate, which a copy of it keeps
-_COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # which compute nothing of a weight
+_COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # functions that compute nothing from a weight
 _MOST_TOLD = 4
 
 Rerun = Callable[[Callable[[nn.Module], None]], object]
@@ -135,21 +135,25 @@ class TeModules:
     """Which of a candidate's TE modules have run."""
 
     def __init__(self, caller: CodeType) -> None:
-        """Watch what runs below this code, in this thread, inside of ``watched``."""
+        """Watch what runs below this code, in this thread, inside the context ``watched``."""
         self._caller = caller
         self._candidate: nn.Module | None = None
         self._ran: set[str] = set()
         self._used: set[int] = set()
 
     def of(self, candidate: nn.Module) -> None:
-        """Watch this candidate's modules, and copies that it makes of them; of several the first is asked about."""
+        """Watch this candidate's modules, and copies that it makes of them; questions are about the
+        first of several candidates.
+        """
         self._candidate = candidate if self._candidate is None else self._candidate
         for name, module in of_te(candidate).items():
             vars(module)[_MARK] = name
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note within the context whose forward TE's own code begins; a method of a derived class may never call it."""
+        """Within the context, note whose forward TE's own code begins; a method of a derived class may
+        never call it.
+        """
         before = sys.getprofile()
 
         def see(frame: FrameType, event: str, _: Any) -> None:
@@ -169,7 +173,7 @@ class TeModules:
         name = vars(module).get(_MARK)
         if name is not None:
             self._ran.add(name)
-        # A module that is none of the candidate's own may compute with the weights of one that is.
+        # A module that is not the candidate's own may compute with the weights of one that is.
         self._used.update(map(id, module.parameters(recurse=name is None)))
 
     def idle(self) -> dict[str, list[str]]:
@@ -185,20 +189,20 @@ class TeModules:
         return found
 
     def _runs_within(self, name: str, module: nn.Module) -> bool:
-        """Return whether a TE module around it has run, which computes for it, as fused operations do."""
+        """Return whether a TE module around it has run, which computes in its place, as fused operations do."""
         parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)] + [""] * bool(name)
         is_tes = str(getattr(module.forward, "__module__", "")).partition(".")[0] == "transformer_engine"
         return is_tes and any(parent in self._ran for parent in parents)
 
     def left_out(self, weights: WeightMap, golden: Mapping[str, Tensor], rerun: Rerun) -> str:
-        """Say which TE modules the candidate leaves out, and who reads their weights; empty where it leaves out none.
+        """Say which TE modules the candidate leaves out, and who reads their weights; empty if it leaves out none.
 
-        One is left out that did not run though its weight has a gradient in the reference, or PyTorch's functions read
-        it: an expert that no token reached, or a layer that both sides skip, is not.
+        A module is left out if it did not run although its weight has a gradient in the reference, or although
+        PyTorch's functions read it. An expert that no token reached, or a layer that both sides skip, is not left out.
 
         Args:
             weights: the pair's map.
-            golden: the gradients of the reference's parameters, but for frozen ones.
+            golden: the gradients of the reference's parameters, without frozen ones.
             rerun: runs the candidate again, after a change to its newly built module.
         """
         idle = self.idle()
@@ -213,7 +217,7 @@ class TeModules:
             again.of(candidate)
             reads.of(candidate)
 
-        with _uncompiled(), again.watched(), reads:  # where a module is compiled, its forward never shows
+        with _uncompiled(), again.watched(), reads:  # the forward of a compiled module never shows
             rerun(watch)
         still = {name: parameters for name, parameters in idle.items() if name in again.idle()}
         found = {
@@ -263,11 +267,11 @@ class _Reads(TorchDispatchMode):
         self.by_te: set[str] = set()
 
     def of(self, candidate: nn.Module) -> None:
-        """Note reads of this candidate's parameters of those names."""
+        """Note reads of this candidate's parameters with those names."""
         self._parameters.update((id(x), name) for name, x in candidate.named_parameters() if name in self._names)
 
     def of_any(self, parameters: list[str]) -> str:
-        """Return the line at which PyTorch first reads one of the parameters; empty where it reads none."""
+        """Return the line at which PyTorch first reads one of the parameters; empty if it reads none."""
         return next(filter(None, map(self._lines.get, parameters)), "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

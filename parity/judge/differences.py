@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from parity.judge.limits import FALSE_ALARMS_A_RUN, Key, Law, Table, packaged
 
-# How a table's limits differ from the packaged ones, as plain data that a run's record holds.
+# How a table's limits differ from the packaged ones, as plain data for a run's record.
 
 
 TIMES = 2.0
@@ -16,10 +16,10 @@ TIMES = 2.0
 
 @dataclass(frozen=True)
 class Difference:
-    """A limit that is another one than the packaged table's.
+    """A limit that differs from the packaged table's.
 
     Attributes:
-        kind, statistic: of what.
+        kind, statistic: the kind of tensor and the statistic.
         limit: the table's.
         packaged: the packaged table's.
     """
@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """The limit in packaged ones."""
+        """The limit over the packaged one."""
         return self.limit / self.packaged
 
 
@@ -43,10 +43,10 @@ class OfPrecision:
         precision: its name.
         shared: how many laws both tables have.
         wider: how many limits are more than ``TIMES`` the packaged ones.
-        tighter: how many are less than the packaged ones by more than that.
-        widest, tightest: the limits with the largest and the smallest ratio; None where no law is shared.
+        tighter: how many are less than the packaged ones by more than that factor.
+        widest, tightest: the limits with the largest and the smallest ratio; None if no law is shared.
         unknown: how many laws the packaged table lacks.
-        accepted: what of the limits was far outside, and taken all the same; empty if nothing was.
+        accepted: which limits were far outside, and accepted all the same; empty if none were.
     """
 
     precision: str
@@ -60,27 +60,28 @@ class OfPrecision:
 
 
 def widest(found: Iterable[OfPrecision]) -> tuple[str, Difference] | None:
-    """Return the widest limit of all, with its precision; None where no law is shared."""
+    """Return the widest limit of all, with its precision; None if no law is shared."""
     limits = [(each.precision, each.widest) for each in found if each.widest is not None]
     return max(limits, key=lambda entry: entry[1].ratio, default=None)
 
 
-# By how much a table's limits differ from those of the packaged one, and which of them lie far outside.
+# By how much a table's limits differ from the packaged ones, and which of them lie far outside.
 #
-# A wrong port among those that a table was measured on widens its limits until the port passes, so a table of one's own
-# is held against the packaged one. Two things together lie *far outside*:
+# A wrong port among those that a table was measured on widens its limits until the port passes. So a user's own table
+# is checked against the packaged one. A law lies *far outside* if both of these hold:
 #
-# - a port showed what, by the packaged law, a right one shows so rarely that not one calibration in a thousand meets
-# it;
-# - the law gives a limit of more than ``TIMES`` the packaged one, were it known from as many tensors. Few tensors alone
-#   make a limit wider (Student's t), which is no sign of a wrong port.
+# - a port showed a value that, by the packaged law, right ports show in less than one calibration in a thousand; - the
+# law's limit would be more than ``TIMES`` the packaged one, even if it were known from as many tensors. Having few
+#   tensors already makes a limit wider (Student's t), which is no sign of a wrong port.
 #
-# Twice the expected error is four times its variance: what a kernel loses that makes each rounding of the model four
-# times. The model itself rounds all that the least fused of faithful kernels stores, so that none should need that.
+# Twice the expected error is four times its variance: what a kernel loses that does each rounding of the model four
+# times. The model already rounds all that the least fused of faithful kernels stores, so no kernel should need that.
 
 
 def compared(table: Table) -> tuple[OfPrecision, ...]:
-    """Compare each of a table's limits with the packaged one, by precision; nothing for the packaged table itself."""
+    """Compare each of a table's limits with the packaged one, by precision; return nothing for the
+    packaged table itself.
+    """
     known = packaged()
     if table.laws == known.laws:
         return ()
@@ -104,9 +105,9 @@ def _of_precision(table: Table, known: Table, precision: str) -> OfPrecision:
 
 
 def far_outside(laws: Mapping[Key, Law]) -> dict[Key, Difference]:
-    """Find the laws of one calibration that lie far outside of the packaged ones, see above; the widest first."""
+    """Return the laws of one calibration that lie far outside the packaged ones (see above), the widest first."""
     known = packaged()
-    # How rare a value is to be that not one right calibration in a thousand has such a one.
+    # So rare that less than one right calibration in a thousand has such a value.
     rare = FALSE_ALARMS_A_RUN / max(1, sum(law.samples for law in laws.values()))
     found = {
         key: Difference(*key[1:], law.limit(key[2]), known.limit(*key))

@@ -1,7 +1,7 @@
 """Matched filters: how each subtle mistake would change golden, and whether the error points there.
 
-Rounding errors point everywhere; a mistake's error points where the mistake sends it. Their component along that
-direction averages the noise of all elements out, so a mistake shows that is far smaller than the noise of each.
+Rounding errors point in all directions; a mistake's error points in the direction of its change. The component along
+that direction averages out the noise of all elements, so it shows mistakes far smaller than the noise of each element.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from parity.passes.build import size_in_bytes
 from parity.passes.prepare import Prepared
 from parity.result import Check, Finding, TensorResult
 
-# Directions whose components are this close to the largest cannot be told apart by them: the coefficient decides.
+# Directions whose components are at least this share of the largest cannot be told apart by size: the
+# coefficient decides.
 _SAME = 0.9
-# Of golden: what is less, sums in another order change in FP64.
+# Smaller changes of golden than this share do not count: in FP64, sums in another order already change as much.
 _FP64 = 1e-12
-# A coefficient this near to 1 says that the mistake is there, and not something that resembles it.
+# A coefficient within this distance of 1 says that the mistake was made, and not something that resembles it.
 PRESENT = 0.5
 
 
@@ -36,7 +37,7 @@ class Direction:
 
     Attributes:
         mistake: the hypothesis.
-        changes: golden under the hypothesis minus golden, by output, those that it changes; FP32 where that holds it.
+        changes: golden under the hypothesis minus golden, for the outputs that it changes; FP32 if that can hold it.
     """
 
     mistake: Hypothesis
@@ -75,12 +76,12 @@ def resemblance(
     expected_norm: float,
     known: Sequence[Direction],
 ) -> Statistic | None:
-    """Return the mistake that an output's error resembles most; None if none changes this output.
+    """Return the mistake that an output's error resembles most; None if no mistake changes this output.
 
     Args:
         output: its name.
         error, model_errors, golden: as for ``parity.judge.statistics.statistics``.
-        expected_norm: of the error.
+        expected_norm: the expected norm of the error.
         known: all directions.
     """
     along = [d for d in known if output in d.changes and has_component(d.changes[output])]
@@ -101,17 +102,17 @@ def resemblance(
 
 
 def coefficient(error: Summed, change: Summed) -> float:
-    """Return how much of the change the error contains: near 1 where the mistake was made, near 0 where it was not."""
+    """Return how much of the change the error contains: near 1 if the mistake was made, near 0 if it was not."""
     return error.dot(change) / change.total
 
 
 def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
-    """The coefficient of a change in what a computation loses.
+    """Return how much of a mistake's change the error of a computation contains.
 
     Args:
-        change: of an output, by a mistake.
+        change: the mistake's change of an output.
         computed: the output.
-        golden: in FP64.
+        golden: the output in FP64.
     """
     return coefficient(Summed(difference(computed, golden).to(change.values.dtype)), change)
 
@@ -119,7 +120,7 @@ def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
 def found_by_filter(
     tensors: Sequence[TensorResult], known: Sequence[Direction]
 ) -> Iterator[tuple[TensorResult, Check, Direction]]:
-    """The mistakes that failed checks have found, and no output lacks, with the tensor and the check that show each."""
+    """Yield the mistakes that failed checks have found and that no output lacks, each with the tensor and the check."""
     by_name = {direction.mistake.name: direction for direction in known}
     checks = [(tensor, check) for tensor in tensors for check in tensor.checks if check.statistic == "mistake"]
     lacked = {check.where for _, check in checks if _is_lacking(check)}

@@ -1,4 +1,6 @@
-"""Hold the statistics of each tensor against their limits, after what kernels may do that leans is taken out."""
+"""Compare the statistics of each tensor with their limits, after taking out what faithful kernels do in
+one direction.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,28 @@ from parity.passes.refusals import overflows_within
 from parity.result import Check, Kind, TensorResult
 from parity.te.precision import Precision
 
-# Grant what kernels may do that leans, along the change that it makes and nowhere else.
+# Grant what some faithful kernels do in one direction, along that direction and nowhere else.
 #
-# Some faithful kernels change all results in one direction: those that cut TF32 operands shrink every product, and a
-# tensor core's short sums lose the low bits of terms of one sign (``parity.numerics.kernel_choices``). To expect an
+# Some faithful kernels change all results in one direction: those that truncate TF32 operands shrink every product, and
+# a tensor core's short sums lose the low bits of terms of one sign (``parity.numerics.kernel_choices``). To expect an
 # error of that size everywhere would hide mistakes of that size. So the rounding model runs once more as such a kernel
-# does: what it computes differently is a direction, and what the candidate's error contains of it is taken out before
+# does. What it computes differently is a direction, and what the candidate's error contains of it is taken out before
 # the rest is judged.
 
 
-# A kernel may do it in one product and not in the next, and somewhat more than the model of it does.
+# A kernel may do it in one product and not in the next, and somewhat more strongly than its model.
 _MOST = 1.25
-# An error that contains more of the change than that is not made by such kernels.
+# An error that contains more of the change than this many times was not made by such kernels.
 _TOO_MUCH = 2.0
-# What the model of it may be off by, of the change, in each element: instructions that add fewer products at a time, or
+# The model may be off by this share of the change in each element: instructions may add fewer products at a time, or
 # promote sums at other lengths.
 _UNSURE = 0.25
 _FEWEST_ELEMENTS = 32
-# A kernel does it in a whole product: some tensor contains much of the change, or none does but by chance, as where a
-# mistake happens to lean alike. Of several products in a row of which one does it, this much is left.
+# A kernel does it in a whole product. So some tensor contains much of the change, or tensors contain it
+# only by chance, as when a mistake happens to lean alike. If one of several products in a row does it,
+# this share of the change is left.
 _EVIDENCE = 0.3
-# Of the expected error: what less is granted is as good as nothing.
+# To grant less than this share of the expected error is as good as granting nothing.
 _NOTHING = 0.05
 
 
@@ -47,12 +50,12 @@ class Granted:
     """What is granted to one tensor's error.
 
     Attributes:
-        index: of the kernels' run that explains most of the error.
+        index: which run of the kernels explains most of the error.
         coefficient: how much of its change the error contains, 0 to 1.25.
-        norm: of what is granted.
+        norm: the norm of what is granted.
         max_abs: the largest element of what is granted.
         left: the error without it.
-        models: errors to be expected beside the models' own, as the change is not known exactly.
+        models: errors to expect beside the models' own, as the change is not known exactly.
     """
 
     index: int
@@ -69,15 +72,15 @@ class Granted:
 
 
 def grant(error: Summed, base: Summed, kernels: Sequence[Summed]) -> Granted | None:
-    """Take out of an error what one of several kinds of kernels makes of it.
+    """Take out of an error what one of several kinds of kernels contributes to it.
 
     Args:
         error: candidate minus golden.
-        base: the rounding model's, with kernels that do nothing of the kind.
-        kernels: the rounding model's with each kind of kernel, otherwise as ``base``.
+        base: the rounding model's tensor, with kernels that do nothing of the kind.
+        kernels: the rounding model's tensor with each kind of kernel, otherwise as ``base``.
 
     Returns:
-        None where next to nothing is to be granted, or where something is not finite.
+        None if next to nothing is to be granted, or if something is not finite.
     """
     if not all(x.is_finite for x in (error, base, *kernels)):
         return None
@@ -97,8 +100,8 @@ def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> G
         return None
     coefficient = min(contained, _MOST)
     change *= coefficient
-    # Of several products, some of which do it and others not, the share is what is known, and not which: each is a
-    # toss whose standard deviation that is.
+    # If only some of several products do it, their share is known, but not which they are: each is a
+    # coin toss with this standard deviation.
     unsure = max(_UNSURE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
     left = Summed(error.values - change)
     if left.norm >= error.norm:
@@ -108,12 +111,12 @@ def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> G
 
 
 def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
-    """Return how much of the change an error contains that has a part in common with the model's.
+    """Return how much of the change an error contains, if the change has a part in common with the model's error.
 
     The two are told apart by regressing on both at once: the change goes from roundings that the model made, and an
     error without these contains as little of one as of the other.
     """
-    if change.numel() < _FEWEST_ELEMENTS:  # too few to tell the two apart
+    if change.numel() < _FEWEST_ELEMENTS:  # there are too few elements to tell the two apart
         return float(torch.dot((error - base).flatten(), change.flatten()) / change.square().sum())
     known = torch.stack([change.flatten(), base.flatten()])
     known = known[known.square().sum(-1) > 0]
@@ -125,7 +128,7 @@ def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
 
 
 _VANISHING = 1e-12
-"""Of the largest gradient's root mean square, below which another's is what FP64 leaves of terms that cancel."""
+"""A gradient smaller than this share of the largest, in root mean square, is what FP64 leaves of terms that cancel."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,10 @@ class Drawn:
     """Models that round independently.
 
     Attributes:
-        count: how many of the models, the last ones.
-        of_outputs: whether all outputs are judged by them as well. Gradients are in any case, since few numbers of a
-            loss scale them all, and outputs on which few roundings decide.
+        count: how many of the models, the last ones, do.
+        of_outputs: whether all outputs are judged by them as well. Gradients always are, since a loss's
+            few numbers scale
+            them all, and so are outputs on which few roundings decide.
     """
 
     count: int = 0
@@ -162,13 +166,15 @@ def judge(
         golden: by kind and name of the tensor.
         models: the rounding model's tensors, one for each way in which faithful kernels compute.
         candidate: the candidate's tensors, in the reference's layout.
-        precision: at which they were computed.
+        precision: the precision at which they were computed.
         table: what faithful ports show.
         known: directions of subtle mistakes.
         drawn: which of the models round independently.
-        leaning: the first model's tensors with what kernels may do that leans, which is granted along its change.
-        by_average: whether no slice is expected to err less than the average of its tensor. So it is where no second
-            look follows, since two models may be lucky in a slice that few roundings decide.
+        leaning: the first model's tensors under each thing that kernels may do in one direction; it is
+            granted along its
+            change.
+        by_average: whether no slice is expected to err less than its tensor's average. True if no second look follows,
+            since two models may be lucky in a slice that few roundings decide.
     """
     floors = _floors(golden, models)
     granted = _granted(golden, candidate, models[0], leaning) if leaning else {}
@@ -179,10 +185,11 @@ def judge(
 
 
 def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
-    """By gradient that is 0 but for rounding: the root mean square error that the precision costs the worst of others.
+    """Return, for each gradient that is 0 but for rounding, the largest root mean square error that the
+    others are expected to have.
 
     What is left of terms that cancel, as in the gradient of a bias in front of a softmax, or of queries that see one
-    key, is the rounding of these terms, which may cancel in the model or in the candidate and not in the other.
+    key, is the rounding of these terms. They may cancel in the model or in the candidate and not in the other.
     """
     sizes = {key: truth.root_mean_square for key, truth in golden.items() if key[0].endswith("gradient")}
     largest = max(sizes.values(), default=0.0)
@@ -206,16 +213,15 @@ def observe(
     dtype: torch.dtype,
     known: Sequence[Direction],
 ) -> list[Statistic]:
-    """Return the statistics of one tensor for a law; none where candidate, golden or every model has a NaN or an
-    infinity.
+    """Return the statistics of one tensor for a law; none if candidate, golden or every model has a NaN or an infinity.
 
     The two models of a first look may be lucky by any factor in a slice that few roundings decide, and a law that
-    bounds this would bound nothing: that is left to the second look, and no slice is expected to err less than average.
+    covered this would bound nothing. The second look handles it, so here no slice is expected to err less than average.
 
     Args:
         key: kind and name of the tensor.
         golden, models, candidate, known: as for ``judge``.
-        dtype: in which the candidate returns it.
+        dtype: the dtype in which the candidate returns it.
     """
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, _floors(golden, models))
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
@@ -223,11 +229,11 @@ def observe(
 
 
 def _terms(kind: Kind, precision: Precision, least: float) -> float:
-    """Return the relative error of the terms of which a slice may be the difference.
+    """Return the relative error of the terms whose difference a slice may be.
 
-    A gradient is one behind a softmax, of which a kernel may store what the model holds in FP32, such as the output of
-    attention (flash kernels take the sum that they subtract from it). Where gradients are quantized, as much is lost
-    of these terms as of the tensor.
+    A gradient behind a softmax is such a difference. A kernel may store what the model holds in FP32, such as the
+    output of attention (flash kernels compute from it the sum that they subtract). If gradients are quantized, these
+    terms lose as much as the tensor does.
     """
     if not kind.endswith("gradient"):
         return 0.0
@@ -242,7 +248,9 @@ def _deviations(
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn = NONE_DRAWN,
 ) -> Deviations:
-    """Of the candidate and of each model; of a gradient that vanishes, its floor everywhere as well."""
+    """Return the deviations of the candidate and of each model; for a gradient that vanishes, also its
+    floor everywhere.
+    """
     found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
     first_drawn = len(found.errors) - drawn.count
     of_drawn = found.errors[first_drawn:]
@@ -278,7 +286,9 @@ def _observed(
 
 
 def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
-    """About how many terms one element sums: a parameter's gradient all tokens, anything else a row's width."""
+    """Return about how many terms one element sums: all tokens for a parameter's gradient, a row's
+    width for anything else.
+    """
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
     outputs = [output.exact for (k, _), output in golden.items() if k == "output"]
@@ -335,7 +345,7 @@ def _judged(
 def _granted(
     golden: Truths, candidate: Tensors, base: Tensors, leaning: Sequence[Tensors]
 ) -> dict[tuple[Kind, str], Granted]:
-    """Return what each tensor's error is granted for kernels that lean; nothing where no tensor shows that they do."""
+    """Return what each tensor's error is granted for kernels that lean; nothing if no tensor shows that they do."""
     found = {}
     for key, truth in golden.items():
         error, first, *others = truth.deviations([tensors[key] for tensors in (candidate, base, *leaning)]).errors
@@ -346,8 +356,8 @@ def _granted(
 
 
 def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
-    """Return which model's error is expected: the largest that is finite, since a faithful port may compute as any
-    does.
+    """Return the model's error that is expected: the largest finite one, since a faithful port may
+    compute as any model.
 
     Where the candidate overflows, that of a model which overflows there, too, if there is one.
     """

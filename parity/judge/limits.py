@@ -17,12 +17,12 @@ from scipy import special
 
 from parity.user_error import UserError
 
-# How often a run may raise a false alarm, from which all limits follow.
+# How often a run may raise a false alarm: all limits follow from this.
 
 
-# A whole run of the default suite is to raise a false alarm less often than once in a thousand runs.
+# A whole run of the default suite may raise a false alarm at most once in a thousand runs.
 FALSE_ALARMS_A_RUN = 1e-3
-# Statistics that such a run judges, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
+# Such a run judges so many statistics, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
 STATISTICS_A_RUN = 20_000
 
 
@@ -38,24 +38,24 @@ def describe() -> str:
 
 # The distribution of one statistic over faithful ports, and the limit that it sets.
 #
-# The logarithm of a ratio is taken as normal above its center, the median or 0 where that is lower: an error below the
-# model's is none too many, so the lower side, which has another shape, does not count. A signed statistic is taken as
-# normal around zero. Tensors differ, so tails are heavier than normal near the top: the spread is that of the narrowest
-# normal distribution whose upper tail lies nowhere below the measured one. The limit is the quantile of Student's t
-# distribution, which allows for the spread being known from finitely many tensors; tensors count once, however many
-# seeds they were measured with, since one tensor's values resemble each other.
+# The logarithm of a ratio is modelled as normal above its center, which is the median, or 0 if that is higher. The
+# lower side has another shape, but does not matter: an error below the model's is never a failure. A signed statistic
+# is modelled as normal around zero. Tensors differ, so tails are heavier than normal near the top: the spread is that
+# of the narrowest normal distribution whose upper tail lies nowhere below the measured one. The limit is a quantile of
+# Student's t distribution, since the spread is known from finitely many tensors only. A tensor counts once, however
+# many seeds it was measured with, since its values resemble each other.
 
 
 SIGNED = ("gain", "mistake")
-# No model of rounding is trusted more closely than this: a spread of the logarithm, wider for the worst of many, which
-# a few errors decide, and of standard deviations.
+# No model of rounding is trusted more closely than this. The spreads are of the logarithm, and wider for statistics
+# that are the worst of many, which a few errors decide; for signed statistics they are in standard deviations.
 _LEAST_SPREAD = 0.1
 _LEAST_SPREADS = {"largest": 0.15, "row": 0.15, "slice": 0.15, "gain": 1.0, "mistake": 1.0}
-# With fewer the quantiles of Student's distribution are astronomic, and a limit that nothing exceeds is none.
+# With fewer tensors the quantiles of Student's t are astronomical, and a limit that nothing exceeds is useless.
 FEWEST_TENSORS = 8
-# In standard deviations; nearer to the center a law need not fit.
+# In standard deviations: nearer to the center a law need not fit.
 _TAIL_BEGINS = 1.0
-# Ratios below count as this one: they have no logarithm, and do not matter.
+# Smaller ratios count as this one: 0 has no logarithm, and ratios so small do not matter.
 SMALLEST_RATIO = 1e-3
 
 
@@ -81,8 +81,8 @@ class Law:
         """Return the value that a faithful port exceeds with this probability.
 
         Args:
-            statistic: its name; the limit of one of ``SIGNED`` holds for its magnitude.
-            probability: of a false alarm from one statistic of one tensor.
+            statistic: its name; for one of ``SIGNED`` the limit is for its magnitude.
+            probability: the probability of a false alarm from one statistic of one tensor.
         """
         signed = statistic in SIGNED
         quantile = -special.stdtrit(self.tensors - 1, probability / 2 if signed else probability)
@@ -90,7 +90,7 @@ class Law:
         return distance if signed else _exp(self.center + distance)
 
     def deviations(self, value: float, statistic: str) -> float:
-        """Return how many standard deviations a value lies above the center; the magnitude of a signed one."""
+        """Return how many standard deviations a value lies above the center; for a signed statistic, its magnitude."""
         signed = statistic in SIGNED
         distance = abs(value) if signed else math.log(max(value, SMALLEST_RATIO)) - self.center
         return distance / self._trusted(statistic)
@@ -104,7 +104,7 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
 
     Args:
         values: finite, at least one.
-        tensors: the tensor that each value is of, by any name.
+        tensors: the name of the tensor that each value is of; any name will do.
         statistic: its name.
 
     Raises:
@@ -125,7 +125,7 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
 
 
 def _exp(exponent: float) -> float:
-    """Of what no float can hold, infinity."""
+    """Return the exponential, infinity if no float can hold it."""
     try:
         return math.exp(exponent)
     except OverflowError:
@@ -133,7 +133,7 @@ def _exp(exponent: float) -> float:
 
 
 def too_few(count: int) -> str:
-    """Why so many tensors are not enough."""
+    """Say why so many tensors are not enough."""
     return (
         f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
         f"{FEWEST_TENSORS} of each kind"
@@ -141,19 +141,21 @@ def too_few(count: int) -> str:
 
 
 def _spread(distances: NDArray[np.float64], signed: bool) -> float:
-    """Of the narrowest normal distribution (half-normal for magnitudes) that bounds the tail of sorted distances."""
+    """Return the spread of the narrowest normal distribution (half-normal for magnitudes) that bounds
+    the sorted distances' tail.
+    """
     ranks = (np.arange(len(distances)) + 0.5) / len(distances)
     quantiles = special.ndtri((1 + ranks) / 2 if signed else ranks)
     tail = quantiles >= _TAIL_BEGINS
     return max(0.0, float(np.max(distances[tail] / quantiles[tail], initial=0.0)))
 
 
-# Laws by precision, kind of tensor and statistic, as a JSON file with its provenance.
+# A JSON file of laws by precision, kind of tensor and statistic, with its provenance.
 
 
 PACKAGED = Path(__file__).with_name("packaged.json")
 _FORMAT = 1
-# A limit as large passes zeros in the place of any tensor: not even FP32's own rounding is a smaller part of it.
+# A limit this large lets zeros pass for any tensor: even FP32's own rounding is no smaller share of a tensor.
 _PASSES_ALL = 2.0**24
 
 Key = tuple[str, str, str]
@@ -193,7 +195,7 @@ def _limit(law: Law, statistic: str) -> float:
 
 
 def save(table: Table, file: Path) -> None:
-    """Write the table, sorted, one law a line, so that two tables can be compared by eye."""
+    """Write the table, sorted, one law per line, so that two tables can be compared by eye."""
     laws = [
         json.dumps({"precision": key[0], "kind": key[1], "statistic": key[2], **_rounded(dataclasses.asdict(law))})
         for key, law in sorted(table.laws.items())
@@ -230,7 +232,7 @@ def load(file: Path) -> Table:
 
 
 def why_no_limit(key: Key, law: Law) -> str:
-    """Say why nothing can be judged by a law; empty if something can."""
+    """Say why nothing can be judged by a law; return an empty text if something can."""
     what = f"{key[2]!r} of the kind {key[1]!r} in {key[0]}"
     for field in dataclasses.fields(law):
         value = getattr(law, field.name)

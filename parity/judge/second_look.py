@@ -23,41 +23,41 @@ from parity.passes.prepare import Prepared
 from parity.result import TensorResult
 from parity.trace.trace import optimizers_recorded
 
-# Looks again at a tensor beyond its limits: would a faithful port whose roundings fell otherwise be there, too?
+# Look again at a tensor beyond its limits: might a faithful port be there, too, if its roundings fell otherwise?
 #
-# A port's own lines between TE's modules are no fused kernel. Where it calls PyTorch's functions by itself, the model
-# runs once more with what they round (``parity.numerics.plain``).
+# A port's own lines between TE's modules are not fused. If they call PyTorch's functions, the model runs once more with
+# what these functions round (``parity.numerics.plain``).
 #
-# Where a function has a kink (a ReLU, a clamp, a choice of experts), a value next to it falls on either side by
-# rounding alone, and its gradient jumps. Two runs of the rounding model tell how often that happens, not where. So
-# before a port fails, the model runs with every such value above its kink that may be, with every one below
-# (``parity.numerics.freedom``), and a few times with jitter (``parity.numerics.freedom.Freedom``), and what any of
-# these runs loses is expected as well. A mistake is none that these make: its error stays where it is.
+# If a function has a kink (a ReLU, a clamp, a choice of experts), rounding alone decides on which side of it a nearby
+# value falls, and the gradient jumps there. Two runs of the rounding model tell how often that happens, but not where.
+# So before a port fails, the model runs with every such value above its kink, with every one below it
+# (``parity.numerics.freedom``), and a few times with jitter (``parity.numerics.freedom.Freedom``). What any of these
+# runs loses is expected as well. Noise cannot imitate a mistake, whose error stays where it is.
 #
-# Where a few numbers scale all that is behind them, as a loss's scores do the gradients, their roundings are too few to
-# average out, and those of the model's runs are the same: all lean alike, and a port whose roundings there are others
-# leans otherwise. So do the scores of a saturated softmax, on which outputs hang as well. Nor do the roundings of a few
-# tokens average out, and a port that scales tokens before a layer, where the reference does after it, rounds other
-# numbers. So last the model runs with roundings that are drawn independently, which says how large such errors are, and
-# how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude: where rounding decides a
-# gradient's sign, it decides a whole step. So where the reference makes steps of an optimizer, what these runs lose is
-# expected as well.
+# If a few numbers scale all that follows, as a loss's scores scale the gradients, their roundings are too few to
+# average out. All runs of the model round them alike and so lean alike; a port that rounds them otherwise leans
+# otherwise. The same holds for the scores of a saturated softmax, on which outputs depend as well, and for the
+# roundings of a few tokens: a port that scales tokens before a layer, where the reference does so after it, rounds
+# other numbers. So at last the model runs with roundings that are drawn independently, which shows how large such
+# errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude: if rounding
+# decides a gradient's sign, it decides a whole step. So if the reference makes steps of an optimizer, what these runs
+# lose is expected as well.
 
 
 BY_CHANCE = "no farther than chance moves a faithful computation"
 LOOKS = 8
-# Half of them as each kind of kernel.
+# Half of them run as each kind of kernel.
 DRAWS = 16
-# Jitter multiplies no error by so much: it moves single values, whose share of a tensor's error is expected.
+# Jitter never multiplies an error by this much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
-# So many noisy runs tell what more of them may still do: where the errors of faithful runs differ by threefold, and
-# their logarithm by 1.2 deviations with that, the largest of two dozen is expected to be thrice the largest of four.
+# So many noisy runs tell what more of them may still do: if the errors of faithful runs differ threefold, which is 1.2
+# deviations of their logarithm, the largest of two dozen is expected to be three times the largest of four.
 TELLING_LOOKS = 4
 STILL_HOPELESS_MARGIN = 3.0
-# Of these the margin counts deviations, which are small where a few scores of a saturated softmax scale all gradients.
+# The margins of these count deviations, which are small if a few scores of a saturated softmax scale all gradients.
 _IN_DEVIATIONS = frozenset({"gain", "mistake"})
-# One rounding may be all of a small slice's error, so that another's is many times as large: where terms cancel, or
-# where a format has few numbers as small. Only several runs tell that, and of a format only those that are drawn.
+# One rounding may be all of a small slice's error, so that another run's error is many times as large: if terms cancel,
+# or if a format has few numbers so small. Only several runs tell that, and for a format only the drawn ones.
 _OF_A_SLICE = frozenset({"row", "slice"})
 
 
@@ -70,16 +70,16 @@ def second_look(
     port: Port,
     noisy_kernels: tuple[str, ...] = (),
 ) -> tuple[TensorResult, ...]:
-    """Return the verdicts with more models, if every tensor passes then; else beside what the port's own lines round
-    alone.
+    """Return the verdicts with more models if every tensor passes then, else those that grant what the
+    port's lines round.
 
-    The first ones where all passed before.
+    If all passed at first look, these verdicts are returned.
 
     Args:
         tensors: the verdicts at first look.
-        models: the rounding model's tensors at first look; where the port chose the largest of many numbers, those of
-            runs that choose as it did.
-        judge: from models, and which of them round independently, to verdicts.
+        models: the rounding model's tensors at first look; if the port chose the largest of many numbers, those of runs
+            that choose as it did.
+        judge: maps models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
         port: what the port rounds by itself.
@@ -119,7 +119,8 @@ def second_look(
 
 
 def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """Return the second verdicts of a port that fails, but for the first on a few numbers that failed, as a loss.
+    """Return the second verdicts on a port that fails, but the first ones on failed tensors of few
+    numbers, such as a loss.
 
     That chance may move a loss so far is no excuse for it where something else is wrong as well, which moves it, too.
     """
@@ -128,28 +129,28 @@ def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) 
 
 
 def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
-    """Runs of the model as both kinds of kernels, with the port's choices where rounding explains these."""
+    """Return the model's runs as both kinds of kernels, with the port's choices if rounding explains these."""
     both = Port(steps=port.steps).freedoms
     return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in both]
 
 
 def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
-    """Return the first of the two runs with each thing that kernels may do and that leans."""
+    """Return the first of the two runs, with each thing that kernels may do in one direction."""
     first = port.freedoms[0]
     freedoms = (dataclasses.replace(first, kernels=(name,)) for name in leaning(rounding))
     return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in freedoms]
 
 
 def _following(prepared: Prepared, port: Port) -> Chosen | None:
-    """The port's choices for another run of the model; None where it chose nothing."""
+    """Return the port's choices for another run of the model; None if it chose nothing."""
     return port.choices.following(unrounded_choices(prepared)) if port.choices.compared else None
 
 
 def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:
-    """A run whose roundings are independent of others', with errors as large as rounding to the nearest has.
+    """Run the model with roundings independent of other runs', and errors as large as rounding to nearest makes.
 
-    Dithering doubles the variance of an error; what is no rounding of activations, as that of weights, is not doubled,
-    and is expected by other runs already.
+    Dithering doubles the variance of an error. Errors that are not roundings of activations, such as those of weights,
+    are not doubled; other runs account for them already.
     """
     golden = golden_tensors(prepared)
     drawn = run_model(prepared, rounding, freedom, chosen=chosen)
@@ -157,12 +158,12 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Cho
 
 
 def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
-    """Return the two in turn, with noise."""
+    """Return the two kinds of kernels in turn, with noise."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
 def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
-    """Beyond which no further run helps, after so many noisy ones; a step of Adam's may be all of an error at any."""
+    """Return the margin beyond which no further run helps, after so many noisy ones."""
     if statistic in _IN_DEVIATIONS:
         return math.inf
     if statistic in _OF_A_SLICE:
@@ -171,10 +172,10 @@ def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
 
 
 def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, rounding: Rounding) -> bool:
-    """Return whether an error is larger than any noise makes it, but for gradients that are nothing but noise.
+    """Return whether an error is larger than noise can make it, apart from gradients that are nothing but noise.
 
-    A loss that is returned in FP32 is a mean in which roundings cancel, in one run all of them, in another none: how
-    many times one run's error another's is says nothing as long as a single rounding to the dtype would make it.
+    A loss that is returned in FP32 is a mean in which roundings cancel: all of them in one run, none in another. So the
+    ratio of two runs' errors says nothing as long as a single rounding to the dtype would be as large.
     """
     one_rounding = torch.finfo(rounding.storage).eps / 2
     judged = (
@@ -200,18 +201,18 @@ def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[
 
 
 def kinks_moved(prepared: Prepared) -> list[Kinks]:
-    """What puts the values next to kinks above them, and what puts them below; empty where there are no kinks."""
+    """Return what puts the values next to kinks above them, and what puts them below; empty if there are no kinks."""
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
     return [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
 
 
 def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: str) -> str:
-    """Say what a port owes to another look; empty if nothing.
+    """Say what a port owes to another look; return an empty text if it owes nothing to it.
 
     Args:
         first: the verdicts before it.
-        second: those after it.
+        second: the verdicts after it.
         why: what the other look grants.
     """
     passed = {tensor.label for tensor in second if tensor.passed}
@@ -227,12 +228,12 @@ def _where(tensor: TensorResult) -> str:
     return f"{check.statistic} {check.where}".strip() if check else "not finite"
 
 
-# Whether a port's norms round what its reference holds in FP32.
+# Do a port's norms round what its reference holds in FP32?
 #
-# Between TE's modules a port's own lines are expected to round what they return (``second_look``). But a norm that
-# rounds its mean, its root or what its weight multiplies to 16 bits, where the reference does not, is a mistake,
-# whoever computes it. Whether the reference rounds there as well shows when it runs in the precision's dtype as plain
-# PyTorch: a layer of Hugging Face's Llama does, ``nn.RMSNorm`` does not.
+# Between TE's modules, a port's own lines are expected to round what they return (see above). But a norm that rounds
+# its mean, its root or what its weight multiplies to 16 bits, where the reference does not, is a mistake, whoever
+# computes it. The reference run in the precision's dtype as plain PyTorch shows whether it rounds there as well: a
+# layer of Hugging Face's Llama does, ``nn.RMSNorm`` does not.
 
 
 _TITLES = frozenset({"norm-statistics", "norm-rounding"})
@@ -260,7 +261,7 @@ def made_by_port_alone(
 
 
 def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
-    """Return what the reference returns where it computes in the dtype; nothing if PyTorch cannot."""
+    """Return what the reference returns when it computes in the dtype; nothing if PyTorch cannot."""
     module = cast_module(copy.deepcopy(prepared.reference), dtype)
     try:
         with torch.no_grad():

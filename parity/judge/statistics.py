@@ -18,38 +18,38 @@ from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.numerics.errors import Summed, norm_of, over_rows
 from parity.result import TensorResult
 
-# The error's component along a direction, golden's or that of a mistake's change, next to those of the models.
+# The error's component along a direction (golden, or a mistake's change), compared with those of the models.
 
 
-# Fewer elements do not tell how errors scatter.
+# Fewer elements do not show how errors scatter.
 _FEWEST_ELEMENTS = 32
 # The unit roundoff of FP32, in which kernels compute.
 _UNIT = torch.finfo(torch.float32).eps / 2
-# Rounding errors lean by up to this share of their norm, in the models' runs; independent ones do not.
+# Rounding errors lean by up to this share of their norm in the models' runs; independent errors would not.
 _LEANING = 0.02
-# Of what a direction is granted, below which another part of it is not computed.
+# A part of what a direction is granted is not computed if it is below this share of the other part.
 _NEGLIGIBLE = 0.1
-# Of a direction's square in one element: where less is, what a regression takes out of the scatter is negligible.
+# If no element holds this share of a direction's square, what a regression takes out of the scatter is negligible.
 _LEVERAGE = 0.01
-# The sums of fewer clusters do not tell how they scatter.
+# The sums of fewer clusters do not show how they scatter.
 _FEWEST_CLUSTERS = 8
-# Times what elements show, beyond which the drawn runs alone tell how errors lean.
+# If drawn runs lean by more than so many times what elements show, they alone tell how errors lean.
 _BY_RUNS_ALONE = 2.0
 
 
 def has_component(direction: Summed) -> bool:
-    """Return whether errors can be regressed on it: the scatter of few elements says nothing."""
+    """Return whether errors can be regressed on it: few elements tell nothing about how errors scatter."""
     return direction.values.numel() >= _FEWEST_ELEMENTS and direction.norm != 0.0
 
 
 class Component:
-    """The error's component along a direction, next to those of the models.
+    """The error's component along a direction, compared with those of the models.
 
     Args:
         error, model_errors: as in ``statistics``.
         direction: a tensor of that shape, FP64 or FP32, that ``has_component``.
         golden: as in ``statistics``.
-        expected_norm: of the error.
+        expected_norm: the expected norm of the error.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Component:
         model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
         modelled = [model.dot(direction) for model in model_errors]
         nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
-        # Kernels may round less than the model does, as where FP32 products use no TF32: no error at all is faithful.
+        # Kernels may round less than the model does, as FP32 products without TF32 do: no error at all is faithful.
         is_between = min(0.0, *modelled) <= product <= max(0.0, *modelled)
         self._outside = 0.0 if is_between else product - modelled[nearest]
         self._error, self._nearest, self._direction = error, model_errors[nearest], direction
-        # What a direction is granted: the leaning that rounding errors have, and a unit roundoff of golden, since what
-        # a kernel rounds to FP32 may scale all of it, as a constant does, or a row, as a norm's root does.
+        # What a direction is granted: as much as rounding errors lean, and a unit roundoff of golden, since a number
+        # that a kernel rounds to FP32 may scale all of it (a constant) or a row (a norm's root).
         leaning = _LEANING * expected_norm * direction.norm
         self._granted = math.hypot(leaning, _UNIT * abs(golden.dot(direction)))
         if _UNIT * golden.norm * direction.norm > _NEGLIGIBLE * leaning:
@@ -73,12 +73,12 @@ class Component:
 
     @property
     def at_most(self) -> float:
-        """A bound of the magnitude of ``value`` that costs nothing."""
+        """A bound of the magnitude of ``value`` that costs nothing to compute."""
         return abs(self._in_deviations(self._granted))
 
     @property
     def value(self) -> float:
-        """How far it lies outside of what the models have: the signed distance from the nearest in standard deviations.
+        """How far it lies outside the models' range: the signed distance from the nearest model in standard deviations.
 
         Infinite where no error is expected.
         """
@@ -86,7 +86,7 @@ class Component:
 
     @property
     def coefficient(self) -> float:
-        """How much of the direction the error contains beyond what the nearest model's does."""
+        """How much more of the direction the error contains than the nearest model's does."""
         return self._outside / self._direction.total
 
     @cached_property
@@ -108,12 +108,13 @@ class Component:
         return math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted)
 
     def _taken_out(self, residual: Tensor) -> float:
-        """Return the standard deviation of what regression took out of the scatter of the difference of error and
-        model.
+        """Return the standard deviation of what regression took out of the scatter of the difference of
+        error and model.
 
-        It leaves ``1 - h`` of the variance at an element that has the share h of the direction's square (its leverage),
-        and nothing at the only element that is not 0, as behind a clamp. By the model's error, and the share of it that
-        the difference has elsewhere; without an elsewhere, like errors that have no rounding in common.
+        Regression leaves ``1 - h`` of the variance at an element that has the share h of the direction's square (its
+        leverage), and nothing if only one element is not 0, as behind a clamp. What it took out is estimated from the
+        model's error, times the share of that error which the difference has elsewhere; if there is no elsewhere, the
+        two count as errors without a rounding in common.
 
         Args:
             residual: the difference without its component.
@@ -129,15 +130,14 @@ class Component:
         return min(share, math.sqrt(2.0)) * taken_out
 
     def _drawn_leaning(self, difference: float) -> float:
-        """Return the standard deviation of a difference's component, from how errors lean whose roundings are
-        independent.
+        """Return the standard deviation of a difference's component, from how far independently rounded errors lean.
 
-        Elements do not show it where few numbers scale them all, as a loss's few scores scale gradients. Two errors
-        without a rounding in common differ by the root of 2 times what one varies by; if they have some, by less, and
-        their components with them.
+        Elements do not show it if few numbers scale them all, as a loss's few scores scale gradients. Two errors
+        without a rounding in common differ by sqrt(2) times what one of them varies by. If they share some, they differ
+        by less, and so do their components.
 
         Args:
-            difference: the norm of what candidate and model differ by, but for their components.
+            difference: the norm of the difference of candidate and model without its component.
         """
         values = torch.stack([model.values for model in self._drawn])
         varies = norm_of(values - values.mean(0)) / math.sqrt(len(self._drawn) - 1)
@@ -152,14 +152,16 @@ class Component:
 
 
 def _times_for_few(runs: int) -> float:
-    """Times a deviation that so many runs tell, beyond which errors are as rare as beyond a limit of a known one."""
+    """Return how many deviations, estimated from so many runs, are exceeded as rarely as a limit of a
+    known deviation is.
+    """
     probability = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN / 2
     return float(special.stdtrit(runs - 1, probability) / special.ndtri(probability))
 
 
 def _scatter(products: Tensor) -> float:
-    """Return the standard deviation of the sum of products whose signs are random: singly, by rows, by first or last
-    index.
+    """Return the standard deviation of a sum of products whose signs are random: one by one, by row, by
+    first or last index.
 
     A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so that errors
     are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
@@ -175,16 +177,16 @@ def _scatter(products: Tensor) -> float:
     return scatter
 
 
-# What runs whose roundings are drawn independently tell of the size of an error: how much it is a matter of chance.
+# How far the size of an error is a matter of chance, told by runs whose roundings are drawn independently.
 #
-# The norm of many independent roundings hardly scatters. But where few roundings decide, as those of a saturated
+# The norm of many independent roundings hardly scatters. But if few roundings decide, such as those of a saturated
 # softmax's scores, or of the few queries that are undecided between two keys, one faithful run's error is many times
-# another's. A gradient whose terms cancel but for what rounding leaves of them is nothing else.
+# another's. A gradient of which rounding leaves nothing but noise, since its terms cancel, is an extreme case.
 
 
-# Times its median among drawn runs, beyond which the norm of a row's error hangs on few roundings.
+# If the norm of a row's error reaches so many times its median among drawn runs, it depends on few roundings.
 _SCATTERS = 2.0
-# Fewer drawn runs have no median to speak of.
+# Fewer drawn runs have no meaningful median.
 FEWEST_DRAWN = 4
 # A row of fewer elements says too little about its own error.
 _SMALLEST_ROW = 32
@@ -192,15 +194,15 @@ _SMALLEST_ROW = 32
 # elements than that.
 _FEW_ROUNDINGS = 32
 _MANY_TIMES = 4
-# Of a normal law, which a faithful port exceeds as often as a limit.
+# So many deviations of a normal law are exceeded as rarely as a limit is by a faithful port.
 _DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
 
 
 def scatters(drawn: Sequence[Summed]) -> bool:
-    """Return whether few roundings decide how large an error is, as those of a saturated softmax's scores do.
+    """Return whether few roundings decide how large an error is, such as those of a saturated softmax's scores.
 
-    Independent ones of many elements do not: the norm of 32 scatters by an eighth of itself. They show in the norm of a
-    row, or in that of the whole, if others hide them in each row, as in a mean over tokens.
+    Independent roundings of many elements do not: the norm of 32 scatters by an eighth of itself. Few roundings show in
+    the norm of a row, or in that of the whole if others hide them in each row, as in a mean over tokens.
 
     Args:
         drawn: errors of runs whose roundings are independent; those that are not finite are left out.
@@ -213,8 +215,8 @@ def scatters(drawn: Sequence[Summed]) -> bool:
 
 
 def slices_scatter(drawn: Sequence[Summed]) -> bool:
-    """Return whether few roundings decide how large an error is in a slice across one dimension, as a column whose rows
-    agree.
+    """Return whether few roundings decide an error's size in a slice across one dimension, as in a
+    column whose rows agree.
 
     Args:
         drawn: as for ``scatters``.
@@ -232,9 +234,10 @@ def slices_scatter(drawn: Sequence[Summed]) -> bool:
 
 
 def _roundings(drawn: Sequence[Summed]) -> float:
-    """Of how many independent roundings the squared norm scatters like: n of them have mean n and variance ``2 n``.
+    """Return how many independent roundings would make the squared norm scatter as it does.
 
-    The runs of both kinds of kernels come in turn, and lose as much as one of them does.
+    The sum of n squared roundings has mean n and variance ``2 n``. The runs of both kinds of kernels come in turn, and
+    each kind is looked at by itself.
     """
     squares = [error.total for error in drawn]
     variance = (np.var(squares[::2], ddof=1) + np.var(squares[1::2], ddof=1)) / 2.0
@@ -242,7 +245,7 @@ def _roundings(drawn: Sequence[Summed]) -> float:
 
 
 def _rows_scatter(drawn: Sequence[Summed]) -> bool:
-    """Return whether a row's norm is far beyond its usual one in some run; the whole tensor's, where rows are short."""
+    """Return whether a row's norm is far beyond its usual one in some run; the whole tensor's, if rows are short."""
     shape = drawn[0].values.shape
     sums = [torch.tensor([error.total]) for error in drawn]
     if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
@@ -257,18 +260,19 @@ def _differ(sums: Sequence[Tensor]) -> bool:
 
 
 def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> float:
-    """Times its limits, what the error of a gradient may be that is lost to rounding: as much as chance makes it.
+    """Return how many times its limits the error of a gradient may be that is lost to rounding: as much
+    as chance makes it.
 
     Among the drawn runs the norms of such errors scatter by factors, those of others by a few hundredths. Their
-    logarithm is taken as normal, as in a law; what lies as far above its mean as a limit does is still due to chance.
+    logarithm is modelled as normal, as in a law; an error as far above the mean as a limit is may still be chance.
 
     Args:
         golden: the gradient.
-        model_errors: of all models, finite; what any of them loses is expected.
-        limit: of ``norm``.
+        model_errors: the errors of all models, finite; what any of them loses is expected.
+        limit: the limit of ``norm``.
 
     Returns:
-        At least 1; 1 where no model loses all of the gradient, or none is drawn.
+        At least 1; 1 if no model loses all of the gradient, or none is drawn.
     """
     largest = max(error.norm for error in model_errors)
     drawn = [math.log(error.norm) for error in model_errors if error.is_drawn and error.norm > 0.0]
@@ -279,14 +283,16 @@ def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> f
 
 
 def is_lost(tensor: TensorResult) -> bool:
-    """Return whether a tensor is a gradient that is expected to be nothing but rounding, whose size may be anything."""
+    """Return whether a tensor is a gradient that is expected to be nothing but rounding, so that its
+    size may be anything.
+    """
     return tensor.kind.endswith("gradient") and tensor.expected.relative_l2 > 1.0
 
 
-# How a tensor's error compares with the error that the rounding model has there: the numbers that tolerances judge.
+# The statistics that tolerances judge: how a tensor's error compares with the rounding model's error in that tensor.
 #
-# Each statistic looks at the error from another side, because a mistake that touches one head, one row or one column
-# hides in the norm of the whole:
+# Each statistic looks at the error from another side, because a mistake in one head, one row or one column hides in the
+# norm of the whole:
 #
 # ===========  =======================================================================================================
 # statistic    what it compares, candidate over model
@@ -297,37 +303,37 @@ def is_lost(tensor: TensorResult) -> bool:
 # ``slice``    the norm in the worst slice across any one dimension: a sequence of the batch, a position, a head, a
 # column
 # ``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
-# ``gain``     the error's component along golden, a factor: how far it lies outside of the models' own, in the standard
+# ``gain``     the error's component along golden, a factor: how far it lies outside the models' own, in the standard
 #              deviations that independent errors would give it
 # ``mistake``  the same along the change that a known mistake would make, see ``parity.judge.directions``
 # ===========  =======================================================================================================
 #
-# All but the last two are ratios, near 1 for a faithful port; those of norms leave out what the norm of few elements
-# may exceed another's by chance.
+# All but the last two are ratios, near 1 for a faithful port. Ratios of norms do not count what the norm of few
+# elements may exceed another's by chance.
 
 
 Count = TypeVar("Count", float, Tensor)
 
 # A slice of fewer elements says too little about its own error.
 SMALLEST_SLICE = 32
-# How many elements' weight the model's error in the whole tensor has in the expectation for one slice, which keeps a
+# In the expectation for a slice, the model's error in the whole tensor weighs as much as so many elements. This keeps a
 # slice in which the model happened to be lucky from failing.
 _PRIOR_ELEMENTS = 8
-# Of the root mean square of the largest slice, below which another's is what FP64 leaves of terms that cancel.
+# A slice below this share of the largest, in root mean square, is what FP64 leaves of terms that cancel.
 _VANISHING = 1e-12
-# Above what right ports' worst slices have; from there on it is worth to count how many elements make up an error.
+# Right ports' worst slices stay below this; beyond it, it is worth counting how many elements make up an error.
 _USUAL = 1.5
-# Of a normal law below three standard deviations, in how many degrees of freedom chance no longer counts.
+# The probability of less than three standard deviations, and the degrees of freedom beyond which chance does not count.
 _CHANCE = float(special.ndtr(3.0))
 _MOST_FREEDOM = 1e4
-# Runs of the model that are not drawn, but with jitter: fewer do not tell how the error of few elements scatters, nor
-# do those whose error scatters like that of more independent ones, times the number of elements.
+# For runs of the model with jitter, which are not drawn: fewer do not show how the error of few elements scatters. Nor
+# do runs whose error scatters like that of more than so many times as many independent errors as there are elements.
 _FEWEST_RUNS = 8
 _FREEDOM_OF_FEW = 2.0
 # The unit roundoff of FP32, in which kernels compute.
-# What a handful of steps in FP32 cost, as a norm's statistics and its scaling, in unit roundoffs.
+# A handful of steps in FP32, such as a norm's statistics and its scaling, cost so many unit roundoffs.
 _FP32_STEPS = 2.0
-# What the result's own rounding costs, of the unit roundoff, on average over mantissas.
+# The result's own rounding costs this share of the unit roundoff, on average over mantissas.
 _MEAN_ROUNDING = 0.5
 
 
@@ -338,8 +344,9 @@ class Statistic:
     Attributes:
         name: as in the table above.
         value: as in the table; infinite if the model expects no error where there is one.
-        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles most; empty where
-            the whole tensor is meant.
+        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles
+            most; empty if it is
+            about the whole tensor.
         coefficient: how much of that mistake's change the error contains.
     """
 
@@ -350,15 +357,14 @@ class Statistic:
 
 
 def least_error(dtype: torch.dtype, summed_terms: int) -> float:
-    """Return the relative error that no model may fall below: the rounding of the result, and FP32 steps and sums
-    before it.
+    """Return the relative error that no model may fall below: the result's rounding, and FP32 steps and sums before it.
 
-    Adding n terms of random sign one after the other loses about ``u sqrt(n / 6)`` relative to the sum, with u the unit
-    roundoff: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
+    Adding n terms of random sign one after another loses about ``u sqrt(n / 6)`` relative to the sum, with unit
+    roundoff u: each of the n roundings is at most u times a partial sum that grows with the square root of its length,
     and they add up as a random walk (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019).
 
     Args:
-        dtype: in which the candidate returns the tensor.
+        dtype: the dtype in which the candidate returns the tensor.
         summed_terms: how many terms a kernel accumulates for one element.
     """
     return max(_MEAN_ROUNDING * torch.finfo(dtype).eps / 2, _FP32_STEPS * _UNIT, _UNIT * math.sqrt(summed_terms / 6))
@@ -381,8 +387,8 @@ def statistics(
         golden: same dtype and shape, finite.
         least: see ``least_error``.
         of_parameter: whether the tensor is a parameter's gradient.
-        terms: the relative error of terms as large as the tensor, of which a slice may be what is left where they
-            cancel; 0 where they do not, and what exceeds the tensor's own counts as that.
+        terms: the relative error of terms as large as the tensor, whose difference a slice may be; 0 if they do not
+            cancel. If it exceeds the tensor's own error, that is taken.
     """
     shape, count = golden.values.shape, golden.values.numel()
     if not count:
@@ -400,11 +406,9 @@ def statistics(
         share = there / (there + _PRIOR_ELEMENTS)
         expected = (own * share).add_(golden.squares_over(dims), alpha=(1.0 - share) * relative**2)
         here = golden.squares_over(dims)
-        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention has one key,
-        # so its gradient is zero but for rounding, of which no model knows the size. The tensor's average does.
         floor = (least**2 * here).clamp_(min=min(terms, relative) ** 2 * golden.total * there / count)
-        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention has one key,
-        # so its gradient is zero but for rounding, of which no model knows the size. The tensor's average does.
+        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention sees one
+        # key, so its gradient is zero but for rounding, whose size no model can tell. The tensor's average can.
         floor[here <= _VANISHING**2 * here.max()] = total * there / count
         expected = torch.maximum(expected, floor).clamp_(min=there * torch.finfo(here.dtype).tiny)
         ratios = _ratios(error.squares_over(dims), expected)
@@ -451,14 +455,16 @@ def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Sta
 
 
 def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
-    """The norm of the sums over rows; for independent errors its square is expected to be that of the whole error."""
+    """Return the ratio of the norms of the sums over rows; for independent errors their square is that
+    of the whole error.
+    """
     shifted, *modelled = [norm_of(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
     return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
 
 
 def _chance(count: Count) -> Count:
-    """Return what the norm of few elements may exceed another's by, three standard deviations of their ratio, and not
-    count.
+    """Return by how much the norm of few elements may exceed another's by chance: three standard
+    deviations of their ratio.
 
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
     """
@@ -466,15 +472,16 @@ def _chance(count: Count) -> Count:
 
 
 def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
-    """Of how many independent errors of one size the norm of each slice scatters like, by the models' errors.
+    """Return how many independent errors of one size would make the norm of each slice scatter as the
+    models' errors do.
 
-    A few elements make up the error where their values do, as of a softmax. The variance of a sum of squares is
-    ``2 sum(sigma**4)`` for errors of deviations sigma, and that of n alike ones ``2 n sigma**4``; a normal error's
-    fourth power is 3 sigma**4 on average.
+    A few elements make up the error if their values do, as in a softmax. The variance of a sum of
+    squares is ``2 sum(sigma**4)`` for errors of deviations sigma, and ``2 n sigma**4`` for n alike
+    ones; a normal error's fourth power is 3 sigma**4 on average.
 
     Args:
-        dims: over which a slice extends.
-        count: of the elements of a slice.
+        dims: the dimensions that a slice extends over.
+        count: the number of elements in a slice.
     """
     squares = [model.values.double().square() for model in model_errors]
     second = torch.stack([x.sum(dims) for x in squares]).amax(0)
@@ -483,11 +490,12 @@ def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: i
 
 
 def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
-    """As ``_chance``; of few elements, as a loss is one, no more than many runs leave to it, if there are any.
+    """Return as ``_chance``, but for few elements, such as a loss, no more than many runs leave to
+    chance, if there are any.
 
-    The model's error in one number may happen to be hardly any. That of the largest of many runs is not, so that what
-    allows for the one must not be allowed on top of the other. Runs with jitter may have most roundings in common, and
-    tell only if their errors scatter as those of few independent ones do.
+    The model's error in one number may happen to be tiny. The largest of many runs' errors is not, so what allows for
+    the one must not be allowed on top of the other. Runs with jitter may have most roundings in common, and tell
+    only if their errors scatter as those of few independent ones do.
     """
     usual = _chance(float(count))
     drawn = [model.total for model in model_errors if model.is_drawn]
@@ -500,30 +508,32 @@ def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
 
 
 def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
-    """Return what the norm of each slice may exceed the largest of the drawn runs' by, as ``_chance``, by their
-    scatter.
+    """Return by how much the norm of each slice may exceed the largest of the drawn runs' by chance,
+    judged by their scatter.
 
-    One rounding may move all of a slice, as a query's that sees many keys alike moves a row of the queries' weights:
-    its elements do not show that, but runs do that round independently. For n independent normal errors the squared
-    norm has mean n and variance ``2 n``, and a chi-squared distribution: its quantile at three standard deviations of a
-    normal one, over the median of the largest of so many.
+    One rounding may move all of a slice, as that of a query which sees many keys alike moves a row of the queries'
+    weights. The slice's elements do not show that, but runs that round independently do. For n independent normal
+    errors the squared norm has mean n and variance ``2 n``, and a chi-squared distribution: its quantile at three
+    standard deviations of a normal one, over the median of the largest of so many runs.
 
     Args:
-        dims: over which a slice extends.
+        dims: the dimensions that a slice extends over.
     """
     drawn = [model.squares_over(dims) for model in model_errors if model.is_drawn]
     return _beyond_largest(torch.stack(drawn)) if len(drawn) >= FEWEST_DRAWN else torch.ones(())
 
 
 def _beyond_largest(squares: Tensor) -> Tensor:
-    """Return it from the squared norms of drawn runs, which are the first dimension."""
+    """Return that from the squared norms of drawn runs, which are the first dimension."""
     half = _freedom(squares).numpy(force=True) / 2.0
     reached, largest = (special.gammaincinv(half, p) for p in (_CHANCE, 0.5 ** (1 / len(squares))))
     return torch.as_tensor(np.sqrt(reached / largest), dtype=squares.dtype, device=squares.device)
 
 
 def _freedom(squares: Tensor) -> Tensor:
-    """Of how many independent normal errors such squared norms scatter like, by runs, which are the first dimension."""
+    """Return how many independent normal errors would make the squared norms scatter as they do over
+    runs, the first dimension.
+    """
     variance, mean = squares.double().var(0), squares.double().mean(0)
     return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
 
