@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# PyTorch's calls, as a dispatch mode sees them, by what they are to the rounding model.
+# PyTorch's calls, as a dispatch mode sees them, grouped by what the rounding model does with them.
 
 
 _aten = torch.ops.aten
@@ -55,7 +55,7 @@ KINKED_BACKWARD = {
     _aten.softshrink_backward.default: 1,
     _aten.hardshrink_backward.default: 1,
 }
-"""Kernels of gradients that jump, and which argument decides on which side of the jump a value is."""
+"""Kernels of gradients that jump, and the argument that decides on which side of the jump a value is."""
 COMPARISONS = frozenset(
     overload
     for comparison in (_aten.lt, _aten.le, _aten.gt, _aten.ge)
@@ -78,32 +78,32 @@ ELEMENTWISE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.T
 SUM, SUM_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
 SUMS = (SUM, SUM_IN_PLACE)
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "pow", "sqrt", "exp", "reciprocal"})
-"""Of which PyTorch's own gradients are made, where a function has no kernel for its gradient."""
+"""PyTorch computes gradients by these calls if a function has no kernel for its gradient."""
 
 
 # Tensors by the memory that they lie in, which views of one tensor share.
 
 
 def address(x: Tensor) -> int:
-    """Of the tensor's memory."""
+    """Return the address of the tensor's memory."""
     return x.untyped_storage().data_ptr()
 
 
 def addresses(operands: Iterable[Any]) -> set[int]:
-    """Of the tensors among the operands."""
+    """Return the addresses of the tensors among the operands."""
     return {address(x) for x in operands if isinstance(x, Tensor)}
 
 
-# Which of its two passes a module is in.
+# Is a module in its forward pass, or in its backward pass?
 
 
 NO_BACKWARD = -1
-"""Of autograd's passes, outside of each."""
+"""The id of autograd's pass outside of any pass."""
 
 
 @dataclass
 class Phase:
-    """Whether the backward pass runs; GEMM operands that the forward pass has not seen are gradients then."""
+    """Says whether the backward pass runs; GEMM operands that the forward pass has not seen are gradients then."""
 
     backward: bool = False
 

@@ -1,8 +1,8 @@
 """Compute attention by blocks of queries, so that its memory grows linearly with the sequence.
 
 Written out, attention in FP64 holds the scores of every head at once: 64 GiB for 16,384 tokens and 32 heads, several
-times over with gradients. Here one block of queries after the other is computed, forward, and once more backward. The
-sums are those of attention written out, but for the order in which they are added.
+times over with gradients. Here one block of queries after another is computed, in the forward pass and once more in the
+backward pass. The sums are those of attention written out, except for the order in which they are added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-# Which keys a query may see by its position: causal masks and sliding windows.
+# Which keys a query may see because of its position: causal masks and sliding windows.
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Band:
     """Query i sees keys from ``i - left`` to ``i + right``.
 
     Attributes:
-        left: infinite where earlier keys are seen without a limit.
-        right: infinite where later keys are; 0 for a causal mask.
+        left: infinite if earlier keys are seen without a limit.
+        right: infinite if later keys are; 0 for a causal mask.
     """
 
     left: float = math.inf
     right: float = math.inf
 
     def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """``[queries, keys]``, True where a query must not see a key."""
+        """Return ``[queries, keys]``, True where a query must not see a key."""
         distance = distance_of(queries, keys, device)
         return (distance > self.right) | (distance < -self.left)
 
@@ -44,33 +44,30 @@ class Band:
         return keys[-1] - queries[0] > self.right or keys[0] - queries[-1] < -self.left
 
     def visible(self, queries: range, keys: int) -> range:
-        """Return the keys, of so many, that some of the queries see; at least one key, which then none may see."""
+        """Return which of so many keys some of the queries see: at least one key, even if none may see it."""
         start = min(int(max(queries[0] - self.left, 0)), keys - 1)
         stop = max(int(min(queries[-1] + self.right + 1, keys)), start + 1)
         return range(start, stop)
 
 
 def distance_of(queries: range, keys: range, device: torch.device) -> Tensor:
-    """``[queries, keys]``: how far right of a query's position a key is."""
+    """Return how far right of a query's position a key is, ``[queries, keys]``."""
     rows = torch.arange(queries.start, queries.stop, device=device)
     return torch.arange(keys.start, keys.stop, device=device) - rows[:, None]
 
 
-# Attention by blocks of queries, so that its memory grows linearly with the sequence: no matrix of all scores exists.
-#
-# Written out, attention in FP64 holds the scores of every head at once: 64 GiB for 16,384 tokens and 32 heads, several
-# times over with gradients. Here one block of queries after the other is computed, forward, and once more backward. The
-# sums are those of attention written out, but for the order in which the gradients of keys and values add up.
+# Attention by blocks of queries: no matrix of all scores exists. Only the gradients of keys and values add up in
+# another order than in attention written out.
 
 
 WRITTEN_OUT = 2**25
-"""Up to so many scores over all heads (256 MiB in FP64), attention may be computed as it is written."""
-# Scores of a block: few beside what 16,384 tokens need, enough to keep a GEMM busy.
+"""With up to so many scores over all heads (256 MiB in FP64), attention may be computed as it is written."""
+# Scores of a block: few compared with what 16,384 tokens need, but enough to keep a GEMM busy.
 _BLOCK = 2**22
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """No rounding."""
+    """Return ``x`` unrounded."""
     return x
 
 
@@ -79,12 +76,12 @@ class Arithmetic:
     """What is rounded between the steps of attention; nothing by default.
 
     Attributes:
-        operand: each operand, as a GEMM reads it.
-        probabilities: those of the forward pass, as the GEMM with the values reads them.
-        scores: scores and their gradient, between two kernels.
-        pointwise: probabilities, and the gradient of the scores.
-        result: the context and the gradients of queries, keys and values, as they are stored.
-        mean_from_context: whether the softmax's backward has the mean gradient of a row from the context, as flash
+        operand: rounds each operand, as a GEMM reads it.
+        probabilities: rounds those of the forward pass, as the GEMM with the values reads them.
+        scores: rounds scores and their gradient, between two kernels.
+        pointwise: rounds probabilities, and the gradient of the scores.
+        result: rounds the context and the gradients of queries, keys and values, as they are stored.
+        mean_from_context: whether the softmax's backward computes the mean gradient of a row from the context, as flash
             attention does (Dao et al., arXiv 2205.14135, appendix B.2, equation 4), or from gradients and
             probabilities; the two differ in rounding.
         splits: into how many parts a product of a block splits the summed dimension.
@@ -101,11 +98,11 @@ class Arithmetic:
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left @ right`` of the two as a GEMM reads them."""
+        """Return ``left @ right`` of the two as a GEMM reads them."""
         return self._summed(self.operand(left), self.operand(right))
 
     def context(self, probabilities: Tensor, value: Tensor) -> Tensor:
-        """``probabilities @ value`` of the two as the forward pass's GEMM reads them."""
+        """Return ``probabilities @ value`` of the two as the forward pass's GEMM reads them."""
         return self._summed(self.probabilities(probabilities), self.operand(value))
 
     def _summed(self, left: Tensor, right: Tensor) -> Tensor:
@@ -134,18 +131,18 @@ def attention(
     empty_rows: float = math.nan,
     arithmetic: Arithmetic = EXACT,
 ) -> Tensor:
-    """``softmax(scale * query key^T + mask) value``; a ``TorchFunctionMode`` sees it as one function.
+    """Compute ``softmax(scale * query key^T + mask) value``; a ``TorchFunctionMode`` sees it as one function.
 
     Args:
         query: ``[..., heads, seq_q, head_dim]``.
-        key: ``[..., groups, seq_kv, head_dim]``; heads are shared out to the groups in order.
+        key: ``[..., groups, seq_kv, head_dim]``; heads are assigned to the groups in order.
         value: ``[..., groups, seq_kv, value_dim]``.
         mask: broadcasts to ``[..., heads, seq_q, seq_kv]``; True where a key is seen, or what is added to the scores,
             which gets a gradient.
-        band: the keys that a query sees by its position; None for all.
-        scale: of the scores; None for ``1 / sqrt(head_dim)``.
-        empty_rows: the probabilities of a query that sees no key: NaN as ``softmax`` has them, or 0 as
-            ``F.scaled_dot_product_attention`` has them.
+        band: the keys that a query sees because of its position; None for all.
+        scale: the scale of the scores; None for ``1 / sqrt(head_dim)``.
+        empty_rows: the probabilities of a query that sees no key: NaN as in ``softmax``, or 0 as in
+            ``F.scaled_dot_product_attention``.
         arithmetic: what is rounded.
 
     Returns:
@@ -167,7 +164,7 @@ def attention(
 
 
 def _with_four_dimensions(x: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """``[batch, heads, ...]`` of a tensor whose dimensions before the heads are broadcast to ``batch``."""
+    """Return ``[batch, heads, ...]`` of a tensor whose dimensions before the heads are broadcast to ``batch``."""
     x = x.reshape((1,) * (3 - x.dim()) + x.shape)
     return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
 
@@ -197,7 +194,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What all heads share, see ``attention``."""
+    """What all heads share; see ``attention``."""
 
     band: Band
     scale: float
@@ -210,8 +207,8 @@ class _Head:
     """The attention of one head; tensors have two dimensions, ``[seq, head_dim]``.
 
     Attributes:
-        query: of the head.
-        key, value: of the head's group.
+        query: the head's queries.
+        key, value: those of the head's group.
         mask: broadcasts to ``[seq_q, seq_kv]``.
         settings: what all heads share.
     """
@@ -253,12 +250,12 @@ class _Head:
     def differentiate(
         self, gradient: Tensor, context: Tensor | None, mask_gradient: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``query``, ``key`` and ``value``; adds that of the mask to ``mask_gradient``.
+        """Return the gradients of ``query``, ``key`` and ``value``, and add that of the mask to ``mask_gradient``.
 
         Args:
-            gradient: with respect to the context.
-            context: as it was stored; only where softmax's mean comes from it.
-            mask_gradient: of the mask's shape; None where it needs none.
+            gradient: the gradient with respect to the context.
+            context: as it was stored; only used if softmax's mean comes from it.
+            mask_gradient: of the mask's shape; None if it needs none.
         """
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (self.query, self.key, self.value))
         arithmetic, scale = self.settings.arithmetic, self.settings.scale
@@ -290,7 +287,7 @@ def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
 def _heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
 ) -> Iterator[tuple[tuple[int, int, int], _Head]]:
-    """Yield every head of every sample, with what ``_of_head`` finds its part of a tensor by."""
+    """Yield every head of every sample, with the indices by which ``_of_head`` finds its part of a tensor."""
     samples, heads = query.shape[:2]
     for at in product(range(samples), range(heads), (heads,)):
         q, k, v = (_of_head(x, *at) for x in (query, key, value))
@@ -298,14 +295,14 @@ def _heads(
 
 
 class _Attention(torch.autograd.Function):
-    """All tensors have four dimensions, see ``attention``."""
+    """The autograd function of ``attention``; all tensors have four dimensions."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
     ) -> Tensor:
         samples, heads, queries, _ = query.shape
-        # In the order in which heads are joined again after attention, which then needs no copy.
+        # Laid out in the order in which heads are joined again after attention, which then needs no copy.
         context = value.new_empty(samples, queries, heads, value.shape[-1]).transpose(1, 2)
         with settings.arithmetic.alone():
             for at, head in _heads(query, key, value, mask, settings):

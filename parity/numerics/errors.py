@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parity.result import Errors, Kind
 
-# A tensor with what is summed over it, each sum taken once however many measures and statistics are made of it.
+# A tensor with its sums, each of which is taken once, however many measures and statistics use it.
 
 # A tensor of more bytes is the weight of a large model or its gradient. What has its size and is quickly computed of
 # it, such as squares, is not kept: it would be several times the memory of the passes.
@@ -30,8 +30,8 @@ class Summed:
 
     Args:
         values: FP64 or FP32, of any shape; not to be changed afterwards.
-        is_drawn: whether they are an error of which others are drawn independently, by ``Freedom.dithers``.
-        leans: whether such an error tells how errors lean by chance; a gradient's does.
+        is_drawn: whether they are the error of a run that rounds independently of others (``Freedom.dithers``).
+        leans: whether such an error tells how far errors lean by chance; a gradient's does.
     """
 
     def __init__(self, values: Tensor, is_drawn: bool = False, leans: bool = True) -> None:
@@ -44,7 +44,7 @@ class Summed:
 
     @cached_property
     def norm(self) -> float:
-        """The Euclidean norm, by way of the rows' sums, which lose less in FP32 than one sum of all."""
+        """The Euclidean norm, from the rows' sums, which lose less in FP32 than one sum of all."""
         rows = self.squares_over((self.values.dim() - 1,)) if self.values.dim() else self.squares
         return math.sqrt(rows.sum(dtype=torch.float64).item())
 
@@ -55,12 +55,12 @@ class Summed:
 
     @property
     def root_mean_square(self) -> float:
-        """Of the elements; 0 where there are none."""
+        """The root mean square of the elements; 0 if there are none."""
         return self.norm / math.sqrt(max(1, self.values.numel()))
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element is."""
+        """Whether every element is finite."""
         return math.isfinite(self.norm)
 
     @property
@@ -117,32 +117,29 @@ def norm_of(x: Tensor) -> float:
 
 
 def over_rows(x: Tensor) -> Tensor:
-    """The sums over all dimensions but the last, of two or more, as a product: in half the time that ``sum`` takes."""
+    """Return the sums over all dimensions but the last, as a matrix product: it takes half the time of ``sum``."""
     rows = x.flatten(0, -2)
     return torch.mv(rows.T, rows.new_ones(len(rows)))
 
 
 # Error measures of a computed tensor against its golden value.
-#
-# ``measure`` takes them all, in FP64. Elements where one of the two tensors is not finite cannot be measured; they are
-# counted and left out.
 
 
 _BINADES = 2.0**64
 
-# A number's exponent field, whose bits alone are the power of two below its magnitude, and the integers that hold it.
+# The integers of a number's size, and the mask of its exponent: those bits alone are the power of two at or below it.
 _EXPONENT = {torch.float64: (torch.int64, 0x7FF << 52), torch.float32: (torch.int32, 0xFF << 23)}
 
 
 def relative_l2(error_norm: float, golden_norm: float) -> float:
-    """``|error| / |golden|``; 0 if both are zero, infinite if golden alone is."""
+    """Return ``|error| / |golden|``; 0 if both are zero, infinite if only golden is."""
     if error_norm == 0.0:
         return 0.0
     return error_norm / golden_norm if golden_norm > 0.0 else math.inf
 
 
 def difference(x: Tensor, golden: Tensor) -> Tensor:
-    """``x - golden`` in FP64.
+    """Return ``x - golden`` in FP64.
 
     Args:
         x: the computed tensor, any floating-point dtype.
@@ -160,23 +157,25 @@ def max_abs(error: Tensor) -> float:
     """Return the largest ``|error|``, NaN if one is; 0 for empty tensors."""
     if not error.numel():
         return 0.0
-    return max(abs(error.amin().item()), abs(error.amax().item()))  # a third of the time that aminmax takes
+    return max(abs(error.amin().item()), abs(error.amax().item()))  # takes a third of aminmax's time
 
 
 def all_finite(x: Tensor) -> bool:
-    """Return whether every element is, in a tenth of the time that asking each takes."""
+    """Return whether every element is finite, in a tenth of the time that ``isfinite().all()`` takes."""
     return math.isfinite(max_abs(x))
 
 
 def _power_of_two(golden: Tensor, dtype: torch.dtype) -> Tensor:
-    """At or below each element's magnitude; no less than the smallest normal number of ``dtype``."""
+    """Return the power of two at or below each element's magnitude, but at least the smallest normal
+    number of ``dtype``.
+    """
     magnitude = golden.abs().clamp_(min=torch.finfo(dtype).smallest_normal)
     as_integers, exponent = _EXPONENT[golden.dtype]
     return magnitude.view(as_integers).bitwise_and_(exponent).view(golden.dtype)
 
 
 def cosine(error_norm: float, golden_norm: float, product: float) -> float:
-    """Cosine of the angle between golden and ``golden + error``; 1 if both are zero, 0 if one is.
+    """Return the cosine of the angle between golden and ``golden + error``; 1 if both are zero, 0 if one is.
 
     Args:
         error_norm: Euclidean norm of the error.
@@ -190,7 +189,7 @@ def cosine(error_norm: float, golden_norm: float, product: float) -> float:
 
 
 def sqnr_db(relative_l2: float) -> float:
-    """Signal to quantization noise ratio in decibels, from a relative L2 error."""
+    """Return the signal to quantization noise ratio in decibels, from a relative L2 error."""
     return math.inf if relative_l2 == 0.0 else -20.0 * math.log10(relative_l2) if relative_l2 < math.inf else -math.inf
 
 
@@ -222,11 +221,11 @@ class Measures:
 
     @cached_property
     def _per_ulp(self) -> Tensor:
-        """One over the ulps but for a factor, with which FP32 holds them all and the errors in them."""
+        """One over the ulps, times a factor with which FP32 can hold them and the errors in them."""
         return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES).reciprocal_()
 
     def of(self, x: Tensor, error: Summed) -> Errors:
-        """Return every measure of one of them.
+        """Return every measure of one of the tensors.
 
         Args:
             x: the computed tensor, any floating-point dtype.
@@ -266,13 +265,13 @@ def _first_index(mask: Tensor) -> tuple[int, ...]:
 
 # One golden tensor, and the errors of what is computed in its place, in the arithmetic in which they are judged.
 #
-# An error is the difference of two numbers that nearly agree, so golden needs all digits of FP64. What is summed of
-# errors does not: FP32 holds an error to one part in 16 million, in half of the memory, which is what judging waits
-# for. Golden is split into what FP32 holds of it and the rest, again in FP32, which are taken off a computed tensor one
-# after the other. Where squares or products might leave FP32's range, all is computed in FP64.
+# An error is the difference of two numbers that nearly agree, so golden needs all digits of FP64. Sums over errors do
+# not: FP32 holds an error to one part in 16 million, in half the memory, and memory is what judging waits for. Golden
+# is split into its value in FP32 and the rest, also in FP32; both are subtracted from a computed tensor in turn. If
+# squares or products might leave FP32's range, all is computed in FP64.
 
 
-# Root mean squares of tensors of whose elements FP32 holds squares, and products with the like.
+# FP32 holds the squares of a tensor's elements, and their products with the like, if its root mean square is in here.
 _LEAST, _MOST = 1e-15, 1e15
 
 
@@ -309,7 +308,7 @@ class Truth:
         return 0 if self._is_large else 2 * self.exact.nbytes
 
     def deviations(self, computed: Sequence[Tensor]) -> Deviations:
-        """Return what tensors of the same shape, of any floating-point dtypes, are judged by.
+        """Return golden and the errors by which tensors of the same shape, of any floating-point dtype, are judged.
 
         Raises:
             ValueError: if a shape differs.
@@ -322,10 +321,11 @@ class Truth:
         return Deviations(self._in_fp64(), [Summed(difference(x, self.exact)) for x in computed])
 
     def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
-        """Return those of the errors that come with this golden of ``deviations``; kept for the next precision.
+        """Return the measures of the errors that ``deviations`` returned with this golden, and keep
+        them for the next precision.
 
         Args:
-            golden: of ``deviations``.
+            golden: the golden of ``deviations``.
             dtype: the dtype whose ulps count.
         """
         if self._is_large:
@@ -362,7 +362,7 @@ Truths = Mapping[tuple[Kind, str], Truth]
 
 
 def in_fp32(x: Tensor) -> Summed:
-    """Return an FP64 tensor in FP32, or as it is where FP32 does not hold it."""
+    """Return an FP64 tensor in FP32, or as it is if FP32 cannot hold it."""
     narrow = Summed(x.float())
     return narrow if _is_held(narrow) else Summed(x)
 
@@ -371,7 +371,7 @@ def _is_held(x: Summed) -> bool:
     return _LEAST <= x.root_mean_square <= _MOST or not x.values.any()
 
 
-# The two bounds that a person reads in a report, and errors against them.
+# The two bounds that people read in a report, and how errors compare with them.
 
 
 @dataclass(frozen=True)

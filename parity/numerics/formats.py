@@ -17,55 +17,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Number formats of GEMM operands: each a function from a matrix to the values that it has in the format.
-#
-# A format takes FP32 values ``[rows, columns]`` and the dimension that the GEMM sums over, along which blocks share a
-# scale; it returns FP32 values of the same shape. A scale of the whole tensor comes from its largest magnitude, or from
-# one that a kernel took earlier, before it rounded the values. Exact ties may round either way: the rounding model
-# predicts the size of an error, not its bits.
+# Number formats of GEMM operands. Exact ties may round either way: the rounding model predicts the size
+# of an error, not its bits.
 
 
 class Format(Protocol):
-    """What every format is called with; those without a scale for the tensor leave ``amax`` alone."""
+    """The signature of every format; formats without a scale of the whole tensor ignore ``amax``."""
 
     def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor: ...
 
 
-# The exponent field of an FP32 number, whose remaining bits are the power of two below its magnitude.
+# The mask of an FP32 number's exponent: those bits alone are the power of two at or below its magnitude.
 _FP32_EXPONENT = 0xFF << 23
 _FP64_EXPONENT = 0x7FF << 52
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def tf32(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """FP32 values rounded to nearest with 10 mantissa bits, by Veltkamp's splitting; |x| < 2^114.
+    """Round FP32 values to nearest with 10 mantissa bits, by Veltkamp's splitting; |x| < 2^114.
 
-    Source: T. J. Dekker, "A floating-point technique for extending the available precision", 1971, section 5. That
-    cuBLAS rounds, though a tensor core by itself drops the low bits, follows from the error that PyTorch's
-    documentation gives for an A100 ("TensorFloat-32 on Ampere (and later) devices": at most 0.1747 in a product of
-    Gaussian matrices of 10240; rounding to nearest predicts 0.16, truncation more than 0.4).
+    Source: T. J. Dekker, "A floating-point technique for extending the available precision", 1971, section 5. A tensor
+    core by itself drops the low bits. That cuBLAS rounds follows from the error that PyTorch's documentation gives for
+    an A100 ("TensorFloat-32 on Ampere (and later) devices": at most 0.1747 in a product of Gaussian matrices of 10240;
+    rounding to nearest predicts 0.16, truncation more than 0.4).
     """
     scaled = x * (2.0**13 + 1.0)
     return scaled.sub_(scaled - x)
 
 
 def tf32_truncated(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Cut FP32 values to 10 mantissa bits, toward zero, as a tensor core that reads the upper bits of a word does."""
+    """Truncate FP32 values to 10 mantissa bits, as a tensor core does that reads the upper bits of a word."""
     return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 def e4m3(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
+    """Round to float8_e4m3fn with one scale for the tensor, which maps its largest magnitude to 448."""
     return _cast(x, largest(x) if amax is None else amax, torch.float8_e4m3fn)
 
 
 def e5m2(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """float8_e5m2 with one scale for the tensor, which maps its largest magnitude to 57344."""
+    """Round to float8_e5m2 with one scale for the tensor, which maps its largest magnitude to 57344."""
     return _cast(x, largest(x) if amax is None else amax, torch.float8_e5m2)
 
 
 def e4m3_blocks(length: int) -> Format:
-    """float8_e4m3fn with a power-of-two scale for each ``length`` elements along the summed dimension.
+    """Return float8_e4m3fn with a power-of-two scale for each ``length`` elements along the summed dimension.
 
     The scale is the largest that lets no element overflow: TE's block scaling (length 128) rounds ``448 / amax`` down
     to a power of two, MXFP8 (length 32, OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is the same.
@@ -78,12 +74,13 @@ def e4m3_blocks(length: int) -> Format:
 
 
 def e4m3_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """float8_e4m3fn with a power-of-two scale for each square of 128 by 128, for weights."""
+    """Round to float8_e4m3fn with a power-of-two scale for each square of 128 by 128, for weights."""
     return _in_squares(x, 128, lambda block: _cast_power_of_two(block, (1, 3)))
 
 
 def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """E2M1 with an E4M3 scale for each 16 elements along the summed dimension and an FP32 scale for the tensor.
+    """Round to E2M1 with an E4M3 scale for each 16 elements along the summed dimension and an FP32
+    scale for the tensor.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
     """
@@ -92,20 +89,19 @@ def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor
 
 
 def nvfp4_stochastic(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """As ``nvfp4_blocks``, but rounded up or down at random, without bias; for gradients (ibid., section 4.3)."""
+    """Round as ``nvfp4_blocks`` does, but up or down at random, without bias; for gradients (ibid., section 4.3)."""
     tensor_amax = largest(x) if amax is None else amax
     return _in_blocks(x, dim, 16, lambda block, dims: _cast_nvfp4(block, dims, tensor_amax, _stochastic_e2m1))
 
 
 def nvfp4_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """As ``nvfp4_blocks``, with a scale for each square of 16 by 16; for weights (ibid., section 4.4)."""
+    """Round as ``nvfp4_blocks`` does, with a scale for each square of 16 by 16; for weights (ibid., section 4.4)."""
     tensor_amax = largest(x) if amax is None else amax
     return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), tensor_amax, _nearest_e2m1))
 
 
 def is_alike_both_ways(to_format: Format | None) -> bool:
-    """Return whether a matrix has the same values whichever dimension a GEMM sums over; not of formats that are not
-    known.
+    """Return whether a matrix has the same values whichever dimension a GEMM sums over; False for unknown formats.
 
     Args:
         to_format: None for a matrix that stays as it is.
@@ -114,7 +110,9 @@ def is_alike_both_ways(to_format: Format | None) -> bool:
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:
-    """Rotate each 16 elements along a dimension by the orthogonal 16 by 16 Hadamard matrix; others stay as they are."""
+    """Rotate each 16 elements along a dimension by the orthogonal 16 by 16 Hadamard matrix; a remainder
+    stays as it is.
+    """
     rotated = x.movedim(dim, -1)
     if rotated.shape[-1] % 16:
         return x
@@ -126,11 +124,10 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance between the numbers of ``dtype`` at each element, which has more bits; of subnormals near
-    zero.
+    """Return the distance between the numbers of ``dtype`` at each element; near zero, that between subnormals.
 
     Args:
-        x: FP32 or FP64. Infinities have the distance of its largest number.
+        x: FP32 or FP64. Infinities have the distance of the dtype's largest number.
     """
     info = torch.finfo(dtype)
     magnitude = x.abs().clamp_(info.smallest_normal, torch.finfo(x.dtype).max)
@@ -140,15 +137,15 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude, a scalar; 0 of nothing."""
+    """Return the largest magnitude, a scalar; 0 if there are no elements."""
     return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())
 
 
 def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 values, none beyond the dtype's largest, rounded to nearest, ties to even; NaN for what is not finite.
+    """Round FP32 values, none beyond the dtype's largest, to nearest, ties to even; NaN for what is not finite.
 
-    Adding a number whose last place in FP32 is where the dtype's is, and taking it away again, does what a cast there
-    and back does in an eighth of the time (E4M3, torch 2.13 on a CPU).
+    Adding and subtracting a number whose last place in FP32 is the dtype's last place gives the same as a cast there
+    and back, in an eighth of the time (E4M3, torch 2.13 on a CPU).
 
     Args:
         x: FP32, of any shape.
@@ -166,7 +163,7 @@ def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_power_of_two(block: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """E4M3 with the largest power-of-two scale that lets nothing overflow."""
+    """Round to E4M3 with the largest power-of-two scale that lets nothing overflow."""
     amax = block.abs().amax(dims, keepdim=True)
     exponent = torch.where(amax > 0, (448.0 / amax).log2().floor(), 0.0).clamp(max=127)
     one = torch.ones_like(amax)
@@ -196,7 +193,7 @@ def _stochastic_e2m1(x: Tensor) -> Tensor:
 
 
 def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """Cast a matrix in blocks along a dimension, the last of which may be filled up with zeros.
+    """Cast a matrix in blocks along a dimension; the last block may be padded with zeros.
 
     ``cast`` gets a view in which the dimension is two, the blocks and what is in them, and the second's index.
     """
@@ -209,7 +206,7 @@ def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor, tuple[i
 
 
 def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast a ``[row blocks, length, column blocks, length]`` view of a matrix, filled up with zeros."""
+    """Cast a ``[row blocks, length, column blocks, length]`` view of a matrix, padded with zeros."""
     rows, columns = x.shape
     missing = (0, -columns % length, 0, -rows % length)
     padded = F.pad(x, missing) if any(missing) else x
@@ -217,7 +214,7 @@ def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Ten
     return cast(blocks).flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-# What a precision rounds: operands to formats, stored results to a dtype, and which of these roundings are made.
+# What a precision rounds: operands to formats, stored results to a dtype; and which of these roundings are made.
 
 
 OperandPart = Literal["weights", "inputs", "gradients"]
@@ -249,11 +246,13 @@ class Rounding:
     parts: frozenset[Part] = PARTS
 
     def store(self, x: Tensor) -> Tensor:
-        """``x`` as it reads after having been stored in the precision's dtype; integers and complex numbers stay."""
+        """Return ``x`` as it reads after having been stored in the precision's dtype; integers and
+        complex numbers stay.
+        """
         return x if x.dtype == self.storage or not x.is_floating_point() else x.to(self.storage).to(x.dtype)
 
     def store_part(self, x: Tensor, part: Part = "storage") -> Tensor:
-        """As ``store``, if the part's roundings are made."""
+        """Store as ``store`` does, if the part's roundings are made."""
         return self.store(x) if part in self.parts else x
 
     def operand_format(self, part: OperandPart) -> Format | None:

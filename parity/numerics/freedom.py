@@ -32,24 +32,24 @@ from parity.numerics.aten import (
 )
 from parity.trace.whose import is_of_te
 
-# Kinks: where a function's gradient jumps, and rounding decides on which side of the jump a value falls.
+# Kinks: a function's gradient jumps there, and rounding decides on which side of the jump a value falls.
 #
 # A ReLU's gradient is 0 or 1, an absolute value's -1 or 1, a maximum's is one operand's or the other's. A value that is
 # nearer to the jump than its own error may fall on either side of it in a faithful port. Which values these are depends
-# on the error that values have there: it is measured, call by call, as the distance between what the rounding model
-# computes and what FP32 without the precision's roundings does; larger numbers than most have larger errors than most.
+# on their errors. These are measured, call by call, as the distance between what the rounding model computes and what
+# FP32 computes without the precision's roundings; larger numbers have larger errors.
 #
-# PyTorch decides in two ways. Its kernels of gradients read the argument of the function; and where a gradient is made
-# of several calls, one of them compares numbers or takes their signs. Both read a moved argument here. Where the
-# largest of many values is taken, the next one is chosen that is as near.
+# PyTorch decides in two ways. Its kernels of gradients read the argument of the function; and if a gradient consists of
+# several calls, one of them compares numbers or takes their signs. Here, both read a moved argument. If the largest of
+# many values is taken, the next one is chosen if it is as near.
 
 
-# Standard deviations of a value's error within which it may be beyond a kink. Of the values that normal errors take
-# across one, a share of 1 in 50 is farther from it than 2, and of 1 in 100,000 than 4 (the integral of the tail).
+# A value may be beyond a kink if it is within so many standard deviations of its error. Of the values that normal
+# errors move across a kink, 1 in 50 is farther from it than 2, and 1 in 100,000 than 4 (the integral of the tail).
 WIDTH = 4.0
-# The kinks of hardswish, whose gradient changes between them as well.
+# The kinks of hardswish are at plus and minus this; its gradient changes between them as well.
 _HARDSWISH = 3.0
-# What sums in another order change, at least.
+# Summing in another order changes at least this much, relative to the number.
 _FP32 = torch.finfo(torch.float32).eps
 
 
@@ -58,7 +58,7 @@ class Kinks:
 
     Args:
         side: 0 to leave them where they are; 1 to move each up by as much as it may be wrong, -1 down.
-        exact: the values, as a pass without the precision's roundings has them.
+        exact: the values, from a pass without the precision's roundings.
     """
 
     def __init__(self, side: float = 0.0, exact: Sequence[Tensor] = ()) -> None:
@@ -68,11 +68,13 @@ class Kinks:
         self._arguments: dict[int, Tensor] = {}  # of ReLUs, by their results' address
 
     def see(self, argument: Tensor, result: Tensor) -> None:
-        """Take note of a ReLU's argument and result: its gradient's kernel reads the result alone."""
+        """Take note of a ReLU's argument and result: the kernel of its gradient reads only the result."""
         self._arguments[address(result)] = argument
 
     def moved(self, func: Any, args: Any) -> Any:
-        """The arguments of a call, with the value moved that decides on which side of a kink it is, if one does."""
+        """Return the arguments of a call, with the value moved that decides on which side of a kink it
+        is, if one does.
+        """
         place = KINKED_BACKWARD.get(func)
         if place is not None:
             value = args[place]
@@ -89,8 +91,8 @@ class Kinks:
         return args
 
     def chosen(self, func: Any, args: Any) -> Any:
-        """Return what a largest value's call returns, with the next to it chosen where it is as near; None of other
-        calls.
+        """Return the result of a call that takes the largest value, with the next one chosen if it is
+        as near; None for other calls.
 
         A largest value's gradient goes to where it is: the winner's argument, and no other, is lowered.
         """
@@ -107,7 +109,9 @@ class Kinks:
         return values if func is LARGEST else (values, place)
 
     def _beside(self, value: Tensor, only_across: bool = False, of: Tensor | None = None) -> Tensor:
-        """Return the value, moved by as much as it may be wrong; by more where it is made ``of`` large numbers."""
+        """Return the value, moved by as much as it may be wrong; by more if it is computed from large
+        numbers ``of``.
+        """
         value = value.detach()
         self.values.append(value)
         place = len(self.values) - 1
@@ -137,21 +141,21 @@ def _root_mean_square(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-# Choices: which of many numbers are the largest, such as a token's experts, where rounding decides it.
+# Choices: rounding may decide which of many numbers are the largest, such as a token's experts.
 #
-# A choice that falls otherwise is no small error: the token is another expert's. Which tokens these are is chance, so
-# that a run of the rounding model makes other ones than a faithful port: it expects errors that a port does not have,
-# which would hide mistakes, and none where a port has them. So what a port chose is seen while it runs, wherever the
-# model's choices are rounding's or the port fails, and the model chooses alike wherever the numbers are nearer to each
-# other than their errors. These are measured, call by call, as in ``parity.numerics.freedom``. A choice that rounding
-# does not explain stays the port's own, and its error a mistake's.
+# A different choice is no small error: the token goes to another expert. Which tokens these are is chance, so a run of
+# the rounding model chooses differently from a faithful port. It would expect errors that a port does not have, which
+# hides mistakes, and none where a port has them. So the port's choices are recorded while it runs (if the model's
+# choices depend on rounding, or the port fails), and the model chooses alike wherever the numbers are nearer to each
+# other than their errors. Errors are measured call by call, as for kinks. A choice that rounding does not explain stays
+# the port's own, and its error counts as a mistake's.
 
 
-# Deviations of a run's own error within which its choice may be another's: two errors that share nothing differ by the
-# root of 2 times what one has.
+# Another run may choose otherwise within so many deviations of this run's own error: two errors that share nothing
+# differ by sqrt(2) times what one of them is.
 _WIDTH = math.sqrt(2.0) * WIDTH
-# A normal error's standard deviation over the median of its magnitude. A median, since an earlier choice that fell
-# otherwise spoils a few rows altogether.
+# A normal error's standard deviation over the median of its magnitude. The median is taken because an earlier choice
+# that fell otherwise spoils a few rows altogether.
 _DEVIATION = 1.4826
 
 
@@ -159,12 +163,12 @@ class Choices:
     """The choices of one forward pass, in the order of their calls.
 
     Args:
-        made: by the port, ``[rows, chosen]`` of each call; what it made elsewhere is left to the model.
-        exact: the numbers, as a pass without the precision's roundings has them.
+        made: the port's, ``[rows, chosen]`` for each call; what the port did not choose is left to the model.
+        exact: the numbers, from a pass without the precision's roundings.
 
     Attributes:
         values: the numbers of each call, ``[rows, numbers]``.
-        own: which are the largest of them, ``[rows, chosen]``, in no order.
+        own: which of them are the largest, ``[rows, chosen]``, in no order.
     """
 
     def __init__(self, made: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()) -> None:
@@ -173,7 +177,7 @@ class Choices:
         self._made, self._exact = made, exact
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """Return what a call returns, with the port's choice in each row where rounding explains it."""
+        """Return a call's result, with the port's choice in each row where rounding explains it."""
         count = _chosen_of_last(func, args, kwargs)
         if count is None:
             return result
@@ -195,36 +199,36 @@ class Choices:
 
 @dataclass(eq=False)
 class Chosen:
-    """The choices of a pass on the inputs, and of one on the probing ones."""
+    """The choices of a pass on the inputs, and of one on the probing inputs."""
 
     compared: Choices = field(default_factory=Choices)
     probed: Choices = field(default_factory=Choices)
 
     def is_as(self, other: Chosen) -> bool:
-        """Return whether both passes chose the same numbers as another's."""
+        """Return whether both passes chose the same numbers as another pair of passes."""
         pairs = ((self.compared.own, other.compared.own), (self.probed.own, other.probed.own))
         return all(len(one) == len(two) and all(map(_same_sets, one, two)) for one, two in pairs)
 
 
 @dataclass(frozen=True, eq=False)
 class PortsChoices:
-    """What a port chose: ``[rows, chosen]`` of each call.
+    """What a port chose: ``[rows, chosen]`` for each call.
 
     Attributes:
         compared: in the pass on the inputs.
-        probed: in the one on the probing inputs.
+        probed: in the pass on the probing inputs.
     """
 
     compared: tuple[Tensor, ...] = ()
     probed: tuple[Tensor, ...] = ()
 
     def following(self, exact: Chosen) -> Chosen:
-        """For another run of the model, which is to choose alike.
+        """Return the choices for another run of the model, which is to choose as the port did.
 
         Args:
             exact: has seen a run of the model without roundings.
         """
-        probed = self.probed[-len(self.compared) :]  # before them, those of passes that settle scales
+        probed = self.probed[-len(self.compared) :]  # those before are from passes that settle scales
         return Chosen(Choices(self.compared, exact.compared.values), Choices(probed, exact.probed.values))
 
 
@@ -233,14 +237,16 @@ NONE_MADE = PortsChoices()
 
 @contextmanager
 def choices_seen() -> Iterator[ChoicesRecorder]:
-    """Within the context, what is chosen of many numbers is seen; a compiled kernel's choices are not."""
+    """Within the context, record what is chosen of many numbers; a compiled kernel's choices are not seen."""
     recorder = ChoicesRecorder()
     with recorder:
         yield recorder
 
 
 class ChoicesRecorder(TorchDispatchMode):
-    """Sees choices, forward pass by forward pass: each but those on probing inputs ends with a backward pass."""
+    """Records choices, forward pass by forward pass: each of them, except those on probing inputs, ends
+    with a backward pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +254,9 @@ class ChoicesRecorder(TorchDispatchMode):
         self._was_backward = False
 
     def of_port(self, probed: bool) -> PortsChoices:
-        """Return the last pass's on the inputs; ``probed`` tells whether passes on probing inputs came after it."""
+        """Return the choices of the last pass on the inputs; ``probed`` says whether passes on probing
+        inputs came after it.
+        """
         passes = [tuple(choices) for choices in self._passes if choices]
         if not passes or (probed and len(passes) == 1):
             return NONE_MADE
@@ -267,7 +275,7 @@ class ChoicesRecorder(TorchDispatchMode):
 
 
 def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
-    """Return how many numbers a call chooses of the last dimension, as the largest; None for any other call."""
+    """Return how many of the last dimension's largest numbers a call chooses; None for any other call."""
     if func is not LARGEST_FEW or kwargs or args[0].dim() < 2 or not args[0].is_floating_point():
         return None
     dim, largest = (args[2] if len(args) > 2 else -1), (args[3] if len(args) > 3 else True)
@@ -275,12 +283,12 @@ def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
 
 
 def _same_sets(one: Tensor, other: Tensor) -> bool:
-    """Return whether the same numbers are in each row, in whatever order."""
+    """Return whether the same numbers are in each row, in any order."""
     return torch.equal(one.sort(-1).values, other.sort(-1).values)
 
 
 def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
-    """Return how far the least number that is chosen and the largest one that is not are off each other, ``[rows]``.
+    """Return by how much the least chosen number and the largest one not chosen are off each other, ``[rows]``.
 
     As a deviation: the usual one, and more where the numbers are larger than usual, as their errors are.
     """
@@ -298,7 +306,7 @@ def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
 
 
 def _nearer_than(values: Tensor, own: Tensor, made: Tensor, distance: Tensor) -> Tensor:
-    """Return the rows in which what is chosen instead is that near to what is not."""
+    """Return the rows in which what is chosen instead is that near to what is not chosen."""
     none = torch.zeros_like(values, dtype=torch.bool)
     is_own, is_made = none.scatter(1, own, True), none.scatter(1, made, True)
     left = values.masked_fill(~(is_own & ~is_made), -torch.inf).amax(1)
@@ -308,13 +316,13 @@ def _nearer_than(values: Tensor, own: Tensor, made: Tensor, distance: Tensor) ->
 
 # How a port's optimizers hold what their steps write in place: weights and moments.
 #
-# A step computes in FP32. TE's kernels round once what it writes: weights, where no FP32 master weights go on beside
-# them, and moments that are held in less than FP32 (``common/multi_tensor/adam.cu`` and
+# A step computes in FP32. TE's kernels round once what it writes: weights, unless there are FP32 master weights beside
+# them, and moments that are held in fewer bits than FP32 (``common/multi_tensor/adam.cu`` and
 # ``pytorch/optimizers/fused_adam.py`` of TE 2.20.2). PyTorch's own optimizers round what each of their calls returns.
-# Which of these a port's optimizers do is seen once the port has failed.
+# Which of these a port's optimizers do is recorded as the port runs, and used once it has failed.
 
 
-_MASTER = "master_param"  # as TE calls it
+_MASTER = "master_param"  # TE's name for it
 
 
 @dataclass(frozen=True)
@@ -322,8 +330,8 @@ class Steps:
     """How optimizers hold what their steps write.
 
     Attributes:
-        weights: the dtype in which weights go on from step to step; None for FP32 (master weights).
-        moments: the dtypes of the optimizer's state, by its name, where that is less than FP32.
+        weights: the dtype in which weights are kept from step to step; None for FP32 (master weights).
+        moments: the dtypes of the optimizer's state, by its name, if they have fewer bits than FP32.
         each_call: whether each of a step's calls rounds, as PyTorch's do, or the step once at its end.
     """
 
@@ -333,7 +341,7 @@ class Steps:
 
     @property
     def remark(self) -> str:
-        """What is expected for its sake; empty where all goes on in FP32."""
+        """Say what is expected because of these; return an empty text if all is kept in FP32."""
         held = [("weights", self.weights)] if self.weights else []
         lost = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in (*held, *self.moments))
         return f"the port's optimizer holds {lost}: what its steps round is expected" if lost else ""
@@ -341,7 +349,9 @@ class Steps:
 
 @contextmanager
 def steps_seen(dtype: torch.dtype) -> Iterator[list[Steps]]:
-    """Appends how an optimizer holds weights of a dtype of less than FP32, for each step inside of the context."""
+    """Within the context, append for each step how its optimizer holds weights of this dtype, if that
+    is less than FP32.
+    """
     seen: list[Steps] = []
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -357,7 +367,7 @@ def steps_seen(dtype: torch.dtype) -> Iterator[list[Steps]]:
 
 
 def together(seen: list[Steps]) -> Steps | None:
-    """Whatever one of a port's steps rounds; None if it made none."""
+    """Join what a port's steps round; None if it made none."""
     if not seen:
         return None
     weights = next((one.weights for one in seen if one.weights is not None), None)
@@ -377,16 +387,16 @@ def _held(optimizer: Optimizer, stepped: list[Tensor]) -> Steps:
     for parameter in stepped:
         held = {name: x for name, x in optimizer.state[parameter].items() if isinstance(x, Tensor) and x.dim()}
         master = held.pop(_MASTER, parameter)
-        masters.add(torch.float32 if master.dtype is torch.int16 else master.dtype)  # the rest of an FP32's bits
+        masters.add(torch.float32 if master.dtype is torch.int16 else master.dtype)  # int16 has the rest of FP32's bits
         moments |= {(name, x.dtype) for name, x in held.items() if x.dtype in (torch.float16, torch.bfloat16)}
     weights = next((dtype for dtype in masters if dtype is not torch.float32), None)
     return Steps(weights, tuple(sorted(moments, key=str)), each_call=not of_te)
 
 
-# What faithful kernels do in one way or another: the rounding model runs both ways, and either loss is expected.
+# What faithful kernels may do in two ways: the rounding model runs both ways, and either loss is expected.
 
 
-# Large next to what the order of sums changes, and small next to the rounding that follows.
+# Large compared with what the order of sums changes, and small compared with the rounding that follows.
 JITTER = 1 / 64
 
 
@@ -398,27 +408,29 @@ class Freedom:
         stores_scores: whether attention's scores, and their gradient, are rounded to the dtype: an unfused kernel
             stores them, flash and fused kernels hold them in FP32. Kernels also scale them by different constants
             (``1 / sqrt(head_dim)``, or that times log2(e)), each rounded to FP32: scores are one step larger with it.
-        stores_sums: whether a residual sum is rounded by itself, or within a fused kernel goes on in FP32.
-        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as where nothing is fused, and
-            RoPE's cosines and sines with it (``pytorch/attention/rope.py`` of TE 2.20.2 where not fused). The scale
-            of a whole tensor then comes from what was stored; a fused kernel takes it from FP32, before (TE 2.20.2,
-            ``csrc/extensions/activation.cpp``), so that values which many elements share fall elsewhere in a format.
-            Norms alone take it from what they store in either case (``common/normalization/*/*_fwd_kernels.cuh``).
+        stores_sums: whether a residual sum is rounded by itself, or stays in FP32 within a fused kernel.
+        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as if nothing is fused, and
+            RoPE's cosines and sines with it (unfused ``pytorch/attention/rope.py`` of TE 2.20.2). The scale
+            of a whole tensor then comes from what was stored; a fused kernel takes it from FP32, before rounding (TE
+            2.20.2, ``csrc/extensions/activation.cpp``), so values that many elements share fall elsewhere in a format.
+            Only norms take it from what they store in either case (``common/normalization/*/*_fwd_kernels.cuh``).
         splits_of_k: into how many parts a GEMM splits the summed dimension; FP32 partial sums are then added up.
         jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (of FP32, two),
-            as from sums in another order: which way single values are rounded changes, and what hangs on them, such as
-            the side of a ReLU's kink. The largest value of a tensor is one of them, so that a scale that comes from it
-            moves by up to a roundoff, and with it where every value of the tensor falls in its format; but a weight's,
-            which every port holds exactly. None for none.
+            as if sums were in another order. It changes which way single values are rounded, and what depends on them,
+            such as the side of a ReLU's kink. It also moves the largest value of a tensor, and so a scale that comes
+            from it, by up to a roundoff, and with the scale where every value of the tensor falls in its format; but
+            not a weight's scale, which every port holds exactly. None for no noise.
         dithers: whether the noise is as large as a rounding's error instead: a number between two of the dtype becomes
-            the upper one the likelier the nearer it is, and one that the dtype has stays. Runs with other seeds then
-            round independently, with twice the variance of rounding to the nearest (a sixth of a spacing's square on
-            average, for a twelfth). Where the dtype is FP32, noise of a roundoff. What a linear layer's GEMMs read of
-            inputs and gradients has errors of the format's that are drawn likewise; a weight is every port's.
-        plain: names of ATen functions that a port calls by itself: what they return is stored, as are the gradients
-            behind them, and on a CPU they compute in the dtype (``parity.numerics.plain``). Among them stands
-            what it does that is no function's name (``parity.numerics.plain``, ``parity.numerics.plain``).
-        steps: how its optimizers hold what they write in place (``parity.numerics.freedom``); None for FP32.
+            the upper one with a probability that grows with its nearness, and a number of the dtype
+            stays. Runs with other
+            seeds then round independently, with twice the variance of rounding to nearest (a sixth of a spacing's
+            square on average, for a twelfth). If the dtype is FP32, it is noise of a roundoff. What a linear layer's
+            GEMMs read of inputs and gradients gets errors of the format that are drawn likewise; weights are the same
+            in every port.
+        plain: names of ATen functions that a port calls by itself. What they return is stored, as are the gradients
+            behind them, and on a CPU they compute in the dtype (``parity.numerics.plain``). Some of the names are no
+            functions, but stand for something else that the port does.
+        steps: how its optimizers hold what they write in place; None for FP32.
         kernels: what GEMM kernels do beyond the rounding of operands and results, by name
             (``parity.numerics.kernel_choices``).
     """
@@ -435,7 +447,7 @@ class Freedom:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:
-        """Return one of all the combinations, each as likely."""
+        """Draw one of all combinations, each with the same probability."""
         toss = (rng.random() < 0.5 for _ in range(3))
         return cls(next(toss), next(toss), next(toss), rng.choice((1, 2, 3, 4)))
 
@@ -447,12 +459,12 @@ FUSED_POINTWISE = Freedom(stores_scores=True, stores_sums=True, stores_pointwise
 
 @dataclass(frozen=True)
 class Port:
-    """What a port rounds outside of TE's modules, and chooses.
+    """What a port rounds outside TE's modules, and what it chooses.
 
     Attributes:
         plain, steps: as in ``Freedom``.
-        choices: of the largest of many numbers, such as a token's experts.
-        recipes: that it turns on by itself, with the lines where it does.
+        choices: its choices of the largest of many numbers, such as a token's experts.
+        recipes: the recipes that it turns on by itself, with the lines where it does.
     """
 
     plain: tuple[str, ...] = ()

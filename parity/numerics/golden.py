@@ -1,9 +1,9 @@
 """Compute a reference in FP64 throughout, also where its code asks for FP32.
 
 ``module.double()`` converts parameters and buffers. But a model's author who computes a norm or a softmax "in FP32"
-writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken at its word in FP64, that
-would round golden to FP32 there, just as the rounding model and the port do: none of them would have an error there,
-and golden would be no better than they are.
+writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken literally, that would round
+golden to FP32 there, just as the rounding model and the port do: none of them would have an error there, and golden
+would be no better than they are.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from parity.trace.private_functions import CHECKPOINT, exchanged
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
-# Runs PyTorch's scaled dot-product attention by blocks of queries where its scores would not fit into memory.
+# Run PyTorch's scaled dot-product attention by blocks of queries if its scores would not fit into memory.
 
 
 def attention_in_blocks(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
     """Within the context, long calls of ``F.scaled_dot_product_attention`` and of ``attention`` run in blocks.
 
     Other ways to write attention stay as they are: a reference that multiplies queries and keys itself holds every
-    score. So does a call with dropout, of nested tensors, or with a mask of a class of its own.
+    score. So does a call with dropout, with nested tensors, or with a mask of a class of its own.
 
     Args:
-        arithmetic: what is rounded in them.
+        arithmetic: what is rounded in these calls.
     """
     return _InBlocks(arithmetic)
 
@@ -66,7 +66,7 @@ class _InBlocks(TorchFunctionMode):
 
 
 def _signature(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
-    """Of PyTorch's function, which is built in and has none."""
+    """Have the signature of PyTorch's function, which is built in and shows none."""
 
 
 SDPA = inspect.signature(_signature)
@@ -82,7 +82,9 @@ def _is_served(
     enable_gqa: bool,
     **_: Any,
 ) -> bool:
-    """Whether the call has too many scores and is one that blocks compute; what PyTorch refuses is left to it."""
+    """Return whether the call has too many scores and blocks can compute it; what PyTorch refuses is
+    left to PyTorch.
+    """
     dimensions = {x.dim() for x in (query, key, value)}
     if query.is_nested or len(dimensions) > 1 or query.dim() < 2 or not are_too_many_scores(query, key):
         return False
@@ -95,13 +97,17 @@ def _is_served(
 
 
 def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
-    """Return whether it is of PyTorch's class, whose import takes most of a second: whoever has one has imported it."""
+    """Return whether the mask is of PyTorch's class. Importing that takes most of a second; who has one
+    has imported it.
+    """
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(mask, bias.CausalBias)
 
 
 def _is_linear_already(attn_mask: Tensor | None, **call: Any) -> bool:
-    """Whether PyTorch has a kernel that holds no matrix of scores, as the CPU's for FP64; it is faster than blocks."""
+    """Return whether PyTorch has a kernel that holds no matrix of scores, as on the CPU for FP64: it is
+    faster than blocks.
+    """
     if _is_causal_bias(attn_mask):
         return False
     return SDPBackend(torch._fused_sdp_choice(attn_mask=attn_mask, **call)) is not SDPBackend.MATH
@@ -126,7 +132,7 @@ def _scaled_dot_product(
         attn_mask = None
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if arithmetic is not EXACT:
-        # A model of rounding sees that PyTorch multiplies both operands by the scale's root, keys anew for each head.
+        # A model of rounding sees that PyTorch multiplies both operands by the scale's root, keys once for each head.
         root = math.sqrt(abs(scale))
         key = _repeated(key, query) * root
         query, scale = query * math.copysign(root, scale), 1.0
@@ -134,19 +140,19 @@ def _scaled_dot_product(
 
 
 def _repeated(key: Tensor, query: Tensor) -> Tensor:
-    """Return each group's key for every head of the group."""
+    """Repeat each group's keys for every head of the group."""
     if query.dim() < 3 or key.shape[-3] == query.shape[-3]:
         return key
     return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
 
 
-# Products of all experts' tokens and weights by one expert after the other, as a reference may have them in one call.
+# A single call that multiplies all experts' tokens by their weights, computed expert by expert.
 #
-# ``torch.nn.functional.grouped_mm``, which transformers takes for mixtures by default, has no kernel for FP64, and what
-# it rounds could not be told from outside. A product for each expert has both.
+# ``torch.nn.functional.grouped_mm``, which transformers uses for mixtures by default, has no kernel for FP64, and does
+# not show what it rounds. A product for each expert works in FP64 and shows its operands.
 
 
-# PyTorch 2.10 has the public name, older ones have the other; some have none.
+# PyTorch 2.10 has the public name, older versions the other; some have neither.
 _GROUPED = tuple(
     function
     for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
@@ -155,7 +161,8 @@ _GROUPED = tuple(
 
 
 def experts_one_by_one() -> TorchFunctionMode:
-    """Within the context, grouped products of tokens ``[rows, in]`` with weights ``[experts, in, out]`` run singly.
+    """Within the context, grouped products of tokens ``[rows, in]`` with weights ``[experts, in, out]``
+    run expert by expert.
 
     Others stay as they are: batches of matrices, and a gradient that a reference computes itself.
     """
@@ -175,7 +182,7 @@ def _is_of_tokens(tokens: Tensor, weights: Tensor, *, offs: Tensor | None = None
 
 
 def _one_by_one(tokens: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Rows after the last expert's, which PyTorch leaves undefined, are 0."""
+    """Multiply each expert's rows; rows after the last expert's, which PyTorch leaves undefined, are 0."""
     ends = [0, *offs.tolist()]
     rows = [
         tokens[first:last] @ weight for weight, (first, last) in zip(weights, itertools.pairwise(ends), strict=True)
@@ -183,12 +190,7 @@ def _one_by_one(tokens: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> T
     return torch.cat([*rows, tokens.new_zeros(len(tokens) - ends[-1], weights.shape[-1])])
 
 
-# Computes a reference in FP64 throughout, also where its code asks for FP32.
-#
-# ``module.double()`` converts parameters and buffers. But a model's author who computes a norm or a softmax "in FP32"
-# writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken at its word in FP64, that
-# would round golden to FP32 there, just as the rounding model and the port do: none of them would have an error to
-# judge by.
+# A reference in FP64 throughout, also where its code asks for FP32.
 
 
 @contextmanager
@@ -206,17 +208,17 @@ def _calls_in_fp64() -> Iterator[None]:
 
 @contextmanager
 def _recomputed_alike() -> Iterator[None]:
-    """What ``torch.utils.checkpoint`` computes again in the backward pass is computed alike.
+    """Within the context, what ``torch.utils.checkpoint`` computes again in the backward pass is computed alike.
 
     Autograd computes it under the modes that were active when the forward pass called PyTorch's functions, and a mode
-    is none while it handles a call.
+    is not active while it handles a call.
     """
     with exchanged(CHECKPOINT, _checkpointed):
         yield
 
 
 def _checkpointed(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What it checkpoints itself may be computed again in another thread, one of autograd's.
+    # What the function checkpoints itself may be computed again in another thread, one of autograd's.
     return original(in_fp64()(function), *args, **kwargs)
 
 
@@ -229,14 +231,14 @@ class _InFP64(TorchFunctionMode):
             func = Tensor.double if func is Tensor.float else func
             return func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
         result = func(*args, **kwargs)
-        # An FP32 tensor is made here, or comes from one that the reference holds beside its parameters and buffers.
+        # An FP32 tensor is created here, or comes from one that the reference holds beside its parameters and buffers.
         if not _has(torch.float32, (result,)) or _has(torch.float32, given):
             return result
         return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
 
 
 def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:
-    """Return whether one of the tensors is of the dtype, or one in the lists among them."""
+    """Return whether one of the tensors, or one in the lists among them, is of the dtype."""
     for value in values:
         if isinstance(value, Tensor):
             if value.dtype is dtype:
@@ -250,10 +252,10 @@ def _widened(x: Any) -> Any:
     return torch.float64 if x is torch.float32 else x
 
 
-# Where golden is computed: on the kernels' own device, or on the CPU where its FP64 is faster.
+# Where golden is computed: on the kernels' own device, or on the CPU if its FP64 is faster.
 #
 # A data-center GPU (compute capability 8.0, 9.0, 10.0) computes FP64 at half the rate of FP32 or better; others (8.9,
-# 12.0) at a 64th, so that a CPU of many cores can be faster. A short measurement decides, since both vary.
+# 12.0) at a 64th, so that a CPU with many cores can be faster. A short measurement decides, since both vary.
 
 
 _WIDTH = 1024
@@ -262,11 +264,11 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class GoldenDevice:
-    """The choice of a process.
+    """A process's choice.
 
     Attributes:
-        device: on which golden is computed.
-        reason: the device and what was measured, as a report shows it.
+        device: the device on which golden is computed.
+        reason: the device and what was measured, for a report.
     """
 
     device: torch.device
@@ -275,10 +277,10 @@ class GoldenDevice:
 
 @cache
 def golden_device(device: torch.device) -> GoldenDevice:
-    """Return the faster of the kernels' device and the CPU; measured once a process.
+    """Return the faster of the kernels' device and the CPU; measured once per process.
 
     Args:
-        device: where the kernels run.
+        device: the kernels' device.
     """
     cpu = torch.device("cpu")
     if device.type == "cpu":
@@ -289,7 +291,9 @@ def golden_device(device: torch.device) -> GoldenDevice:
 
 
 def seconds_of_gemm(device: torch.device) -> float:
-    """Return the shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after one that is not counted."""
+    """Return the shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after a first one
+    that does not count.
+    """
     matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.float64, device=device)
     times = []
     for _ in range(1 + _REPEATS):

@@ -1,7 +1,7 @@
 """List what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do otherwise, and model it.
 
-Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). None of them has
-been seen on a GPU by this project yet: a row says what its source allows.
+Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). This project has
+not seen any of them on a GPU yet: a row says what its source allows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from parity.cpu.kernel_choices import (
 from parity.numerics.formats import Rounding, e4m3, e4m3_squares, tf32, tf32_truncated
 from parity.settings import PRECISION_NAMES
 
-# What TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do otherwise than the CPU kernels by default.
-#
-# Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). None of them has
-# been seen on a GPU by this project yet: a row says what its source allows.
+# What TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do, and the CPU kernels do not by default.
 
 
 _ALL_GPUS = ("ada", "hopper", "blackwell")
@@ -42,7 +39,7 @@ class KernelChoice:
     """One thing that a faithful kernel may do.
 
     Attributes:
-        name: of the option, as in ``parity.cpu.kernel_choices.NAMES``.
+        name: the option's name, as in ``parity.cpu.kernel_choices.NAMES``.
         gpus: ``ada``, ``hopper``, ``blackwell``: those whose kernels may do it.
         precisions: names of ``parity.te.precision`` in which it can show.
         does: what it does, in a sentence.
@@ -146,7 +143,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
         precision: a name of ``parity.te.precision``.
 
     Raises:
-        ValueError: for a GPU or a precision that there is not.
+        ValueError: for an unknown GPU or precision.
     """
     if gpu not in _ALL_GPUS or precision not in PRECISION_NAMES:
         raise ValueError(
@@ -159,27 +156,26 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
 # Model what GEMM kernels of real GPUs may do beyond rounding operands and results once
 # (``parity.numerics.kernel_choices``).
 #
-# Some of it leans: cutting TF32 operands shrinks every product, and a tensor core that keeps 14 bits of a sum loses the
-# low bits of terms of one sign. What leans is granted along the change that it makes, and nowhere else
-# (``parity.judge.judge``). The rest is noise: partial sums that are rounded to 16 bits make errors larger
-# everywhere. This is the rounding model's own account: it shares no code with the CPU kernels' emulation in
-# ``parity.cpu``.
+# Some of it leans: truncating TF32 operands shrinks every product, and a tensor core that keeps 14 bits of a sum loses
+# the low bits of terms of one sign. What leans is granted along the change that it makes, and nowhere else
+# (``parity.judge.judge``). The rest is noise: partial sums that are rounded to 16 bits make errors larger everywhere.
+# This is the rounding model's own account; it shares no code with the CPU kernels' emulation in ``parity.cpu``.
 
 
-# Parts of K whose sums are rounded: errors of 4 parts are 1.8 times those of one rounding, of 16 parts 3.1 times,
-# which is within a limit of 1.7 times those of 4.
+# K has so many parts whose sums are rounded. Errors of 4 parts are 1.8 times those of one rounding, errors of 16 parts
+# 3.1 times, which is within a limit of 1.7 times those of 4.
 SPLITS = 4
-_SMALLEST_PART = 32  # terms, which one instruction sums
+_SMALLEST_PART = 32  # the terms that one instruction sums
 # One instruction of a Hopper adds 32 products to a sum of 14 bits (arXiv 2511.10909); FP32 takes over every 128.
 _PRODUCTS = 32
 _SUM_BITS = 14
 _PROMOTE_EVERY = 128
 _TILE = 1 << 20  # products that are held at once
-_SAMPLED = 64  # rows and columns
-# What E4M3 costs a product of normal numbers, relative to it: two errors, each uniform within 2^-4 of a mantissa.
+_SAMPLED = 64  # rows and columns of a sample
+# The relative error of a product of normal numbers in E4M3: two errors, each uniform within 2^-4 of a mantissa.
 _FORMAT_ERROR = 0.037
-_NEXT_TO_NOTHING = 0.05  # of the format's error
-_LARGEST_MANTISSA = 1.75  # of E4M3's and of E5M2's largest number, to which a tensor's scale maps its largest magnitude
+_NEXT_TO_NOTHING = 0.05  # this share of the format's error does not count
+_LARGEST_MANTISSA = 1.75  # of E4M3's and E5M2's largest number, to which a tensor's scale maps its largest magnitude
 
 
 def leaning(rounding: Rounding) -> tuple[str, ...]:
@@ -211,7 +207,7 @@ def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
 
 
 def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Return a product whose partial sums over K are stored before they are added; None where K has no two parts.
+    """Return a product whose partial sums over K are stored before they are added; None if K has no two parts.
 
     Args:
         left: ``[..., m, k]``, FP32.
@@ -229,28 +225,28 @@ def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tenso
 
 
 def lost_in_sums(left: Tensor, right: Tensor, kernels: tuple[str, ...], backward: bool) -> Tensor | None:
-    """Compute what a Hopper's FP8 tensor cores leave out of a product.
+    """Compute what a Hopper's FP8 tensor cores lose of a product.
 
-    One instruction shifts its products and the running sum to the largest exponent among them, and cuts what lies
-    below 13 fraction bits there. Terms of both signs lose little by that, terms of one sign more the longer the sum
-    is. A sample of the product tells whether that is of any account; where it is not, the rest is not computed.
+    One instruction shifts its products and the running sum to the largest exponent among them, and truncates what lies
+    below 13 fraction bits there. Terms of both signs lose little by that; terms of one sign lose more the longer the
+    sum is. A sample of the product tells whether the loss matters; if it does not, the rest is not computed.
 
     Args:
         left: ``[m, k]``, dequantized, FP32.
         right: ``[k, n]``, dequantized, FP32.
-        kernels: names of what they do.
+        kernels: names of what the kernels do.
         backward: whether sums are promoted to FP32 every 128 products, as TE asks for in the backward pass alone
             (``use_split_accumulator``, ``pytorch/module/base.py`` of 2.20.2); with block scales they always are.
 
     Returns:
-        ``[m, n]``, FP32: the exact product minus the one that such kernels compute. None where they keep FP32 sums, or
+        ``[m, n]``, FP32: the exact product minus the one that such kernels compute. None if they keep FP32 sums, or
         lose next to nothing.
     """
     has_blocks = FP8_BLOCK_14_BIT in kernels
     if not (has_blocks or FP8_14_BIT in kernels) or not left.numel() or not right.numel():
         return None
     interval = _PROMOTE_EVERY if has_blocks or backward else left.shape[-1]
-    # Exponents are those of codes; the scales of blocks are powers of two, which move all of them alike.
+    # Exponents are those of codes. The scales of blocks are powers of two, which move all of them alike.
     a, b = (left, right) if has_blocks else (_codes(left), _codes(right))
     some, others = _sample(a), _sample(b.t()).t()
     rounding = _FORMAT_ERROR * (some.square() @ others.square()).sum().sqrt()
@@ -263,12 +259,12 @@ def lost_in_sums(left: Tensor, right: Tensor, kernels: tuple[str, ...], backward
 
 
 def _scale(x: Tensor) -> Tensor:
-    """Return what codes are multiplied by, but for powers of two."""
+    """Return what codes are multiplied by, up to a power of two."""
     return (x.abs().amax() / _LARGEST_MANTISSA).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _codes(x: Tensor) -> Tensor:
-    """Return the FP8 numbers, of few bits, whose multiples the matrix holds; but for a power of two."""
+    """Return the FP8 numbers, of few bits, of which the matrix holds multiples, up to a power of two."""
     return tf32(x / _scale(x))
 
 
@@ -297,5 +293,5 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor) -> Tensor:
-    """Cut to the bits of a sum, toward zero."""
+    """Truncate to the bits of a sum."""
     return (x.view(torch.int32) & -(1 << (24 - _SUM_BITS))).view(torch.float32)

@@ -13,13 +13,13 @@ from parity.numerics.aten import AFFINE, ELEMENTWISE, EMBEDDING, LAYER_NORM, REC
 from parity.numerics.formats import OperandPart, hadamard, is_alike_both_ways, largest
 from parity.numerics.storing import Storing
 
-# What GEMMs have read of their operands in one pass, so that the next to read the same tensor need not cast it again.
+# What GEMMs have read in one pass, so that the next one to read the same tensor need not cast it again.
 #
 # A linear layer's input and weight are read in the forward pass and again in the backward pass, the gradient of its
 # output by two GEMMs of the backward pass, and the input of a query's projection by those of key and value.
 
 
-# Casts a matrix, where a GEMM sums over this dimension of it.
+# Casts a matrix for a GEMM that sums over this dimension of it.
 Cast = Callable[[Tensor, int], Tensor]
 
 
@@ -27,27 +27,27 @@ class OperandsRead:
     """Cast operands by the tensor that they were cast from. Each is kept, and its source with it."""
 
     def __init__(self) -> None:
-        # A source that lives keeps its address to itself.
+        # As long as a source lives, nothing else gets its address.
         self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._latest: tuple[object, ...] | None = None
 
     @property
     def held(self) -> int:
-        """Bytes that the casts take, beside what they were cast from."""
+        """Bytes that the casts take beyond what they were cast from."""
         return sum(read.nbytes for base, read in self._kept.values() if read.data_ptr() != base.data_ptr())
 
     def read(
         self, matrix: Tensor, version: int, dim: int, cast: Cast, is_cast_along_dim: bool, will_be_read_later: bool
     ) -> Tensor:
-        """The matrix as a GEMM reads it.
+        """Return the matrix as a GEMM reads it.
 
         Args:
             matrix: FP32 ``[rows, columns]``, with any strides: a transposed view is known by its base.
-            version: of the tensor, which counts what was written to it; views made below autograd have none of it.
-            dim: that the GEMM sums over.
+            version: the tensor's version, which counts writes to it; views made below autograd have none of their own.
+            dim: the dimension that the GEMM sums over.
             cast: the same for all who read this tensor.
             is_cast_along_dim: whether the values depend on the dimension.
-            will_be_read_later: or else only by the next GEMM, if at all.
+            will_be_read_later: whether later GEMMs read it; else the next one does, if any.
         """
         is_transposed = matrix.stride(0) < matrix.stride(1)
         base = matrix.t() if is_transposed else matrix
@@ -69,7 +69,7 @@ class OperandsRead:
             self._latest = None
 
 
-# Which tensors of a pass are a norm's: its reciprocal root, and its result before and after weight and bias.
+# The tensors of a pass that belong to norms: reciprocal roots, and results before and after weight and bias.
 
 
 class NormsSeen:
@@ -80,7 +80,9 @@ class NormsSeen:
         self._normalized: dict[int, Tensor] = {}
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Whether the result is a reciprocal root, is scaled by one, or is a norm's with its weight or bias applied."""
+        """Take note if the result is a reciprocal root, is scaled by one, or is a norm's with its
+        weight or bias applied.
+        """
         if func is RECIPROCAL_ROOT:
             self._roots[address(result)] = result
         elif func is LAYER_NORM:
@@ -92,7 +94,9 @@ class NormsSeen:
                 self._normalized[address(result)] = result
 
     def see_gradient(self, args: tuple[Any, ...], result: Any) -> None:
-        """Of a step in the backward pass: what has a number for each root is a root's gradient, and steps read it."""
+        """Take note of a backward step that makes a number for each root: it is a root's gradient, and
+        steps read it.
+        """
         numbers = {self._roots[place].numel() for place in addresses(args) & self._roots.keys()}
         if isinstance(result, Tensor) and result.numel() in numbers:
             self._roots[address(result)] = result
@@ -102,20 +106,22 @@ class NormsSeen:
         return address(x) in self._normalized
 
     def is_step(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a call with these arguments is a step of a norm, which no port of TE computes by itself."""
+        """Return whether a call with these arguments is a step of a norm; no port computes these itself
+        if it uses TE's norms.
+        """
         return bool(addresses(args) & self._roots.keys())
 
 
-# What the GEMMs of linear layers read of their operands: weights, inputs and gradients in the precision's formats.
+# What the GEMMs of linear layers read: weights, inputs and gradients in the precision's formats.
 
 
 class LinearOperands:
     """The linear layers of one pass.
 
     Args:
-        storing: of the pass.
-        phase: of the pass.
-        norms: that the pass has seen.
+        storing: how the pass stores tensors.
+        phase: the pass's phase.
+        norms: the norms that the pass has seen.
         weights: the model's parameters.
         scaled_together, plain, weights_read: as for ``rounded``.
     """
@@ -137,13 +143,13 @@ class LinearOperands:
         self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
         self._plain = {address(weight) for weight in plain}
         self._read_plainly: dict[int, set[int]] = defaultdict(set)  # by inputs' address: plain layers' output channels
-        self._gradient: tuple[Tensor, bool] | None = None  # multiplied by a weight last, and whether a plain layer's
+        self._gradient: tuple[Tensor, bool] | None = None  # last multiplied by a weight, and whether by a plain layer's
         self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
         self._read, self._weights_read = OperandsRead(), weights_read
         self.is_plain = False  # of the product whose operands were read last
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """The two as the GEMM reads them; it sums over left's last and right's last but one dimension."""
+        """Return the two as the GEMM reads them; it sums over left's last dimension and right's last but one."""
         self.is_plain = bool(self._plain) and self._are_plain(left, right)
         if self.is_plain:
             return self._storing.operand(left, self._part(left)), self._storing.operand(right, self._part(right))
@@ -152,7 +158,9 @@ class LinearOperands:
         return self._operand(left, 1, is_rotated), self._operand(right, 0, is_rotated)
 
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a batch of GEMMs is one linear layer of each expert, whose weights are one ``[experts, ...]``."""
+        """Return whether a batch of GEMMs is one linear layer for each expert, with weights in one
+        ``[experts, ...]``.
+        """
         operands = {address(left), address(right)}
         if any(self._stacks.get(at) == len(left) for at in operands):
             if not self._phase.backward:
@@ -170,7 +178,7 @@ class LinearOperands:
             self._read_plainly[address(left)].add(right.shape[-1])
         elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
             return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and by the input next
-        # Other layers may read the same inputs: a gradient of as many channels is that of the plain layer's result.
+        # Other layers may read the same inputs: a gradient with as many channels is that of the plain layer's result.
         return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
 
     def _operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
@@ -179,7 +187,9 @@ class LinearOperands:
         return torch.stack([self._matrix_operand(matrix, x, dim, is_rotated) for matrix in x])
 
     def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_rotated: bool) -> Tensor:
-        """A matrix of the whole tensor as a GEMM reads it; each expert's is a tensor of its own."""
+        """Return a matrix of the whole tensor as a GEMM reads it; each expert's matrix counts as a
+        tensor of its own.
+        """
         part = self._part(whole)
         to_format = self._storing.rounding.operand_format(part)
 
@@ -222,17 +232,17 @@ class LinearOperands:
 
 
 def is_matrix(operand: Tensor) -> bool:
-    """Attention multiplies in batches; a linear layer has one weight, also where einsum makes it a batch of 1."""
+    """Return whether an operand is one matrix, also if einsum makes it a batch of 1; attention multiplies batches."""
     return operand.dim() == 2 or operand.shape[0] == 1
 
 
-# Which tensors of a forward pass are made of weights alone, and which are activations.
+# Which tensors of a forward pass are computed from weights alone, and which are activations.
 
 
 class Lineage:
     """Tells products of two activations, such as similarities of embeddings, from linear layers.
 
-    A linear layer's weight may be computed: joined of several, scaled, or a sum with the product of two small ones.
+    A linear layer's weight may be computed: joined of several, scaled, or a sum with the product of two small matrices.
 
     Args:
         weights: the model's parameters.
@@ -240,17 +250,17 @@ class Lineage:
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._of_weights = {address(weight): weight for weight in weights}  # kept: no address is given out again
-        # By address: what was multiplied by weights, and the sizes of these. A module that takes a step of training in
-        # its forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
+        # By address: what was multiplied by weights, and the sizes of these weights. A module that takes a step of
+        # training in its forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
         self._read: dict[int, tuple[Tensor, set[frozenset[int]]]] = {}
         self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Take note of a call of the forward pass: what is computed of weights and constants alone is a weight.
+        """Take note of a call of the forward pass: what is computed from weights and constants alone is a weight.
 
         So is what adds anything to a matrix of weights, as a step of an optimizer does.
         """
-        if func is EMBEDDING or not self._of_weights:  # the inputs choose an embedding's rows
+        if func is EMBEDDING or not self._of_weights:  # an embedding's rows depend on the inputs
             return
         operands = list(_floating(args))
         weights = [x for x in operands if address(x) in self._of_weights]
@@ -263,11 +273,13 @@ class Lineage:
             self._of_weights.update((address(x), x) for x in results)
 
     def is_weight(self, x: Tensor) -> bool:
-        """Return whether it was computed of weights."""
+        """Return whether the tensor was computed from weights."""
         return address(x) in self._of_weights
 
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a product of the forward pass has no weight, nor is the gradient of one; it is remembered."""
+        """Return whether a product of the forward pass has no weight and is not the gradient of one;
+        remember it if so.
+        """
         for operand, other in ((left, right), (right, left)):
             if address(operand) in self._of_weights:
                 self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_shape(operand)))

@@ -1,7 +1,7 @@
 """Round what a port leaves to PyTorch: the functions that it calls outside of TransformerEngine.
 
-What TE fuses, it computes in FP32 between what it stores. A port's own lines are no such kernel: each function rounds
-what it returns, and some round inside. The rounding model is told which they are before a port fails.
+TE's fused kernels compute in FP32 between what they store. A port's own lines are not fused: each function rounds what
+it returns, and some round inside. The rounding model is told which functions these are before a port fails.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from parity.numerics.freedom import Freedom
 from parity.numerics.storing import Storing
 from parity.trace.whose import Owner, module_of, whose
 
-# PyTorch's own kernels that a port calls too, since TransformerEngine has none for what they compute.
+# PyTorch's own kernels, which a port calls for what TransformerEngine has no kernel for.
 #
-# Convolutions, batch and group norms, pooling, embeddings. A port holds their operands in the precision's dtype and
-# stores their results in it. What happens inside is PyTorch's business: on a CPU some sum in that dtype (an embedding's
-# gradient), or keep statistics in it (a batch norm), so there they are run in it. CUDA's accumulate in FP32.
+# These are convolutions, batch and group norms, pooling, embeddings. A port holds their operands in the precision's
+# dtype and stores their results in it. What happens inside is up to PyTorch: on a CPU, some sum in that dtype (an
+# embedding's gradient) or keep statistics in it (a batch norm), so there they run in it. CUDA's accumulate in FP32.
 
 
 _aten = torch.ops.aten
@@ -56,7 +56,9 @@ PLAIN_KERNELS = frozenset(
 
 
 def as_in(dtype: torch.dtype, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a kernel of FP32 tensors returns where a port holds them in ``dtype``; FP32 again, and not yet stored."""
+    """Return what a kernel of FP32 tensors returns if a port holds them in ``dtype``: in FP32 again,
+    and not yet stored.
+    """
     on_cpu = all(x.device.type == "cpu" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     if not on_cpu or dtype is torch.float32:
         return kernel(*args, **kwargs)
@@ -71,18 +73,19 @@ def as_in(dtype: torch.dtype, kernel: Any, args: tuple[Any, ...], kwargs: dict[s
         return kernel(*args, **kwargs)
 
 
-# Biases that a port adds by itself, as where TE hands them out (``return_bias``): the product is stored before.
+# Biases that a port adds by itself, for example because TE hands them out (``return_bias``): the
+# product is stored first.
 
 
 ADDED_BIAS = "bias"
-"""Stands among the names of functions that a port calls for a bias that it adds to a layer's result."""
+"""Among the names of functions that a port calls, this stands for a bias that it adds to a layer's result."""
 
 ADDED_TO_SUM = "bias of a sum"
-"""What a bias is called that a port adds after the residual connection, to ``x + layer(x)``."""
+"""The same for a bias that it adds after the residual connection, to ``x + layer(x)``."""
 
 
 def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:
-    """Return which of the above a call of an ATen function is; empty if none."""
+    """Return which of the two a call of an ATen function is; empty if it is neither."""
     if name not in ("add", "add_") or not all(isinstance(x, Tensor) for x in operands[:2]):
         return set()
     some, other = sorted(operands[:2], key=lambda x: x.dim())
@@ -93,11 +96,11 @@ def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:
 
 
 class BiasesByHand:
-    """The linear layers of a pass, as a port rounds them that adds their biases by itself.
+    """The linear layers of a pass, rounded as by a port that adds their biases itself.
 
     Args:
         storing: how the pass stores tensors.
-        freedom: whose ``plain`` says whether the port does.
+        freedom: its ``plain`` says whether the port does so.
     """
 
     def __init__(self, storing: Storing, freedom: Freedom) -> None:
@@ -115,7 +118,7 @@ class BiasesByHand:
         return result
 
     def in_sum(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """Return the sum of two activations, to which a bias of one of them is added last; None where none has one."""
+        """Return the sum of two activations, with the bias of one of them added last; None if neither has one."""
         for one, other in ((left, right), (right, left)):
             parts = self._parts.get(address(one))
             if parts is not None and parts[0].numel() == one.numel():
@@ -124,28 +127,25 @@ class BiasesByHand:
         return None
 
 
-# Which of PyTorch's functions a port calls outside of TransformerEngine, in the precision's dtype.
-#
-# What TE fuses, it computes in FP32 between what it stores. A port's own lines are no such kernel: each function rounds
-# what it returns, and some round inside. The rounding model is told which they are before a port fails.
+# Which of PyTorch's functions does a port call outside TransformerEngine, in the precision's dtype?
 
 
-# What calls a port: no line around PyTorch's calls, as of a Sequential, is the port's as well.
+# Code that calls a port, such as Sequential's: a line of it around PyTorch's calls does not count as the port's.
 _CALLS_PORTS = "parity.passes.one_pass"
 # TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
 _UNFUSED_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 
-# Copies round nothing by themselves; attention's softmax has a freedom of its own.
+# Copies round nothing by themselves; attention's softmax has its own freedom.
 _LEFT_OUT = frozenset({"copy_", "clone", "detach", "_softmax", "_safe_softmax"})
 
 
 @contextmanager
 def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
-    """Within the context, names of ATen functions are added that code of neither TE nor parity calls on activations;
-    and those that TE's unfused attention calls.
+    """Within the context, collect the names of ATen functions that code of neither TE nor parity calls on activations,
+    and of those that TE's unfused attention calls.
 
     Args:
-        dtype: of the activations that count.
+        dtype: the dtype of the activations that count.
     """
     recorder = _Recorder(dtype)
     with recorder:
@@ -172,13 +172,13 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_of_activations(self, func: Any, args: Any) -> bool:
-        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # of weights, by a step of training
+        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # a training step
             return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
         return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Return whether the nearest code around PyTorch's is neither TE's nor ours, or is as a user's."""
+    """Return whether the nearest code around PyTorch's is neither TE's nor parity's, or counts as a user's."""
     while frame is not None and (owner := whose(frame)) in (Owner.TORCH, Owner.PYTHON):
         frame = frame.f_back
     if frame is None:
@@ -188,22 +188,22 @@ def _is_users(frame: FrameType | None) -> bool:
 
 # What a port's own casts between the precision's dtype and FP32 round.
 #
-# Plain lines often compute in FP32: ``x.float()`` hands back a gradient that is rounded to x's dtype, and
-# ``.type_as(x)`` hands on a rounded value. Numbers that are all alike there, such as a cross-entropy's gradients at the
-# labels, are all rounded the same way, and everything behind leans by that. The model runs the reference in FP32, where
-# these calls do nothing: so they are watched, and what a port holds in FP32 (*wide*) is told from what it holds in the
-# dtype.
+# Plain lines often compute in FP32: ``x.float()`` passes back a gradient that is rounded to x's dtype,
+# and ``.type_as(x)`` passes on a rounded value. Numbers that are all alike there, such as a
+# cross-entropy's gradients at the labels, are all rounded the same way, and everything behind them
+# leans by that. The model runs the reference in FP32, where these calls do nothing. So they are
+# watched, to tell what a port holds in FP32 (*wide*) from what it holds in the dtype.
 
 
 CAST = "_to_copy"
-"""ATen's name of a cast, among the functions that a port calls."""
+"""ATen's name for a cast, among the functions that a port calls."""
 
 _CASTS = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float)
 _WIDE = "_parity_is_wide"
 
 
 class Casts(TorchFunctionMode):
-    """Within the context, casts of activations in an FP32 module round as in one of a 16-bit dtype.
+    """Within the context, casts of activations in an FP32 module round as in a module of a 16-bit dtype.
 
     Args:
         store: rounds to the dtype.
@@ -261,7 +261,7 @@ def _becomes_wide(func: Any, x: Tensor, asked: tuple[Any, ...]) -> bool:
 
 
 class _Narrowed(torch.autograd.Function):
-    """Rounds a value, and hands its gradient back as it is."""
+    """Rounds a value, and passes its gradient back as it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
@@ -273,7 +273,7 @@ class _Narrowed(torch.autograd.Function):
 
 
 class _Widened(torch.autograd.Function):
-    """Hands a value on as it is, and rounds its gradient."""
+    """Passes a value on as it is, and rounds its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
@@ -286,7 +286,7 @@ class _Widened(torch.autograd.Function):
 
 
 def _is_of_activation(x: Any) -> bool:
-    """Return whether the model has it in FP32 and it has a gradient, which tables of angles and masks have not."""
+    """Return whether the model holds it in FP32 and it has a gradient, unlike tables of angles and masks."""
     return isinstance(x, Tensor) and x.dtype is torch.float32 and x.requires_grad
 
 
@@ -295,19 +295,18 @@ def _is_wide(x: Any) -> bool:
 
 
 def _marked(x: Any) -> Any:
-    """Return the value; a tensor in FP32 is wide from now on."""
+    """Return the value; a tensor in FP32 is marked as wide from now on."""
     if isinstance(x, Tensor) and x.dtype is torch.float32:
         setattr(x, _WIDE, True)
     return x
 
 
-# Convolutions whose patches lie side by side: ports compute them as linear layers.
-#
-# The embedding of ViT's patches, and every convolution of one pixel.
+# Convolutions whose patches lie side by side, such as ViT's patch embedding and every convolution of one pixel: ports
+# compute them as linear layers.
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A linear layer's product, ``[rows, in]`` by ``[in, out]``, plus a bias ``[out]`` or None, as it is rounded."""
+"""Computes a linear layer's rounded product of ``[rows, in]`` and ``[in, out]``, plus a bias ``[out]`` or None."""
 
 
 def are_patches(
@@ -323,7 +322,7 @@ def are_patches(
 
     Args:
         weight: ``[out, channels, *kernel]``.
-        stride: as are the others, as ``aten.convolution`` takes it.
+        stride: this one and the others are as ``aten.convolution`` takes them.
         padding: see ``stride``.
         dilation: see ``stride``.
         transposed: see ``stride``.
@@ -352,7 +351,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, patches: Tensor, mul
 def backward(
     gradient: Tensor, x: Tensor, weight: Tensor, patches: Tensor, wanted: Sequence[bool], multiply: Multiply
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of ``x``, ``weight`` and a bias, each None where it is not wanted; arguments as ``forward``'s."""
+    """Return the gradients of ``x``, ``weight`` and a bias, each None if it is not wanted; arguments as
+    for ``forward``.
+    """
     rows = gradient.movedim(1, -1).reshape(-1, gradient.shape[1])
     return (
         from_rows(multiply(rows, weight.flatten(1), None), x.shape, weight.shape[2:]) if wanted[0] else None,
@@ -362,7 +363,9 @@ def backward(
 
 
 def rows_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
-    """``[batch, channels, *spatial]`` as ``[batch * patches, channels * kernel]``; what no patch holds is left out."""
+    """Lay ``[batch, channels, *spatial]`` out as ``[batch * patches, channels * kernel]``, without what
+    no patch holds.
+    """
     counts = [size // width for size, width in zip(x.shape[2:], kernel, strict=True)]
     for dim, (count, width) in enumerate(zip(counts, kernel, strict=True)):
         x = x.narrow(2 + dim, 0, count * width)
@@ -373,7 +376,7 @@ def rows_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
-    """Return the reverse: zeros where no patch was."""
+    """Return the reverse of ``rows_of``, with zeros where no patch was."""
     batch, channels, *spatial = shape
     counts = [size // width for size, width in zip(spatial, kernel, strict=True)]
     rank = len(kernel)
@@ -392,10 +395,10 @@ def _of_all(values: Sequence[int], rank: int) -> tuple[int, ...]:
     return tuple(values) * rank if len(values) == 1 else tuple(values)
 
 
-# LSTMs by their steps: on a CPU PyTorch has one kernel for all of a layer in FP32, and none in FP16.
+# LSTMs step by step: on a CPU, PyTorch has one kernel for a whole layer in FP32, and none in FP16.
 #
-# The kernel (``mkldnn_rnn_layer``) shows nothing of what it computes, so the rounding model could put no rounding in.
-# By its steps an LSTM is products, sums, sigmoids and tangents like a GRU, which each dtype computes so.
+# The kernel (``mkldnn_rnn_layer``) does not show what it computes, so the rounding model could not round inside. Step
+# by step an LSTM is products, sums, sigmoids and tangents; a GRU always is, in every dtype.
 
 
 _MKLDNN: Any = torch.backends.mkldnn
@@ -403,9 +406,9 @@ _MKLDNN: Any = torch.backends.mkldnn
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Within the context ``nn.LSTM`` calls no kernel of a whole layer on a CPU.
+    """Within the context, ``nn.LSTM`` calls no kernel for a whole layer on a CPU.
 
-    By hooks, which run wherever the module does: also where a checkpoint runs it again, without any mode.
+    It uses hooks, which run wherever the module does, also where a checkpoint runs it again without any mode.
     """
     before: list[bool] = []  # of the LSTMs that are running
 

@@ -1,4 +1,6 @@
-"""What a kernel of attention rounds, in a reference that writes attention out: batches of GEMMs around a softmax."""
+"""Run a reference with the roundings of a faithful port put in: those of linear layers, of attention,
+and of what is stored.
+"""
 
 from __future__ import annotations
 
@@ -62,20 +64,20 @@ from parity.numerics.storing import StepsRounded, Stored, Storing, written
 
 
 class Attention:
-    """The attention of one pass.
+    """The attention of one pass: batches of GEMMs around a softmax, in a reference that writes attention out.
 
     Args:
-        storing: of the pass.
-        phase: of the pass.
+        storing: how the pass stores tensors.
+        phase: the pass's phase.
     """
 
     def __init__(self, storing: Storing, phase: Phase) -> None:
         self._storing, self._phase = storing, phase
-        # By address; kept so that no address is given out again.
-        # What scores become, and the softmax that it comes from.
+        # By address; the tensors are kept, so that no address is given out again.
+        # What probabilities become, and the softmax that they come from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
         self._scores: dict[int, Tensor] = {}  # until the softmax
-        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # likewise: what they become, they, their bias
+        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # likewise: biased scores, the scores, the bias
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
 
@@ -98,7 +100,7 @@ class Attention:
         )
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Whether the result is a softmax along keys, or made of one's numbers, each in its place."""
+        """Take note if the result is a softmax along keys, scores, or the same numbers of either, each in its place."""
         if func in SOFTMAX and _is_along_last(result, func, args):
             self._probabilities[address(result)] = result, result
             self._scores.clear()
@@ -109,13 +111,13 @@ class Attention:
             if addresses(args) & self._scores.keys():
                 self._scores[address(result)] = result
         elif func is SLICE_BACKWARD and address(args[0]) in self._output_gradients:
-            # Attention to a sink drops its column behind the softmax, so the gradient has a column of zeros there.
+            # Attention with a sink drops its column after the softmax, so the gradient has a column of zeros there.
             _, output_gradient = self._output_gradients[address(args[0])]
             self._output_gradients[address(result)] = result, output_gradient
 
     def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
-        """Return a sum, whose second term a port has stored if it is a bias of scores: one of weights or inputs, not a
-        mask.
+        """Return a sum. A port has stored its second term if that is a bias of scores (of weights or
+        inputs, not a mask).
 
         A kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum. Unless
         the kernel keeps scores, this is said of terms alone that are stretched: products that are no scores may be
@@ -136,14 +138,14 @@ class Attention:
         return result
 
     def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """The two as the GEMM reads them."""
+        """Return the two operands as the GEMM reads them."""
         if not self._phase.backward and address(left) in self._probabilities:
             _, softmax = self._probabilities[address(left)]
             return self._store_probabilities(left, softmax), self._storing.operand(right, "attention")
         return self._storing.operand(left, "attention"), self._storing.operand(right, "attention")
 
     def result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:
-        """The result as it is stored, if it is: scores and their gradients may stay in a kernel."""
+        """Return the result as it is stored; scores and their gradients may stay inside a kernel, unrounded."""
         probabilities = {address(left), address(right)} & self._probabilities.keys()
         if probabilities:
             result = self._storing.store(result)
@@ -158,10 +160,11 @@ class Attention:
         return scores
 
     def softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
-        """Softmax's gradient as flash attention has it: the mean gradient of a row from attention's stored output.
+        """Return softmax's gradient as flash attention computes it: the mean gradient of a row from
+        attention's stored output.
 
-        ``P * (dP - sum(dO * O))``, where ``sum(dO * O)`` equals ``sum(dP * P)`` but for the rounding of O (Dao et al.,
-        FlashAttention, arXiv 2205.14135, appendix B.2, equation 4). None for a softmax that is none of attention's.
+        ``P * (dP - sum(dO * O))``, where ``sum(dO * O)`` equals ``sum(dP * P)`` apart from the rounding of O (Dao et
+        al., FlashAttention, arXiv 2205.14135, appendix B.2, equation 4). None for a softmax that is not attention's.
         """
         context = self._contexts.get(address(probabilities))
         _, output_gradient = self._output_gradients.get(address(gradient), (None, None))
@@ -173,9 +176,10 @@ class Attention:
         return result
 
     def _store_probabilities(self, probabilities: Tensor, softmax: Tensor | None = None) -> Tensor:
-        """As the forward pass stores them: a flash kernel before it divides them by their sum.
+        """Round probabilities as the forward pass stores them: a flash kernel does so before it divides
+        them by their sum.
 
-        ``softmax`` has more columns where a sink took part: it may be the largest of its row.
+        ``softmax`` has more columns if a sink took part, which may be the largest of its row.
         """
         if self._storing.freedom.stores_scores or not probabilities.numel():
             return self._storing.operand(probabilities, "attention")
@@ -208,14 +212,14 @@ def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
 # * the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
 #   attention in it under every recipe, and has no kernel for the others;
 # * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
-# * what kernels of PyTorch's own return that TE has none for (``parity.numerics.plain``), and what a port's own
-#   casts round (``parity.numerics.plain``);
+# * what PyTorch's own kernels return if TE has none for the same, and what a port's own casts round
+#   (``parity.numerics.plain``);
 # * what steps of an optimizer write in place, as the port's optimizers do (``parity.numerics.freedom``).
 #
 # Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
 #
-# Each rounding belongs to one of ``parity.numerics.formats.PARTS``, and a model may be told to make those of some parts
-# alone. With none, what is left is FP32 arithmetic: its sums, and what lies between GEMMs.
+# Each rounding belongs to one of ``parity.numerics.formats.PARTS``, and a model may be told to make only those of some
+# parts. With none, only FP32 arithmetic is left: its sums, and what is computed between GEMMs.
 
 
 @contextmanager
@@ -234,18 +238,18 @@ def rounded(
 
     Args:
         rounding: what is rounded.
-        weights: the model's parameters; where it is None, each product of matrices is taken for a linear layer's.
+        weights: the model's parameters; if it is None, each product of matrices counts as a linear layer's.
         freedom: the choices of the kernel that is modelled.
-        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: a scale of the
-            whole tensor is that of all of them.
-        plain: weights whose linear layers are no modules of TE's: their GEMMs read all operands as they are stored.
+        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: they share the
+            scale of a whole tensor.
+        plain: weights whose linear layers are not TE's modules: their GEMMs read all operands as they are stored.
         kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
         weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
         choices: takes note of the largest of many numbers, and chooses as a port did; None for neither.
         stored: what need not be rounded when it is stored; what this pass rounds is added.
 
     Yields:
-        The phase, to be told where the backward pass begins.
+        The phase, which must be told when the backward pass begins.
     """
     storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
     mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices)
@@ -289,7 +293,7 @@ class _RoundingMode(TorchDispatchMode):
 
     @property
     def attention(self) -> Arithmetic:
-        """What this mode rounds in attention, for attention that runs in blocks, whose parts it must not see."""
+        """What this mode rounds in attention that runs in blocks, whose steps the mode must not see."""
         return self._attention.arithmetic(alone=self._while_suspended)
 
     @property
@@ -307,7 +311,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended or func.is_view:  # what is known of a tensor is known of all that lies in its memory
+        if self._suspended or func.is_view:  # what is known about a tensor is known about its memory, so about views
             return func(*args, **kwargs)
         if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
             result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
@@ -326,7 +330,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._beside_kinks(self._kinks, func, args, kwargs)
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return the call, with the values moved that decide on which side of a kink they are."""
+        """Return the arguments of the call, with the values moved that decide on which side of a kink they are."""
         if self.phase.backward or any(_requires_grad(x) for x in args):
             args = kinks.moved(func, args)
             chosen = None if kwargs else kinks.chosen(func, args)
@@ -361,7 +365,7 @@ class _RoundingMode(TorchDispatchMode):
                 return self._stored_in_place(func, args, kwargs)
             in_fp32 = self._is_step_in_fp32(args)
             result = as_in(torch.float32 if in_fp32 else self._storing.rounding.storage, func, args, kwargs)
-            if in_fp32 and self.phase.differentiates:  # the cube of a root may be beyond FP16
+            if in_fp32 and self.phase.differentiates:  # the cube of a root may be out of FP16's range
                 self._norms.see_gradient(args, result)
                 return result
             self._norms.see(func, args, result)
@@ -382,7 +386,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._attention.result(result, left, right, operands[0])
 
     def _in_between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return what lies between two GEMMs."""
+        """Return the result of a call between two GEMMs."""
         result = func(*args, **kwargs)
         if self._freedom.stores_pointwise and func in NORMS:
             result = self._storing.store(result[0]), *result[1:]
@@ -395,7 +399,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _stored_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return a call that rounds what it returns and what it writes to."""
+        """Make a call that writes to its arguments, and round what it returns and writes."""
         result = func(*args, **kwargs)
         targets = list(written(func, args, kwargs))
         for x in targets:
@@ -411,7 +415,7 @@ class _RoundingMode(TorchDispatchMode):
         return any(isinstance(x, Tensor) and self._lineage.is_weight(x) for x in args[:1])
 
     def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Return what a convolution returns that TE computes as a linear layer; None for any other call."""
+        """Return the result of a convolution that TE computes as a linear layer; None for any other call."""
         if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
             x, weight, bias = args[:3]
             patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
@@ -422,7 +426,7 @@ class _RoundingMode(TorchDispatchMode):
         return None
 
     def _is_of_te(self, weight: Tensor) -> bool:
-        """Return whether one of TE's modules holds a weight, or what it is computed of."""
+        """Return whether one of TE's modules holds a weight, or what it is computed from."""
         if self._lineage is None or self._plain_lineage.is_weight(weight):
             return False
         return self._lineage.is_weight(weight)
@@ -433,7 +437,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
 
     def _is_plain(self, func: Any) -> bool:
-        """Return whether a port calls the function by itself, or another whose gradient it gives."""
+        """Return whether a port calls the function by itself, or the one that it is the gradient of."""
         if not self._freedom.plain or func in SOFTMAX:
             return False
         name = func.overloadpacket.__name__
@@ -442,17 +446,19 @@ class _RoundingMode(TorchDispatchMode):
         return name != CAST and name.removesuffix("_backward") in self._freedom.plain
 
     def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
-        """Whether it is a step of a norm that a port computes in FP32, as most do: it has no root of the dtype's."""
+        """Return whether it is a step of a norm that a port computes in FP32, as most do: no root of it
+        is in the dtype.
+        """
         return "rsqrt" not in self._freedom.plain and self._norms.is_step(args)
 
     def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an unfused step stores its result; the angles of RoPE are no faithful port's to round."""
+        """Return whether an unfused step stores its result; no faithful port rounds the angles of RoPE."""
         if func in TABLES:
             return True
         if (func not in POINTWISE and func not in REDUCTIONS) or self._norms.is_step(args):
             return False
         if func in REDUCTIONS and not _keeps_channels(*args[:2]):
-            return False  # statistics of a norm, likewise
+            return False  # nor the statistics of a norm
         return self.phase.differentiates or any(_requires_grad(x) for x in args)
 
     def _product(
@@ -465,7 +471,9 @@ class _RoundingMode(TorchDispatchMode):
         kwargs: Any,
         is_linear: bool,
     ) -> Tensor:
-        """The GEMM, in as many parts along the summed dimension as the kernel takes; ``before`` is added once."""
+        """Return the GEMM, in as many parts along the summed dimension as the kernel takes; ``before``
+        is added once.
+        """
         lefts = left.tensor_split(self._freedom.splits_of_k, -1)
         rights = right.tensor_split(self._freedom.splits_of_k, -2)
         result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
@@ -477,7 +485,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._as_kernels_sum(result, left, right, alpha, is_linear)
 
     def _as_kernels_sum(self, result: Tensor, left: Tensor, right: Tensor, alpha: float, is_linear: bool) -> Tensor:
-        """Change a product, summed in FP32, into what kernels make of it whose sums have fewer bits."""
+        """Change a product, summed in FP32, into what kernels compute whose sums have fewer bits."""
         kernels = self._freedom.kernels
         if not kernels:
             return result
@@ -494,14 +502,16 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _has_weights(self, left: Tensor, right: Tensor) -> bool:
-        """Whether a batch of products has a table of weights, as of relative positions: none that attention keeps."""
+        """Return whether a batch of products has a table of weights, such as relative positions, which
+        attention does not keep.
+        """
         if self._lineage is None or self.phase.backward:
             return False
         return self._lineage.is_weight(left) or self._lineage.is_weight(right)
 
     def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a product of two matrices has no weight, as similarities of embeddings and attention of one
-        head.
+        """Return whether a product of two matrices has no weight, as in similarities of embeddings and
+        attention with one head.
 
         It is no linear layer: TE has no kernel for it but attention.
         """
@@ -521,7 +531,7 @@ def _requires_grad(x: Any) -> bool:
 
 
 def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
-    """Return whether tokens are summed; heads, which share keys, are not."""
+    """Return whether only tokens are summed; heads that share keys are summed otherwise."""
     return x.dim() < 4 and dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
 
 

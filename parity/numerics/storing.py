@@ -17,17 +17,18 @@ from torch.utils._pytree import tree_leaves
 from parity.numerics.formats import Format, Part, Rounding, largest, spacing
 from parity.numerics.freedom import JITTER, Freedom, Steps, stepped_by
 
-# Which tensors of a pass hold numbers of the storage dtype already, since they are what a rounding returned.
+# Which tensors of a pass already hold numbers of the storage dtype, since a rounding returned them.
 
 
 class Stored:
     """Tensors that were rounded, as long as they live and nothing is written to them.
 
-    Views count as well, but for those made below autograd, as in a dispatch mode, which do not tell what is written.
+    Views count as well, except those made below autograd, as in a dispatch mode: they do not tell what
+    is written to them.
     """
 
     def __init__(self) -> None:
-        # By the storage's address, which another tensor may be given once this one is gone.
+        # By the storage's address, which another tensor may get once this one is gone.
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add(self, x: Tensor) -> None:
@@ -45,7 +46,7 @@ class Stored:
 
 
 def _is_watched(x: Tensor) -> bool:
-    """Return whether somebody counts what is written to its memory, if it has one of its own at all."""
+    """Return whether writes to its memory are counted, if it has memory of its own at all."""
     return x.layout is torch.strided and not x.is_inference()
 
 
@@ -53,7 +54,7 @@ def _is_watched(x: Tensor) -> bool:
 
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
-_HALF = 0.4999  # a little less, so that FP32 sums of it and a number that the dtype has stay below the next
+_HALF = 0.4999  # a little less than half, so that FP32 sums of it and a number of the dtype stay below the next one
 
 
 class Storing:
@@ -73,7 +74,7 @@ class Storing:
         self._stored = stored
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
-        """As ``Rounding.store_part``, with what jitter the freedom has; weights are stored already."""
+        """Store as ``Rounding.store_part`` does, with the freedom's noise; weights are stored already."""
         if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
             is_dithered = self.freedom.dithers
             x = self._dithered(x) if is_dithered else self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
@@ -83,7 +84,7 @@ class Storing:
         return rounded
 
     def operand(self, x: Tensor, part: Part) -> Tensor:
-        """As ``store``, of what may have been stored before."""
+        """Store as ``store`` does, unless the tensor is stored already."""
         return x if self.is_stored(x) else self.store(x, part)
 
     def is_stored(self, x: Tensor) -> bool:
@@ -91,25 +92,25 @@ class Storing:
         return self.freedom.jitter is None and x in self._stored
 
     def see_copy(self, sources: Any, copy: Tensor) -> None:
-        """What is copied of nothing but stored tensors is stored as well."""
+        """Take note that a copy of nothing but stored tensors is stored as well."""
         if all(self.is_stored(x) for x in tree_leaves(sources) if isinstance(x, Tensor)):
             self._stored.add(copy)
 
     def jittered_amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude, moved as the value may be that has it."""
+        """Return the largest magnitude, moved as the value that has it may be moved."""
         return self._jittered(largest(x), self._roundoff)
 
     def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
-        """Return an operand with an error of the format's that is independent of other runs', and of twice the
-        variance.
+        """Return an operand with an error of the format that is independent of other runs', and of twice the variance.
 
-        The error is the one that the format makes of a number up to a factor of two smaller, drawn anew for each
-        element, and scaled up again: that of another mantissa, wherever this one happens to lie between the format's
-        numbers. A port may round a multiple of it, as where it scales tokens before a layer and not after.
+        The error is the one that the format makes of the number times a factor between a half and 1,
+        drawn anew for each element, scaled up again. So it is the error of another mantissa, wherever
+        this number happens to lie between the format's. A port may round a multiple of the number, for
+        example if it scales tokens before a layer and not after it.
 
         Args:
             x: FP32, a matrix.
-            to_format: the operand's format, with ``dim`` and ``amax`` as it takes them.
+            to_format: the operand's format, which takes ``dim`` and ``amax``.
         """
         smaller = self._uniform(x).add_(1.0).mul_(-0.5).exp2_()
         scaled = x * smaller
@@ -127,16 +128,16 @@ class Storing:
         return (wide / step).add_(0.5).add_(self._uniform(x).mul_(_HALF)).floor_().mul_(step).to(x.dtype)
 
     def _uniform(self, x: Tensor) -> Tensor:
-        """Between -1 and 1."""
+        """Draw numbers between -1 and 1."""
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
         return torch.rand(x.shape, generator=self._noise, device=x.device).mul_(2.0).sub_(1.0)
 
 
-# Rounds what steps of an optimizer write in one pass of the reference, as a port's do.
+# Round what steps of an optimizer write in one pass of the reference, as a port's optimizer does.
 
 
-# To what TE scales moments and master weights in FP16 (``dtype_to_range_map`` of ``pytorch/optimizers/fused_adam.py``).
+# TE scales moments and master weights in FP16 to this (``dtype_to_range_map`` of ``pytorch/optimizers/fused_adam.py``).
 _LARGEST_FP16 = torch.finfo(torch.float16).max / 2.0
 
 
@@ -144,8 +145,8 @@ class StepsRounded:
     """The steps of one pass.
 
     Args:
-        storing: of the pass.
-        alone: within it the pass rounds nothing else.
+        storing: how the pass stores tensors.
+        alone: makes a context in which the pass rounds nothing else.
     """
 
     def __init__(self, storing: Storing, alone: Callable[[], AbstractContextManager[None]]) -> None:
@@ -161,7 +162,7 @@ class StepsRounded:
 
     @property
     def are_calls(self) -> bool:
-        """Whether outside of an optimizer's steps each write to a weight is one, as of an optimizer by hand."""
+        """Whether each write to a weight outside an optimizer's steps is a step, as of an optimizer by hand."""
         steps = self._storing.freedom.steps
         return steps is not None and steps.weights is self._storing.rounding.storage and not self._inside
 
@@ -182,7 +183,7 @@ class StepsRounded:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer) -> None:
-        """Gradients are held in the dtype of the weights."""
+        """Round the gradients to the dtype of the weights."""
         with self._alone():
             for gradient in (parameter.grad for parameter in stepped_by(optimizer)):
                 if gradient is not None:
@@ -205,7 +206,7 @@ class StepsRounded:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
-    """The tensors of floating-point numbers that a call of an ATen function writes to; counts of steps left out."""
+    """Yield the floating-point tensors that a call of an ATen function writes to, without counts of steps."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -215,6 +216,6 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
 
 
 def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """As it reads after it was held in a dtype; in FP16 with a scale."""
+    """Return ``x`` as it reads after it was held in a dtype; in FP16 with a scale."""
     scale = x.abs().amax() / _LARGEST_FP16 if dtype is torch.float16 else x.new_ones(())
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
