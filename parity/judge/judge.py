@@ -137,9 +137,8 @@ class Drawn:
 
     Attributes:
         count: how many of the models, the last ones, do.
-        of_outputs: whether all outputs are judged by them as well. Gradients always are, since a loss's
-            few numbers scale
-            them all, and so are outputs on which few roundings decide.
+        of_outputs: whether all outputs are judged by them as well. Gradients always are, since a loss's few numbers
+            scale them all, and so are outputs on which few roundings decide.
     """
 
     count: int = 0
@@ -171,8 +170,7 @@ def judge(
         known: directions of subtle mistakes.
         drawn: which of the models round independently.
         leaning: the first model's tensors under each thing that kernels may do in one direction; it is
-            granted along its
-            change.
+            granted along its change.
         by_average: whether no slice is expected to err less than its tensor's average. True if no second look follows,
             since two models may be lucky in a slice that few roundings decide.
     """

@@ -345,8 +345,7 @@ class Statistic:
         name: as in the table above.
         value: as in the table; infinite if the model expects no error where there is one.
         where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles
-            most; empty if it is
-            about the whole tensor.
+            most; empty if it is about the whole tensor.
         coefficient: how much of that mistake's change the error contains.
     """
 

@@ -421,9 +421,8 @@ class Freedom:
             from it, by up to a roundoff, and with the scale where every value of the tensor falls in its format; but
             not a weight's scale, which every port holds exactly. None for no noise.
         dithers: whether the noise is as large as a rounding's error instead: a number between two of the dtype becomes
-            the upper one with a probability that grows with its nearness, and a number of the dtype
-            stays. Runs with other
-            seeds then round independently, with twice the variance of rounding to nearest (a sixth of a spacing's
+            the upper one with a probability that grows with its nearness, and a number of the dtype stays. Runs with
+            other seeds then round independently, with twice the variance of rounding to nearest (a sixth of a spacing's
             square on average, for a twelfth). If the dtype is FP32, it is noise of a roundoff. What a linear layer's
             GEMMs read of inputs and gradients gets errors of the format that are drawn likewise; weights are the same
             in every port.

@@ -1,1 +1,1 @@
-"""Runs golden, the rounding model and the candidate over the same numbers."""
+"""Run golden, the rounding model and the candidate over the same numbers."""

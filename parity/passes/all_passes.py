@@ -39,19 +39,19 @@ from parity.trace.effects import attributes_of, changed_attributes
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
 
-# Inputs of a jittered pass in FP32, with the noise that anything has which is stored there.
+# Inputs of a jittered pass in FP32, with the noise of anything that is stored in FP32.
 #
-# A norm of the inputs rounds their mean and its root to FP32 before it stores anything, and in another order of sums
-# they are others; where the mean outweighs what varies, one such rounding decides a whole row.
+# A norm of the inputs rounds their mean and its root to FP32 before it stores anything, and another order of sums
+# changes both. If the mean outweighs what varies, one such rounding decides a whole row.
 
 
 _STEP = torch.finfo(torch.float32).eps
 
 
 def jittered(inputs: Any, rounding: Rounding, freedom: Freedom) -> Any:
-    """Inputs, or cotangents, in FP32 with noise of up to two roundoffs; as they are in a pass that has none.
+    """Return inputs, or cotangents, in FP32 with noise of up to two roundoffs; unchanged in a pass without jitter.
 
-    Whole numbers stay, since floating-point flags and positions are compared with such.
+    Whole numbers stay, since floating-point flags and positions are compared with them.
     """
     if freedom.jitter is None or rounding.storage is not torch.float32:
         return inputs
@@ -77,13 +77,13 @@ Tensors = dict[tuple[Kind, str], Tensor]
 
 @dataclass
 class Recalled:
-    """What calls of one candidate, one after another, have to do with each other.
+    """What successive calls of one candidate show.
 
     Attributes:
-        changed: names of the attributes that its pass changed, but for those of TE's own modules.
-        before: its outputs on other inputs of the user's, in a call before the pass; empty where probing inputs follow
-            the pass, or where scales come from the passes before.
-        after: its outputs on these inputs, in a call after the pass; empty where ``before`` is.
+        changed: names of the attributes that its pass changed, without those of TE's own modules.
+        before: its outputs on other inputs of the user's, in a call before the pass; empty if probing inputs follow the
+            pass, or scales come from earlier passes.
+        after: its outputs on these inputs, in a call after the pass; empty if ``before`` is.
     """
 
     changed: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def tensors_of(ran: Pass) -> Tensors:
 
 
 def golden_tensors(prepared: Prepared) -> Tensors:
-    """Golden, on the inputs and on the probing ones."""
+    """Return golden, on the inputs and on the probing inputs."""
     return tensors_of(prepared.golden) | _probed(prepared.probed)
 
 
@@ -146,14 +146,14 @@ def unrounded_choices(prepared: Prepared) -> Chosen:
 
 
 def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
-    """Return what is prepared, with what is known of the dtypes that a candidate returns."""
+    """Return what is prepared, together with the dtypes that a candidate is known to return."""
     wide = (key for key, x in candidate.items() if returned_dtype(key[0], x, prepared.dtype) is not prepared.dtype)
     return dataclasses.replace(prepared, wide=frozenset(wide))
 
 
 def returned_dtype(kind: Kind, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own where it is
-    wider.
+    """Return the dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own
+    if that is wider.
 
     A gradient's is autograd's or a trainer's buffer's, and says nothing of what was rounded before.
     """
@@ -168,8 +168,8 @@ def run_model(
     kinks: Kinks | None = None,
     chosen: Chosen | None = None,
 ) -> Tensors:
-    """Return the reference in FP32 under the rounding model, its results rounded to the dtype in which the port returns
-    them.
+    """Run the reference in FP32 under the rounding model, and round its results to the dtype in which
+    the port returns them.
 
     ``kinks`` are those of the pass that has gradients, ``chosen`` the choices of both passes.
     """
@@ -178,7 +178,7 @@ def run_model(
     stored = Stored()
 
     def given(tensors: Any) -> Any:
-        """Return what is in the port's dtype, in FP32."""
+        """Return in FP32 what is in the port's dtype."""
         widened = jittered(cast(tensors, torch.float32), rounding, freedom)
         if rounding.storage is prepared.dtype:
             tree_map_only(Tensor, stored.add, widened)
@@ -226,7 +226,7 @@ def under_model(
     choices: Choices | None = None,
     stored: Stored | None = None,
 ) -> AbstractContextManager[Phase]:
-    """Within the context the reference, in FP32, rounds as the port's kernels do."""
+    """Within the context, the reference in FP32 rounds as the port's kernels do."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together = _scaled_together(prepared.weights, parameters)
@@ -241,7 +241,7 @@ def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
 
 
 def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    """The reference's parameters that TE holds, or concatenates before it quantizes them, in one tensor; by tensor."""
+    """Group the reference's parameters that TE holds in one tensor, or concatenates before it quantizes them."""
     groups: dict[str, list[str]] = defaultdict(list)
     for left, right in weight_map.items():
         for name in names(right):
@@ -250,7 +250,7 @@ def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) ->
 
 
 def _as_activation(x: Tensor) -> Tensor:
-    """As the drawn inputs are: what depends on a tensor that requires a gradient is an activation."""
+    """Make a tensor require a gradient, as the drawn inputs do: whatever depends on such a tensor is an activation."""
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
@@ -297,7 +297,7 @@ def run_candidate(
         return {name: output.detach().clone() for name, output in outputs.items()}
 
     def untrained() -> None:
-        """Give the module its weights again where a call has trained them, as a step of an optimizer does."""
+        """Give the module its weights again if a call has trained them, as a step of an optimizer does."""
         if versions != [parameter._version for parameter in parameters.values()]:
             transfer.fill(candidate, prepared.candidate_weights)
 
@@ -333,7 +333,7 @@ def run_candidate(
 
 
 def _other_inputs(pair: Pair, checked: CheckedSize, prepared: Prepared, seed: int, kernels: Kernels) -> Any:
-    """Inputs that the pair draws from another stream of the seed; the same again where their shapes are others."""
+    """Return inputs that the pair draws from another stream of the seed; the same inputs again if the shapes differ."""
     drawn = draw_inputs(pair, checked.size, Rng(seed, "inputs of another call"))
     others = cast(on_device(drawn, kernels.device), prepared.dtype)
     alike = _shapes(others) == _shapes(prepared.inputs)
@@ -350,7 +350,7 @@ def _not_of_te(attributes: list[str], module: nn.Module) -> list[str]:
 
 
 def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
-    """The pair, its candidate in the precision's dtype and with the prepared weights, or with those that it holds."""
+    """Return the pair with its candidate in the precision's dtype, holding the prepared weights or its own."""
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     if pair.fill is not False:
         transfer.fill(pair.candidate, prepared.candidate_weights)
@@ -358,7 +358,7 @@ def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
 
 
 def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
-    """Its outputs on the probing inputs; none where it looks up other rows than the reference."""
+    """Return the candidate's outputs on the probing inputs; none if it looks up other rows than the reference."""
     scaled = ScaledLookups(prepared.dtype)
     call = scaled.around(pair.call_candidate) if prepared.lookups else pair.call_candidate
 
@@ -388,12 +388,14 @@ def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[
 
 
 def _is_as(shape: tuple[int, ...], reference: tuple[int, ...]) -> bool:
-    """Return whether the two are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean loss as ``[1]``."""
+    """Return whether two shapes are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean
+    loss as ``[1]``.
+    """
     return shape == reference or {shape, reference} == {(), (1,)}
 
 
 def _shaped(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return one number in the shape that the reference returns it in."""
+    """Return a single number in the shape in which the reference returns it."""
     return {
         name: x.view(golden[name].shape) if name in golden and _is_as(tuple(x.shape), tuple(golden[name].shape)) else x
         for name, x in outputs.items()

@@ -23,10 +23,10 @@ from parity.te import Kernels
 from parity.te.state import dequantized_tensor, is_quantized, moved
 from parity.user_error import UserError
 
-# The weights that a candidate holds already: which of them are what the map says, and which are not.
+# The weights that a candidate already holds: which of them are what the map says, and which are not.
 
 
-# An error of quantization is partly chance: of a value between two that the format has, either may be held.
+# An error of quantization is partly chance: a value between two of the format's may be held as either of them.
 _QUANTIZATIONS = 1.5
 _ROUNDED_TWICE = 1.01  # from FP32 to BF16, and from there to FP16
 _NARROW = (torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ class Held:
     """The parameters that a candidate holds, by name.
 
     Attributes:
-        alike: those that are what the map says, but for rounding; without quantized ones.
+        alike: those that are what the map says, up to rounding; without quantized ones.
         unlike: those that are not.
     """
 
@@ -48,11 +48,11 @@ class Held:
 def held_weights(pair: Pair) -> Held:
     """Compare the candidate's weights with what the map makes of the reference's.
 
-    A port may hold in BF16 what its reference holds in FP32, or the reverse. Where one parameter of an entry of the map
+    A port may hold in BF16 what its reference holds in FP32, or the reverse. If one parameter of an entry of the map
     differs by more than such a rounding, that parameter is unlike, and none of its entry is alike.
 
     Args:
-        pair: its reference in FP64, with the weights that it was given; its candidate as it was given.
+        pair: its reference is in FP64, with the weights that it was given; its candidate is as it was given.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     parameters = {name: parameter.detach() for name, parameter in pair.candidate.named_parameters()}
@@ -86,14 +86,16 @@ def held_weights(pair: Pair) -> Held:
 
 
 def _holds(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of 16 bits that has all of their values; FP32 where neither has, or where all are constants."""
+    """Return the 16-bit dtype that holds all of their values; FP32 if neither does, or if all are constants."""
     some = [x for x in tensors if x.numel() and bool((x != x.flatten()[0]).any())]
     fitting = (dtype for dtype in _NARROW if some and all(torch.equal(x.to(dtype).to(x.dtype), x) for x in some))
     return next(fitting, torch.float32)
 
 
 def _is_rounded(held: Tensor, expected: Tensor, unshifted: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether no element is off by more than a rounding of it, and of what it was shifted from, if it was."""
+    """Return whether each element is off by no more than its own rounding, and that of the number it
+    was shifted from, if any.
+    """
     info = torch.finfo(dtype)
     before_shift = unshifted.abs() * (unshifted != expected)
     size = (expected.abs() + before_shift).clamp_min(info.tiny)
@@ -101,7 +103,7 @@ def _is_rounded(held: Tensor, expected: Tensor, unshifted: Tensor, dtype: torch.
 
 
 def _is_quantized_from(held: Tensor, expected: Tensor) -> bool:
-    """Return whether what a quantized parameter holds is off by no more than its format costs."""
+    """Return whether a quantized parameter is off by no more than its format costs."""
     filled = copy.deepcopy(held)
     with torch.no_grad():
         filled.copy_(expected.to(filled.dtype))
@@ -118,7 +120,7 @@ def size_in_bytes(tree: Any) -> int:
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the module itself, what it holds in floating point in another dtype.
+    """Return the module itself, with its floating-point tensors in another dtype.
 
     Complex buffers stay as they are: ``module.to(dtype)`` would drop their imaginary part.
     """
@@ -141,10 +143,10 @@ def on_device(tensors: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(device), tensors)
 
 
-# A pair with its modules, weights and inputs, as they are at one seed, before anything runs.
+# A pair with its modules, weights and inputs at one seed, before anything runs.
 
 
-# Noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
+# The noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
 CONSTANT_NOISE = 0.1
 
 
@@ -156,7 +158,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     """
     on_gpu = kernels.device.type == "cuda"
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
-        # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
+        # Without a GPU, PyTorch would record each seed, with the stack, in case a GPU appears later.
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         with draws_of((case.whole, checked), seed, kernels).repeated():
             pair = case.build(kernels.te, checked.size)
@@ -166,7 +168,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     moved(pair.candidate, device=kernels.device).train()
     for part in (*pair.reference.modules(), *pair.candidate.modules()):
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            part.sparse = False  # how a gradient is stored changes none of its numbers
+            part.sparse = False  # a dense gradient has the same numbers
     return pair
 
 
@@ -187,7 +189,7 @@ def part_that_raised(error: BaseException) -> str:
 
 
 def vary_constants(reference: nn.Module, rng: Rng) -> None:
-    """Add noise to the parameters whose elements are all equal, so that one that was never copied shows."""
+    """Add noise to parameters whose elements are all equal, so that one that was never copied shows."""
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
@@ -197,12 +199,12 @@ def vary_constants(reference: nn.Module, rng: Rng) -> None:
 def share_rounded_weights(
     pair: Pair, dtype: torch.dtype, held: Mapping[str, Tensor] = MappingProxyType({})
 ) -> dict[str, Tensor]:
-    """Round the weights in the candidate's layout, and give the reference, in FP64, what they stand for there.
+    """Round the weights in the candidate's layout, and give the reference, in FP64, the same numbers.
 
     Args:
-        pair: its reference in FP64.
-        dtype: to which they are rounded.
-        held: parameters of the candidate that stand in the place of what the map makes of the reference's.
+        pair: its reference is in FP64.
+        dtype: the dtype to which they are rounded.
+        held: parameters of the candidate that take the place of what the map makes of the reference's.
 
     Returns:
         The candidate's parameters by name, in the dtype; the candidate itself is left as it is.

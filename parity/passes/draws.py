@@ -19,25 +19,25 @@ from parity.case.case import Rng
 from parity.machine import host
 from parity.numerics.errors import all_finite
 
-# What is drawn for weights and inputs, drawn once: each precision begins from the same seed again.
+# The numbers for weights and inputs are drawn once, since each precision begins again from the same seed.
 #
-# What a generator gives depends on its state alone, so that what it gave in the same state before can be copied, which
-# takes a tenth of the time or less.
+# What a generator draws depends only on its state. So what it drew before in the same state can be copied, which takes
+# a tenth of the time or less.
 
 
-# Draws of fewer elements take no longer than to look for them.
+# Drawing fewer elements takes no longer than looking them up.
 _FEWEST = 4096
 # Bytes beyond which a tensor is drawn again: in far less time than a pass multiplies by it, and keeping it would cost a
 # large model its weights' memory once more for each module that draws them.
 _LARGEST = 2**24
 # What ``nn.init`` and inputs are drawn with.
 _FILLING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-# Bytes that may be kept where the system does not tell how many are free.
+# Bytes that may be kept if the system does not say how many are free.
 _MOST = 2**28
 
 
 class Draws:
-    """Tensors as a CPU's generator filled them, by its state before."""
+    """Tensors that a CPU's generator filled, by its state before."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the values, and the state after
@@ -45,7 +45,7 @@ class Draws:
         self._left = _MOST if free is None else host.share_to_keep(free)
 
     def repeated(self) -> AbstractContextManager[object]:
-        """Within the context, tensors are filled with what was drawn before; what was not is drawn, and kept."""
+        """Within the context, fill tensors with what was drawn before; draw and keep what was not."""
         return _Repeating(self)
 
     def fill(self, draw: Callable[..., Tensor], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -81,7 +81,7 @@ class _Repeating(TorchDispatchMode):
 
 
 def _is_repeatable(tensor: Tensor, arguments: Sequence[Any]) -> bool:
-    """Return whether what fills a tensor depends on a CPU's generator and numbers alone, and takes some time."""
+    """Return whether what fills a tensor depends only on a CPU's generator and numbers, and takes some time."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
     return is_plain and tensor.numel() >= _FEWEST and not any(isinstance(x, Tensor) for x in arguments)
 
@@ -90,7 +90,7 @@ _KEPT: dict[tuple[Hashable, ...], Draws] = {}
 
 
 def draws_of(subject: Hashable, *details: Hashable) -> Draws:
-    """Return those of a subject, with these details; kept until another subject's are asked for."""
+    """Return the draws of a subject with these details, kept until another subject's are asked for."""
     if any(kept[0] != subject for kept in _KEPT):
         _KEPT.clear()
     key = subject, *details
@@ -100,20 +100,20 @@ def draws_of(subject: Hashable, *details: Hashable) -> Draws:
 
 
 def forget_draws() -> None:
-    """Let go of all."""
+    """Let go of all draws."""
     _KEPT.clear()
 
 
-# Inputs that expose the mistakes which Gaussian ones hide.
+# Inputs that expose the mistakes that Gaussian inputs hide.
 #
-# Gaussian rows all have about the same variance, far above any eps, a mean near zero, and no outlier. A probe is the
+# Gaussian rows all have about the same variance, far above any eps, a mean near zero, and no outliers. A probe is the
 # drawn inputs with other rows: of every magnitude from 1e-5 up, so that each eps shows in some of them; a third of them
-# far from zero, where a mean that is not subtracted shows, and statistics in low precision; a third with a single
-# value, where clamps, quantization and the tails of activations show.
+# far from zero, to show a mean that is not subtracted, and statistics in low precision; a third with a single large
+# value, to show clamps, quantization and the tails of activations.
 
 
 SMALLEST, LARGEST = 1e-5, 4.0
-# Of a shifted row, in standard deviations.
+# The mean of a shifted row, in standard deviations.
 _OFFSET = 4.0
 
 
@@ -121,11 +121,11 @@ def probe(inputs: Any, rng: Rng) -> Any:
     """Return the inputs with uneven rows.
 
     Args:
-        inputs: as a pair's ``inputs`` returns them; floating-point tensors of two or more dimensions whose elements are
-            all finite change, anything else stays. So does a row that holds one number throughout, as of padding,
-            but where it becomes a single value: far from zero, a norm of it would compute what rounding left, see
+        inputs: as a pair's ``inputs`` returns them. Floating-point tensors of two or more dimensions whose elements are
+            all finite change, anything else stays. A row that holds one number throughout, such as padding, stays as
+            well, unless it becomes a single value: far from zero, its norm would compute what rounding left, see
             ``parity.search.explanation``.
-        rng: which row becomes what.
+        rng: draws which row becomes what.
     """
     return tree_map_only(Tensor, lambda x: _uneven(x, rng) if _is_activation(x) else x, inputs)
 
@@ -136,7 +136,7 @@ def _is_activation(x: Tensor) -> bool:
 
 
 def _varies(rows: Tensor) -> Tensor:
-    """Return whether each row holds more than one number; all are finite."""
+    """Return whether each row holds more than one number; all elements are finite."""
     return rows.amin(-1) != rows.amax(-1)
 
 
@@ -159,18 +159,18 @@ def _uneven(x: Tensor, rng: Rng) -> Tensor:
     return rows.reshape(x.shape)
 
 
-# Rows of every magnitude for modules that begin with a table: what probing inputs are where inputs are ids.
+# Rows of every magnitude for modules that begin with a table: the probing inputs for ids.
 #
-# A token's row is as large as the table has it, far above any eps. Within ``ScaledLookups`` each id's row is multiplied
-# by a power of two of its own, and rounded to the precision's dtype, in which small numbers have fewer digits. A port
-# looks up what the reference does, so that both are given the same rows; one that looks up something else is not
+# A token's row is as large as it is in the table, far above any eps. Within ``ScaledLookups`` each id's row is
+# multiplied by a power of two of its own, and rounded to the precision's dtype, in which small numbers have fewer
+# digits. A port looks up what the reference does, so both get the same rows; a port that looks up something else is not
 # probed.
 
 
 _SMALLEST = round(math.log2(SMALLEST))
 _COUNT = round(math.log2(LARGEST)) - _SMALLEST + 1
 _STEP = (
-    7  # prime to the count of magnitudes: ids that follow one another have others, and 0, often of all, the smallest
+    7  # prime to the count of magnitudes, so that neighbouring ids differ; id 0, often shared by all, has the smallest
 )
 _PRIME = 1_000_003
 
@@ -181,10 +181,10 @@ class ScaledLookups(TorchFunctionMode):
     """Within the context, the rows of tables are scaled.
 
     Args:
-        dtype: of the precision.
+        dtype: the precision's.
 
     Attributes:
-        seen: how often which ids are looked up.
+        seen: how often which ids were looked up.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -193,7 +193,7 @@ class ScaledLookups(TorchFunctionMode):
         self.seen: Lookups = Counter()
 
     def around(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return a call of a module, as in ``parity.Pair``, within this context; what was seen before is forgotten."""
+        """Return a call of a module, as in ``parity.Pair``, within this context; it forgets what was seen before."""
 
         def scaled(module: Any, *args: Any, **kwargs: Any) -> Any:
             self.seen.clear()
@@ -223,7 +223,7 @@ def _factors(ids: Tensor) -> Tensor:
 
 
 def _signature(ids: Tensor) -> tuple[int, ...]:
-    """Return the same for ids in another order only where batch and sequence are exchanged."""
+    """Return a signature of ids that stays the same in another order only if batch and sequence are exchanged."""
     return tuple(sorted({_checksum(ids), _checksum(ids.mT) if ids.dim() > 1 else _checksum(ids)}))
 
 

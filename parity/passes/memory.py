@@ -1,4 +1,6 @@
-"""How much memory a comparison needs, as far as that is known before it runs; and how to give back what is not used."""
+"""Estimate how much memory a comparison needs, as far as that is known before it runs, and give back
+what is not used.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,25 @@ from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import forget
 from parity.user_error import INTERRUPTS
 
-# FP64 elements at the peak for each weight (golden, its gradients, the models', the candidate's, the directions of
+# FP64 elements at the peak: for each weight (golden, its gradients, the models', the candidate's, the directions of
 # mistakes), for each element that the reference saves for its backward pass, and for each of inputs and outputs. Fitted
 # to the peak resident memory of comparisons on the CPU kernels, which was 0.55 (an MLP) to 1.3 times (attention) what
-# this predicts: good enough to tell large cases from small ones, and no promise that one fits.
+# this predicts: good enough to tell large cases from small ones, but no promise that one fits.
 _WEIGHT_COPIES, _SAVED_COPIES, _INPUT_COPIES = 15, 6, 11
 
 
 @lru_cache(maxsize=64)
 def estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int | None:
-    """Bytes that a comparison needs at its peak, about; None where the reference does not run without values.
+    """Return about how many bytes a comparison needs at its peak; None if the reference does not run without values.
 
-    The reference runs forward on the meta device, in FP64, which tells what tensors it saves, without allocating any.
+    The reference runs forward on the meta device, in FP64, which tells which tensors it saves without allocating any.
     """
     try:
         with without_memory():
             return _estimate(case, checked, te)
     except INTERRUPTS:
         raise
-    except BaseException:  # code that reads values raises anything here; it does run later
+    except BaseException:  # code that reads values may raise anything here, and still run later
         return None
 
 
@@ -66,10 +68,10 @@ def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
 
 
 def release() -> None:
-    """Give back what this process keeps only to be faster: for the next comparison, and in PyTorch's cache."""
+    """Give back what this process keeps only for speed: for the next comparison, and in PyTorch's cache."""
     forget()
     gc.collect()
     process.give_back()
     if torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a broken context, which the comparison that broke it has told
+        with contextlib.suppress(RuntimeError):  # a broken context, which the comparison that broke it has reported
             torch.cuda.empty_cache()

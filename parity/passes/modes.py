@@ -1,8 +1,8 @@
-"""PyTorch's modes that a comparison must not take over from the code around it.
+"""Leave PyTorch's modes that a comparison must not inherit from the code around it.
 
-Under ``torch.no_grad()`` every gradient would be 0 in all passes, and agree; under ``torch.autocast`` the rounding
-model would round like BF16 at each precision, and take that for the error that a port must have. So it would take
-TF32's, or BF16's, where plain FP32 products have it (``torch.set_float32_matmul_precision("high")``, or a vendor's
+Under ``torch.no_grad()`` every gradient would be 0 in all passes, and so agree. Under ``torch.autocast`` the rounding
+model would round like BF16 at each precision, and take that for the error that a port must have. The same would happen
+with TF32 or BF16 if plain FP32 products use it (``torch.set_float32_matmul_precision("high")``, or a vendor's
 ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
 """
 
@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; one that says "none" has that of the first
-# above it that says more. Older ones have only the two flags before that.
+# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; "none" means that of the first one above it
+# that is set. Older versions have only the two older flags.
 _SETTINGS = (
     ("generic", "all"),
     ("cuda", "all"),
@@ -27,13 +27,13 @@ _SETTINGS = (
     ("mkldnn", "rnn"),
 )
 _FP32 = "ieee"
-# What ``torch.set_float32_matmul_precision`` makes of the settings of CUDA's and oneDNN's products.
+# How ``torch.set_float32_matmul_precision`` sets CUDA's and oneDNN's products.
 _PRODUCTS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 
 
 @contextmanager
 def usual_modes() -> Iterator[None]:
-    """Within the context, gradients are recorded, nothing is cast automatically, and FP32 is FP32; then as before."""
+    """Within the context, gradients are recorded, nothing is cast automatically, and FP32 is FP32."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.enable_grad())
@@ -59,14 +59,16 @@ def _true_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
         for place, setting in settings.items():
-            # One that said what those above it say is left to them: PyTorch does not tell the two apart.
+            # A setting equal to those above it goes back to following them: PyTorch does not tell the two apart.
             _set(place, "none")
             if _setting(place) != setting:
                 _set(place, setting)
 
 
 def _matmul_precision() -> str:
-    """``torch.get_float32_matmul_precision()``; it raises where the settings contradict it, so they are made to fit."""
+    """Return ``torch.get_float32_matmul_precision()``; it raises if the settings contradict it, so they
+    are made to fit.
+    """
     if not _has_settings():
         return torch.get_float32_matmul_precision()
     for name, settings in _PRODUCTS.items():
@@ -81,7 +83,7 @@ def _matmul_precision() -> str:
 
 
 def _cudnn_allows_tf32() -> bool:
-    """``torch.backends.cudnn.allow_tf32``, which raises as that does."""
+    """Return ``torch.backends.cudnn.allow_tf32``, which raises likewise."""
     if not _has_settings():
         return bool(torch.backends.cudnn.allow_tf32)
     for operation in ("conv", "rnn"):
@@ -101,5 +103,5 @@ def _setting(place: tuple[str, str]) -> str:
 
 
 def _set(place: tuple[str, str], setting: str) -> None:
-    """Set it; ``torch.backends.mkldnn.fp32_precision = ...`` would set the generic one."""
+    """Set one setting; ``torch.backends.mkldnn.fp32_precision = ...`` would set the generic one."""
     torch._C._set_fp32_precision_setter(*place, setting)

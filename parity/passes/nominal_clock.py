@@ -1,8 +1,8 @@
-"""Time on a nominal machine: what passes of a reference would take there, counted and not measured.
+"""Count time on a nominal machine: what passes of a reference would take there, counted and not measured.
 
-A search for a cause that ends by a clock finds by a clock: what one machine is told, a slower or a busy one would not
-be. So the search ends by what it has computed, which is the same everywhere. A limit of real time, for those who wait,
-may end it before; then it says so.
+If a real clock ended the search for a cause, a slower or busier machine would find less than a fast one. So the search
+ends by what it has computed, which is the same everywhere. A limit of real time, for those who wait, may end it
+earlier; then it says so.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Of the nominal machine: a core of a server's CPU that runs PyTorch in FP64 (an AMD EPYC, torch 2.13.0, least squares
-# over 1,131 references); with each operation goes what it takes to watch and to change it.
+# The nominal machine is a core of a server's CPU that runs PyTorch in FP64 (an AMD EPYC, torch 2.13.0, least squares
+# over 1,131 references); the time of an operation includes watching and changing it.
 _SECONDS_AN_OPERATION = 10e-6
 _SECONDS_A_FLOP = 20e-12
 _SECONDS_AN_ELEMENT = 2e-9
 
 # Matrix products, with the position of the operand whose columns are summed over. ``torch.utils.flop_counter`` knows
-# more operations, and imports Triton, which a process takes more than a second to leave.
+# more operations, but imports Triton, after which a process takes more than a second to exit.
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
 
@@ -36,9 +36,9 @@ class Work:
     """What is computed.
 
     Attributes:
-        operations: of PyTorch, as its dispatcher sees them.
-        flops: of matrix products and convolutions.
-        elements: of all results but views.
+        operations: PyTorch's operations, as its dispatcher sees them.
+        flops: those of matrix products and convolutions.
+        elements: those of all results but views.
     """
 
     operations: int = 0
@@ -46,24 +46,24 @@ class Work:
     elements: int = 0
 
     def seconds(self, share: float = 1.0) -> float:
-        """On the nominal machine, over this share of the batch."""
+        """Return its time on the nominal machine, for this share of the batch."""
         of_all = _SECONDS_A_FLOP * self.flops + _SECONDS_AN_ELEMENT * self.elements
         return _SECONDS_AN_OPERATION * self.operations + share * of_all
 
 
 class OutOfTime(Exception):
-    """The limit of real time is reached, so that nothing more may be computed."""
+    """Raised when the limit of real time is reached, so that nothing more may be computed."""
 
 
 @dataclass
 class Clock:
-    """How much has been computed.
+    """Counts how much has been computed.
 
     Attributes:
-        seconds: on the nominal machine.
-        forward: what a forward pass of the whole batch takes; nothing until it is known.
+        seconds: the time on the nominal machine.
+        forward: what a forward pass of the whole batch takes; no work until it is known.
         ends_at: which second of ``time.monotonic()`` ends the search; infinite for none.
-        ended: whether the search was found to go on until then, or longer.
+        ended: whether the search was found to have reached that second.
     """
 
     seconds: float = 0.0
@@ -81,12 +81,12 @@ class Clock:
             self.ends_at, self.ended = math.inf, False
 
     def is_over(self) -> bool:
-        """Return whether the limit of real time is reached; remembered in ``ended``."""
+        """Return whether the limit of real time is reached; remember that in ``ended``."""
         self.ended = self.ended or time.monotonic() >= self.ends_at
         return self.ended
 
     def check(self) -> None:
-        """Go on only if there is time.
+        """Raise ``OutOfTime`` if the time is over.
 
         Raises:
             OutOfTime: if the limit of real time is reached.
@@ -95,7 +95,7 @@ class Clock:
             raise OutOfTime
 
     def advance(self, passes: float, share: float = 1.0) -> None:
-        """Count so many forward passes, each over this share of the batch, which are made next.
+        """Count so many forward passes, each over this share of the batch, before they are made.
 
         Raises:
             OutOfTime: if the limit of real time is reached, so that they are not to be made.
@@ -104,12 +104,12 @@ class Clock:
         self.seconds += passes * self.forward.seconds(share)
 
     def spend(self, work: Work) -> None:
-        """Something else was computed."""
+        """Count other work."""
         self.seconds += work.seconds()
 
 
 def work_of(compute: Callable[[], object]) -> Work:
-    """Return what it takes to compute something."""
+    """Return the work of computing something."""
     with _Meter() as meter:
         compute()
     return Work(meter.operations, meter.flops, meter.elements)
@@ -133,7 +133,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Sequence[Any], result: Any) -> int:
-    """Of a matrix product or a convolution; 0 for what is neither."""
+    """Return the FLOPs of a matrix product or a convolution; 0 for anything else."""
     if operation in _PRODUCTS:
         return 2 * result.numel() * args[_PRODUCTS[operation]].shape[-1]
     return 2 * result.numel() * args[1][0].numel() if operation is _ATEN.convolution else 0

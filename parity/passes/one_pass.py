@@ -1,4 +1,4 @@
-"""One forward and backward pass of a module, as named tensors."""
+"""Make one forward and backward pass of a module, and return its tensors by name."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Pass:
     """What a forward and backward pass returns.
 
     Attributes:
-        outputs: the module's floating-point outputs; ``output``, or where there are several ``output[i]``, or
+        outputs: the module's floating-point outputs; ``output``, or ``output[i]`` if there are several, or
             ``output[key]`` if it returns a dict or a dataclass.
         input_gradients: by the input's name; zero where no gradient arrived.
         weight_gradients: by the parameter's name, from ``main_grad`` where TE added it there; zero where no gradient
             arrived.
         unreached: names of the parameters where no gradient arrived.
-        not_compared: how many tensors the module returned besides, which hold no floating-point numbers.
+        not_compared: how many other tensors the module returned, which hold no floating-point numbers.
         changed_inputs: names of the inputs that hold other values after the forward pass.
         detached_outputs: names of the outputs that require no gradient.
-        numbers: what the module returned besides as Python's numbers and booleans, by its place: ``[1]``, ``['loss']``.
+        numbers: the Python numbers and booleans that the module also returned, by their place: ``[1]``, ``['loss']``.
     """
 
     outputs: dict[str, Tensor]
@@ -45,7 +45,9 @@ class Pass:
 
 
 def as_arguments(inputs: Any) -> Arguments:
-    """Return a pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a tensor alone."""
+    """Return a pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a
+    tensor by itself.
+    """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
@@ -58,7 +60,7 @@ def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
 
     Args:
         inputs: as a pair's ``inputs`` returns them.
-        names: of the positional inputs, see ``positional_names``.
+        names: names of the positional inputs, see ``positional_names``.
     """
     args, kwargs = as_arguments(inputs)
     given = {**dict(zip(names, args, strict=True)), **kwargs}
@@ -67,11 +69,11 @@ def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:
-    """Return what the called function names its positional inputs; ``input`` where there is one, ``input[i]`` past its
-    names.
+    """Return the called function's names for its positional inputs: ``input`` for a single one,
+    ``input[i]`` past its names.
 
     Args:
-        module: whose ``forward`` is called where ``call`` is None.
+        module: its ``forward`` is called if ``call`` is None.
         call: as in ``parity.Pair``; its first parameter is the module.
         inputs: as a pair's ``inputs`` returns them.
     """
@@ -99,8 +101,8 @@ def run(
         module: its parameters' gradients are cleared first, also those in ``main_grad``.
         call: how to call it, as in ``parity.Pair``; None calls the module itself.
         inputs: as a pair's ``inputs`` returns them, in the module's dtype and on its device.
-        names: of the positional inputs, see ``positional_names``.
-        cotangents: the gradient with respect to each output, from the outputs.
+        names: names of the positional inputs, see ``positional_names``.
+        cotangents: returns the gradient with respect to each output, given the outputs.
         forward_context: entered around the forward pass alone.
         before_backward: called between the two passes.
         watch_inputs: whether inputs that the module writes to are noted.
@@ -146,10 +148,10 @@ class Selected:
 
 
 def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Container[str]) -> Callable[..., Any]:
-    """Return a call that leaves out the outputs that have other names than these.
+    """Return a call that leaves out the outputs with other names than these.
 
     Args:
-        module: whose ``forward`` is called where ``call`` is None.
+        module: its ``forward`` is called if ``call`` is None.
         call: as in ``parity.Pair``.
         names: as in ``Pass``.
     """
@@ -167,7 +169,7 @@ def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Contain
 
 
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
-    """Return the outputs of a forward pass by name; arguments as for ``run``, and left as they were like there."""
+    """Return the outputs of a forward pass by name; arguments as for ``run``, and left as they were as well."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
     with _restored_buffers(module):
         return _named_outputs(_call(module, call, as_arguments(fresh)))
@@ -175,17 +177,19 @@ def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) 
 
 def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
     args, kwargs = arguments
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which the module may change, and leave so
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored, since the module may change it
         return call(module, *args, **kwargs) if call else module(*args, **kwargs)
 
 
 CALL = _call.__code__
-"""Below which a pair's modules run, and what the pair puts around them."""
+"""A pair's modules, and what the pair puts around them, run below this code."""
 
 
 @contextmanager
 def _restored_buffers(module: nn.Module) -> Iterator[None]:
-    """A pass must not see what another left behind, such as a BatchNorm's running mean or a counter of calls."""
+    """Restore the buffers afterwards: a pass must not see what another left, such as a BatchNorm's mean
+    or a call counter.
+    """
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -204,7 +208,7 @@ class _Given:
     """What a module is given.
 
     Attributes:
-        leaves: from which its floating-point inputs grow, by name.
+        leaves: the leaves that its floating-point inputs are computed from, by name.
         copies: each tensor's name, the tensor, and the copy of it that the module may write to.
     """
 
@@ -222,19 +226,19 @@ class _Given:
         return self.copies[-1][2]
 
     def changed(self) -> tuple[str, ...]:
-        """Return names of the tensors whose copies have other values now."""
+        """Return the names of the tensors whose copies have other values now."""
         return tuple(name for name, before, after in self.copies if not _same(before.detach(), after.detach()))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors hold the same values, NaN being the same as NaN."""
-    if x.shape != y.shape:  # one was resized in place
+    """Return whether two tensors hold the same values; NaN equals NaN."""
+    if x.shape != y.shape:  # one of them was resized in place
         return False
     return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -> Arguments:
-    """Copies of the arguments, those of floating-point tensors grown from leaves, which are entered by name."""
+    """Copy the arguments; floating-point tensors are computed from leaves, which are added by name."""
     args, kwargs = arguments
 
     def copied(name: str, value: Any) -> Any:
@@ -267,7 +271,7 @@ def _floating(returned: Any) -> list[Tensor]:
 
 
 def _numbers(returned: Any, place: str = "") -> dict[str, float]:
-    """Python's numbers and booleans among what a module returned, by their places in it."""
+    """Return the Python numbers and booleans among what a module returned, by their places in it."""
     if _is_record(returned):
         fields_of = _fields(returned).items()
         return {name: x for key, value in fields_of for name, x in _numbers(value, f"{place}.{key}").items()}

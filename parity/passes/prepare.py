@@ -1,7 +1,7 @@
-"""What all precisions of one dtype share: the rounded weights and inputs of a case, and its golden pass.
+"""Prepare what all precisions of one dtype share: the rounded weights and inputs of a case, and its golden pass.
 
-It is kept for all seeds, with what others compute of it, until a comparison of another case or size begins: pytest runs
-a case's precisions one after another, each with all seeds.
+It is kept for all seeds, with what others compute from it, until a comparison of another case or size begins: pytest
+runs a case's precisions one after another, each with all seeds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """Of golden's forward pass, in FP64.
+    """The calls of golden's forward pass, in FP64.
 
     Attributes:
         trace: all that the reference calls.
@@ -65,7 +65,7 @@ class Calls:
     @staticmethod
     @contextmanager
     def recorded(reference: nn.Module, into: list[Calls]) -> Iterator[None]:
-        """Appends the calls of one forward pass inside of the context."""
+        """Within the context, record one forward pass, and append its calls afterwards."""
         products = Products()
         with (
             products.recorded(),
@@ -82,19 +82,19 @@ class Prepared:
     """A case at one size and seed, rounded to one dtype, with its golden pass.
 
     Attributes:
-        dtype: in which the candidate computes.
+        dtype: the dtype in which the candidate computes.
         reference: the plain module, holding the rounded weights in FP64 or FP32 (exact in both).
         call: how to call the reference, or None.
         inputs: as the pair returns them, rounded, in the dtype and on the device.
-        input_names: of the positional inputs, as the reference names them.
+        input_names: names of the positional inputs, as the reference names them.
         weights: the pair's weight map.
         candidate_weights: the candidate's parameters by name, in the dtype, as the map says.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
-        probe: the probing inputs, like ``inputs``, for ``probe_call``; None where the case has no probe, or they would
-            be the inputs.
+        probe: the probing inputs, like ``inputs``, for ``probe_call``; None if the case has no probe, or they would be
+            the inputs.
         probed: golden outputs for ``probe``, FP64.
-        lookups: of tables, on the probing inputs.
+        lookups: the lookups in tables, on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
         apart: what to say of parameters that are one in the reference, and several in the candidate.
@@ -146,13 +146,13 @@ class _Key(NamedTuple):
     kernels: Kernels
 
 
-_KEPT: OrderedDict[_Key, Prepared] = OrderedDict()  # the latest last
+_KEPT: OrderedDict[_Key, Prepared] = OrderedDict()  # the latest comes last
 
 
 def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
-    """Weights, inputs and the golden pass; kept for the next precision of the same dtype.
+    """Return weights, inputs and the golden pass, and keep them for the next precision of the same dtype.
 
-    Weights are rounded in the candidate's layout and mapped back, so that both modules hold the same numbers even where
+    Weights are rounded in the candidate's layout and mapped back, so that both modules hold the same numbers even if
     the map does arithmetic (a gamma stored minus 1).
 
     Raises:
@@ -167,7 +167,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
 
 def release(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> None:
-    """Let go of what ``prepare`` keeps of this."""
+    """Let go of what ``prepare`` keeps for this."""
     _KEPT.pop(_Key(case, checked, dtype, seed, kernels), None)
 
 
@@ -212,7 +212,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
 
     def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rng = Rng(seed, "cotangents")
-        with drawn.repeated(), torch._C.DisableTorchFunction():  # what golden's pass computes in FP64 is not drawn so
+        with drawn.repeated(), torch._C.DisableTorchFunction():  # golden's pass in FP64 does not draw like this
             for name, output in outputs.items():
                 cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
         return cotangents
@@ -263,7 +263,9 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
 def _probed(
     pair: Pair, inputs: Any, dtype: torch.dtype, seed: int, device: torch.device
 ) -> tuple[Any, dict[str, Tensor], Lookups]:
-    """Probing inputs, golden outputs for them, and what is looked up; nothing where they would be the inputs again."""
+    """Return probing inputs, golden outputs for them, and what is looked up; nothing if they would be
+    the inputs again.
+    """
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype)
     scaled = ScaledLookups(dtype)
     with torch.no_grad(), in_fp64():
@@ -297,8 +299,8 @@ def _check(
     """Make sure that there is something to judge, and that another pass of the reference would be the same.
 
     Args:
-        golden: its pass.
-        again: the outputs of another one.
+        golden: the golden pass.
+        again: the outputs of another pass.
         drew_on: the device where it drew random numbers; None if it drew none.
         written: names of the parameters that it wrote to.
         changed: names of the attributes of its modules that it changed.

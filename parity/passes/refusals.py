@@ -1,4 +1,4 @@
-"""Says where a comparison would prove nothing, so that it is not taken for a pass, and what a pass leaves unproven."""
+"""Say where a comparison would prove nothing, so that it does not count as a pass, and what a pass leaves unproven."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from parity.user_error import UserError
 
 Tensors = dict[tuple[Kind, str], Tensor]
 
-# A quantized layer's gradient has at least 0.7 of the model's error on the calibrated ports, an unquantized one's 0.15.
+# A quantized layer's gradient has at least 0.7 times the model's error on the calibrated ports, an
+# unquantized one's 0.15.
 _TOO_EXACT = 0.35
 _ENOUGH_ELEMENTS = 1024
-# A right port has at least half of what TF32 costs, without TF32 a hundredth. What costs less than the first number has
-# no TF32 in it; on fewer elements than the second, errors may be small by chance.
+# A right port has at least half the error that TF32 costs; without TF32, a hundredth. A port with less than the first
+# number uses no TF32; with fewer elements than the second, errors may be small by chance.
 _COSTS_OF_TF32, _NO_CHANCE, _WITHOUT_TF32 = 2.0**-15, 64, 0.1
-_SAME_IN_FP64 = 1e-9  # of a tensor's norm: far below what any precision shows, far above FP64's own rounding
+_SAME_IN_FP64 = 1e-9  # share of a tensor's norm: far below what any precision shows, far above FP64's own rounding
 
 LOOKS_UP_ELSE = "not compared on probing inputs: the candidate looks up other rows of tables than the reference"
 LOSES_ALL = (
@@ -35,7 +36,7 @@ WITHIN = "every tensor is within its tolerance, and the port is wrong all the sa
 
 
 class NothingToJudge(UserError):
-    """A comparison at these inputs or this precision would pass whatever the candidate computed; says why."""
+    """Raised if a comparison at these inputs or this precision would pass whatever the candidate computed; says why."""
 
 
 def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
@@ -43,7 +44,7 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
 
     Args:
         drawn: as a pair's ``inputs`` returns them.
-        dtype: to which they are rounded.
+        dtype: the dtype to which they are rounded.
 
     Raises:
         NothingToJudge: if an input has no values, finite elements are beyond the dtype's range, or it becomes all zero.
@@ -67,8 +68,8 @@ def check_weights_fit(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None
     """Make sure that no finite weight is beyond the dtype's range.
 
     Args:
-        weights: of the candidate, by name, before rounding.
-        dtype: to which they are rounded.
+        weights: the candidate's, by name, before rounding.
+        dtype: the dtype to which they are rounded.
 
     Raises:
         NothingToJudge: if one is.
@@ -117,11 +118,11 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
     """Make sure that the reference returns the same whichever random numbers it draws.
 
     Args:
-        golden: its pass.
+        golden: the golden pass.
         again: its outputs in FP64 with other random numbers.
 
     Raises:
-        NothingToJudge: if an output is another.
+        NothingToJudge: if an output differs.
     """
     for name, moved in _moved(golden, again):
         raise NothingToJudge(
@@ -132,15 +133,16 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
 
 
 def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Sequence[str]) -> None:
-    """Make sure that the reference does not train itself in its forward pass, so that every pass has other weights.
+    """Make sure that the reference does not train itself in its forward pass, so that every pass would
+    have other weights.
 
     Args:
-        golden: its pass.
-        again: its outputs in FP64 by the weights that this pass left.
+        golden: the golden pass.
+        again: its outputs in FP64 with the weights that this pass left.
         written: names of the parameters that it wrote to.
 
     Raises:
-        NothingToJudge: if an output is another.
+        NothingToJudge: if an output differs.
     """
     for name, moved in _moved(golden, again):
         raise NothingToJudge(
@@ -151,15 +153,15 @@ def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Seque
 
 
 def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequence[str]) -> None:
-    """Make sure that the reference keeps nothing from one call to the next that its outputs hang on.
+    """Make sure that the reference keeps nothing from one call to the next that its outputs depend on.
 
     Args:
-        golden: its pass.
-        again: the outputs of another one.
+        golden: the golden pass.
+        again: the outputs of another pass.
         changed: names of the attributes that it changed.
 
     Raises:
-        NothingToJudge: if an output is another.
+        NothingToJudge: if an output differs.
     """
     if golden.outputs.keys() != again.keys() or list(_moved(golden, again)):
         raise NothingToJudge(
@@ -170,7 +172,7 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
 
 
 def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield the outputs that are others in another pass, and by how much of their norm."""
+    """Yield the outputs that differ in another pass, and by how much of their norm."""
     for name, output in golden.outputs.items():
         moved = math.inf
         if name in again and again[name].shape == output.shape:
@@ -181,9 +183,9 @@ def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, flo
 
 
 def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:
-    """Golden without the outputs on probing inputs that the candidate has not, or on which a faithful one overflows.
+    """Return golden without outputs on probing inputs that the candidate lacks, or on which a faithful one overflows.
 
-    Probing inputs are larger than the user's own, so that a dtype of a small range may overflow on them alone.
+    Probing inputs are larger than the user's own, so a dtype with a small range may overflow on them alone.
 
     Args:
         golden: the reference's tensors.
@@ -199,7 +201,7 @@ def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) ->
 
 
 def _can_be_judged(golden: Tensor, modelled: Sequence[Tensor], computed: Tensor) -> bool:
-    """Return whether some model is finite, and the candidate too, unless it alone is not."""
+    """Return whether some model is finite, and the candidate too, unless it is the only one that is not."""
     if not (all_finite(golden) and any(map(all_finite, modelled))):
         return False
     return all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
@@ -211,18 +213,17 @@ def overflows_within(computed: Tensor, model: Tensor) -> bool:
 
 
 def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
-    """Return whether zeros would pass in the place of every tensor, as each tolerance on the relative L2 error is 1 or
-    more.
+    """Return whether zeros would pass for every tensor, as each tolerance on the relative L2 error is 1 or more.
 
     Args:
-        tensors: of a comparison that passed.
+        tensors: those of a comparison that passed.
     """
     not_zero = [tensor for tensor in tensors if tensor.errors.golden_rms]
     return bool(not_zero) and len(_lost(tensors)) == len(not_zero)
 
 
 def _lost(tensors: Sequence[TensorResult]) -> list[TensorResult]:
-    """Return those that would pass if they were all zero, though golden is not."""
+    """Return the tensors that would pass if they were all zero, though golden is not."""
     return [tensor for tensor in tensors if tensor.errors.golden_rms and tensor.tolerance_relative_l2 >= 1.0]
 
 
@@ -234,15 +235,15 @@ def remarks(
     dtype: torch.dtype,
     recipe: str | None,
 ) -> Iterator[str]:
-    """Yield what a comparison leaves unproven though it may pass; a sentence each.
+    """Yield what a comparison leaves unproven though it may pass, a sentence each.
 
     Args:
         tensors: the results.
         candidate: the candidate's, in the reference's layout.
-        reference: whose frozen parameters have no gradient to compare.
+        reference: its frozen parameters have no gradient to compare.
         not_compared: how many tensors the reference returns that are not floating-point.
-        dtype: of the precision.
-        recipe: of the precision, if it has one.
+        dtype: the precision's.
+        recipe: the precision's, if it has one.
     """
     zero = [
         tensor.label for tensor in tensors if tensor.numel and not (tensor.errors.golden_rms or tensor.errors.max_abs)
@@ -276,7 +277,7 @@ def remarks(
 
 
 def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[str]:
-    """Layers that seem not to be quantized: no mistake of the numbers, but perhaps not what was meant."""
+    """Yield a note on layers that seem not to be quantized: their numbers are right, but perhaps it was not meant."""
     exact = [
         tensor.label
         for tensor in tensors
@@ -293,7 +294,7 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
 
 
 def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
-    """Yield a note on a port that is more accurate than its model wherever that rounds to TF32: no mistake."""
+    """Yield a note on a port that is more accurate than its model where that rounds to TF32, which is no mistake."""
     in_tf32 = [
         tensor
         for tensor in tensors
@@ -307,12 +308,12 @@ def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
 
 
 def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return those of TE's parameters without a gradient whose gradient in the reference is not 0.
+    """Return TE's parameters without a gradient whose gradient in the reference is not 0.
 
     Args:
         unreached: TE's parameters that no gradient reached.
         weights: the pair's map.
-        golden: the gradients of the reference's parameters, but for frozen ones. One that it does not use has 0.
+        golden: the gradients of the reference's parameters, without frozen ones; 0 for one that it does not use.
     """
     used = {name for name, gradient in golden.items() if max_abs(gradient)}
     wanted = {name for left, right in weights.items() if used & set(names(left)) for name in names(right)}

@@ -114,9 +114,8 @@ class Failure:
         run_on: what the candidate is run on; it differs from ``prepared`` if the failure is on the probing inputs.
         draws: whether the candidate drew random numbers; it may have drawn some from generators of its own if False.
         on_probe: the same failure as the probing inputs show it; None if they show none.
-        on_drawn: for a failure on probing inputs, the one on the inputs as they were drawn, which its
-            cause must explain
-            as well; None if there is none.
+        on_drawn: for a failure on probing inputs, the one on the inputs as they were drawn, which its cause must
+            explain as well; None if there is none.
         among: titles and names of the mistakes that may be its cause; None for every known one.
         freedoms: the kernels that the candidate is judged by.
         own_recipes: the recipes that the candidate turns on by itself, with the lines where it does.

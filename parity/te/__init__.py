@@ -1,4 +1,4 @@
-"""Hands out ``transformer_engine.pytorch``: on real kernels where there is a GPU, else on the CPU kernels."""
+"""Hand out ``transformer_engine.pytorch``: on real kernels if there is a GPU, else on the CPU kernels."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from parity.machine.process import lasting
 from parity.user_error import UserError
 
 Backend = Literal["gpu", "cpu"]
-_lock = threading.RLock()  # importing TE may ask for it again
+_lock = threading.RLock()  # reentrant, since importing TE may ask for it again
 
 
 class BackendUnavailable(UserError, RuntimeError):
-    """The backend that was asked for cannot run on this machine; the message says why."""
+    """Raised if the backend that was asked for cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Kernels:
 
 
 def why_no_gpu() -> str | None:
-    """The reason why TE's real kernels cannot run here, or None if they can."""
+    """Return why TE's real kernels cannot run here, or None if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     if not devices.is_installed():
@@ -53,7 +53,7 @@ def why_no_gpu() -> str | None:
 
 
 def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
-    """TE on the backend asked for; ``auto`` takes the GPU where TE's real kernels can run.
+    """Return TE on the backend asked for; ``auto`` takes the GPU if TE's real kernels can run.
 
     A process runs one of the two: TE's Python is imported once, for real kernels or for the CPU's.
 
@@ -74,7 +74,7 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         return Kernels("gpu", device, _import())
-    except Exception as error:  # each of TE's libraries, and its own checks of them, raises another
+    except Exception as error:  # each of TE's libraries, and its checks of them, raises something else
         raise BackendUnavailable(
             f"TransformerEngine's compiled kernels are installed, but do not load: {type(error).__name__}: {error}; "
             "install a build for this PyTorch and its CUDA, or choose the backend cpu"
@@ -88,7 +88,7 @@ def on_cpu() -> Iterator[None]:
     What was imported stays so: TE's modules compute on the CPU afterwards as well.
 
     Raises:
-        BackendUnavailable: if this process has imported TransformerEngine on its real kernels already.
+        BackendUnavailable: if this process has already imported TransformerEngine on its real kernels.
         UnsupportedTEVersion: if TransformerEngine is not installed, or too old.
     """
     if loader.is_loaded():
@@ -109,9 +109,9 @@ def on_cpu() -> Iterator[None]:
 
 
 def serve_imports() -> None:
-    """From now on ``import transformer_engine.pytorch`` works without a GPU too, on the CPU kernels.
+    """Make ``import transformer_engine.pytorch`` work without a GPU too, on the CPU kernels, from now on.
 
-    Where TE's real kernels can run, nothing changes.
+    If TE's real kernels can run, nothing changes.
     """
     if not any(isinstance(finder, loader.CpuFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, loader.CpuFinder(lambda: why_no_gpu() is not None))

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
 
-# TE's environment variables, set for as long as something needs them.
+# TE's environment variables, set as long as something needs them.
 
 
 @contextmanager
@@ -33,18 +33,18 @@ def te_variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# Which of its attention kernels TransformerEngine runs: flash-attention's, cuDNN's fused one, or its unfused one.
+# Which of its attention kernels TransformerEngine runs: flash-attention's, cuDNN's fused one, or its own unfused one.
 #
 # TE picks one for each configuration and remembers the last pick (``get_attention_backend`` and ``_attention_backends``
 # in ``pytorch/attention/dot_product_attention`` of TE 2.14 to 2.20). It reads the environment variables
-# ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` at each pick. So forcing one takes both: setting
-# them, and making TE forget.
+# ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` at each pick. So forcing one means to set them, and
+# to make TE forget its last pick.
 
 
 AttentionBackend = Literal["flash", "fused", "unfused"]
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 CHOICES = ("auto", *BACKENDS, "all")
-"""What a run may ask for: that TE chooses, one backend, or each in turn."""
+"""What a run may ask for: TE's own choice, one backend, or each in turn."""
 
 _VARIABLES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 _CLASSES = {"flash": "FlashAttention", "fused": "FusedAttention", "unfused": "UnfusedDotProductAttention"}
@@ -55,7 +55,7 @@ _UTILS = f"{_PACKAGE}.utils"
 
 
 class NotOffered(Exception):
-    """TE does not run the forced backend here; the message says why."""
+    """Raised if TE does not run the forced backend here; the message says why."""
 
 
 def checked_choice(text: str) -> str:
@@ -76,7 +76,7 @@ def has_attention(module: nn.Module) -> bool:
 
 @contextmanager
 def attention_backends(forced: AttentionBackend | None = None) -> Iterator[dict[str, None]]:
-    """Within the context TE picks its attention backends anew, only the forced one if there is one.
+    """Within the context, TE picks its attention backends anew, only the forced one if there is one.
 
     Args:
         forced: the backend; None leaves the pick to TE.
@@ -85,7 +85,7 @@ def attention_backends(forced: AttentionBackend | None = None) -> Iterator[dict[
         The backends that ran so far, in the order of their first calls: ``fused (F16_arbitrary_seqlen)``.
 
     Raises:
-        NotOffered: from the context, where a module asks for attention and TE refuses the forced backend.
+        NotOffered: within the context, if a module asks for attention and TE refuses the forced backend.
     """
     ran: dict[str, None] = {}
 
@@ -114,7 +114,7 @@ def _is_of_te(module: nn.Module, name: str) -> bool:
 
 
 def _described(backend: str) -> str:
-    """The backend with what TE says of it: flash-attention's version, or which of cuDNN's kernels."""
+    """Return the backend with what TE says about it: flash-attention's version, or which of cuDNN's kernels."""
     picked = sys.modules[_PACKAGE]._attention_backends
     if backend == "flash" and picked["flash_attention_backend"] is not None:
         return f"flash ({picked['flash_attention_backend']})"
@@ -126,7 +126,7 @@ def _described(backend: str) -> str:
 
 @contextmanager
 def _picked_anew() -> Iterator[None]:
-    """TE forgets its pick before and after."""
+    """Make TE forget its pick before and after."""
     _forget()
     try:
         yield
@@ -151,7 +151,7 @@ class _Collecting(logging.Handler):
 
 @contextmanager
 def _logged(messages: list[str] | None) -> Iterator[None]:
-    """Within the context, what TE logs of its picks goes to ``messages`` alone; nothing changes where that is None."""
+    """Within the context, what TE logs about its picks goes only to ``messages``; nothing changes if that is None."""
     if messages is None or _UTILS not in sys.modules:
         yield
         return
@@ -168,7 +168,7 @@ def _logged(messages: list[str] | None) -> Iterator[None]:
 
 
 def _why(backend: str, messages: list[str]) -> str:
-    """TE's reasons in its own words."""
+    """Return TE's reasons in its own words."""
     if backend == "flash":
         installed = sys.modules[_UTILS].FlashAttentionUtils
         if not any(getattr(installed, f"{version}is_installed", False) for version in ("", "v3_", "v4_")):

@@ -1,4 +1,4 @@
-"""Which errors are the device's and not the port's: memory ran out, or a kernel broke the process's CUDA context."""
+"""Tell errors of the device from errors of the port: memory ran out, or a kernel broke the process's CUDA context."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def classify(error: BaseException, context_works: Callable[[], bool] | None = No
 
     Args:
         error: as it was caught.
-        context_works: asked whether CUDA still works, where the text alone does not tell; asks CUDA by default.
+        context_works: asked whether CUDA still works, if the text alone does not tell; asks CUDA by default.
 
     Returns:
         ``out of memory``: the same may succeed when others hold less. ``broken``: every later CUDA call of this process
-        fails. Empty: the error is none of the device's.
+        fails. Empty: it is not an error of the device.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out of memory"

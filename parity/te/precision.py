@@ -1,4 +1,4 @@
-"""What a precision's name means: dtype, TE recipe, rounding model, and the GPU that it needs."""
+"""Define what a precision's name means: dtype, TE recipe, rounding model, and the GPU that it needs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Precision:
 
     Attributes:
         name: as users write it and reports show it.
-        dtype: of parameters, inputs, gradients and stored activations.
+        dtype: that of parameters, inputs, gradients and stored activations.
         rounding: what a faithful kernel rounds, for the expected error.
-        recipe: a class of ``transformer_engine.common.recipe``, or None where no FP8 is used.
-        warmup_passes: forward and backward passes before the one that is compared, or more; a recipe that scales by the
-            past has no scales before.
+        recipe: a class of ``transformer_engine.common.recipe``, or None if no FP8 is used.
+        warmup_passes: the least number of forward and backward passes before the one that is compared; a recipe that
+            scales by the past has no scales before.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Precision:
     warmup_passes: int = 0
 
     def autocast(self, kernels: Kernels) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which TE's modules compute their forward pass; a new recipe each time."""
+        """Return the context for the forward pass of TE's modules; it has a new recipe each time."""
         if self.recipe is None:
             return contextlib.nullcontext()
         recipes = importlib.import_module("transformer_engine.common.recipe")
@@ -80,7 +80,7 @@ _IS_AVAILABLE = {
 
 
 def why_unavailable(precision: Precision, kernels: Kernels) -> str | None:
-    """The reason why this machine cannot run the precision on these kernels, or None if it can.
+    """Return why this machine cannot run the precision on these kernels, or None if it can.
 
     The CPU kernels emulate a Hopper GPU, whose answers TE itself gives.
     """

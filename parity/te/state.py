@@ -18,26 +18,26 @@ from parity.te.precision import Precision
 from parity.trace.whose import is_of_te, line_running
 from parity.user_error import UserError
 
-# TE's global state of quantization, a fresh one for each candidate.
+# TE's global state of quantization, fresh for each candidate.
 #
 # TE keeps the amax buffers of every module that ever ran with delayed scaling, and goes over them all after each pass,
-# so that the hundredth candidate of a process pays for those before it. What a pass leaves that raised inside of a
-# recipe's context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantization.py`` of TE 2.14 to 2.20.
+# so the hundredth candidate of a process pays for those before it. What is left by a pass that raised within a recipe's
+# context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantization.py`` of TE 2.14 to 2.20.
 
 
 _Ran = TypeVar("_Ran")
 
-# Powers of two by which a scale may be less than a pass asks for: a floating-point format's numbers reach as far down
-# then, but for one of its own.
+# In powers of two, a scale may be this much less than a pass asks for: a floating-point format's numbers then reach
+# down as far, except for one power of two.
 _TOO_SMALL = 1.0
-# By which it may be more, or else what saturates is off by more than rounding: E4M3's largest number is 448, and 464 is
-# as near to it as to the next one. E5M2's reaches farther.
+# It may be this much more; beyond that, what saturates is off by more than rounding: E4M3's largest number is 448, and
+# 464 is as near to it as to the next one. E5M2 reaches farther.
 _TOO_LARGE = math.log2(464 / 448)
 
 
 @contextmanager
 def fresh_quantization() -> Iterator[None]:
-    """Within the context TE knows of no module that ran before; afterwards its state is what it was."""
+    """Within the context, TE knows of no module that ran before; afterwards its state is what it was."""
     manager = state_manager()
     if manager is None:
         yield
@@ -56,19 +56,19 @@ def fresh_quantization() -> Iterator[None]:
 
 
 def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
-    """Return the result of the first pass after the warm-up whose scales are those that its own numbers ask for.
+    """Return the result of the first pass after the warm-up whose scales fit its own numbers.
 
-    With delayed scaling a tensor's scale comes from passes before, and is 1 at first. A gradient that is smaller than
-    the format's least number then becomes 0, and so do all that are computed from it, of which no scale can be had:
+    With delayed scaling a tensor's scale comes from earlier passes, and is 1 at first. A gradient smaller than the
+    format's least number then becomes 0, and so do all gradients computed from it, for which no scale can be had. So
     each pass settles the scales of one more layer, from the loss backwards.
 
     Args:
         run: one pass forward, or forward and backward.
-        warmup_passes: at the least; where there are none, no scale comes from a pass before.
+        warmup_passes: how many passes to make at least; with 0, no scale comes from an earlier pass.
     """
     ran = run()
-    # A pass settles one tensor at the least, unless what it computes is another thing each time: by other numbers, or
-    # with modules that each pass makes anew, whose scales TE keeps as well.
+    # A pass settles at least one tensor, unless it computes something else each time: with other numbers, or with
+    # modules that each pass creates, whose scales TE keeps as well.
     most = warmup_passes + len(_scales()) if warmup_passes else 0
     for passes in range(1, most + 1):
         before = _scales()
@@ -79,16 +79,16 @@ def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
 
 
 def _scales() -> list[Tensor]:
-    """Of each group of tensors that TE keeps a history of, copied."""
+    """Return copies of the scales of each group of tensors that TE keeps a history of."""
     manager = state_manager()
     if manager is None:
         return []
-    buffers = getattr(manager, "quantization_state", manager).global_scale_buffer  # older ones hold it themselves
+    buffers = getattr(manager, "quantization_state", manager).global_scale_buffer  # older managers hold it themselves
     return [scale.clone() for scales in buffers.values() for scale in scales]
 
 
 def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
-    """Return whether a pass used scales like those that its own numbers ask for."""
+    """Return whether a pass used scales that fit its own numbers."""
     if len(used) != len(asked_for):
         return False
     moves = [(x / y).log2() for x, y in zip(used, asked_for, strict=True)]
@@ -96,18 +96,18 @@ def _fit(used: list[Tensor], asked_for: list[Tensor]) -> bool:
 
 
 def state_manager() -> Any:
-    """TE's class that holds the state; None where TE is not imported."""
+    """Return TE's class that holds the state; None if TE is not imported."""
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     return None if quantization is None else quantization.FP8GlobalStateManager
 
 
-# TE's process-wide caches and switches, as a new process has them, for each candidate.
+# TE's process-wide caches and switches, reset for each candidate to what a new process has.
 #
-# Where ``DotProductAttention`` is given no ALiBi slopes, it takes those of the call before if the sizes agree: what one
+# If ``DotProductAttention`` is given no ALiBi slopes, it takes those of the previous call if the sizes agree: what one
 # port forgets would come from another port's pass. ``LayerNormMLP`` chooses its kernels by how ``te.checkpoint`` ran
-# last. The other caches hold what follows from sizes alone; but they hand out the tensor that they hold, and whoever
-# writes to it changes it for all who come later. Which attention kernel TE picked is ``attention_backend``'s. Source:
-# the modules named here, in TE 2.14 to 2.20.
+# last. The other caches hold what follows from sizes alone, but they hand out the tensor itself, and whoever writes to
+# it changes it for all who come later. ``attention_backend`` resets which attention kernel TE picked. Source: the
+# modules named here, in TE 2.14 to 2.20.
 
 
 _TE = "transformer_engine.pytorch"
@@ -125,7 +125,7 @@ _CACHES = {
     ),
     f"{_TE}.module.base": ("_dummy_wgrads",),
 }
-"""By module, dicts and lists that are empty in a new process. Other modules refer to the same objects."""
+"""Dicts and lists that are empty in a new process, by module. Other modules refer to the same objects."""
 
 _ALIBI = f"{_ATTENTION}.dot_product_attention", "_alibi_cache"
 """A dict that always has the same keys."""
@@ -137,21 +137,21 @@ _SWITCHES: dict[str, dict[str, Any]] = {
         "_ACTIVATION_RECOMPUTE_PHASE": False,
     }
 }
-"""By module, variables with their values in a new process."""
+"""Variables with their values in a new process, by module."""
 
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    """Within the context TE's caches hold nothing of earlier passes; afterwards they hold what they did before.
+    """Within the context, TE's caches hold nothing of earlier passes; afterwards they hold what they did before.
 
-    A cache that this version of TE lacks, or whose module is not imported yet, is none.
+    A cache that this version of TE lacks, or whose module is not imported yet, is left out.
     """
     with ExitStack() as stack:
         for module, names in _CACHES.items():
             for name in names:
                 stack.enter_context(_holding(_held(module, name), None))
         alibi = _held(*_ALIBI)
-        # Without slopes TE computes slopes and biases anew, whatever else is said here.
+        # Without slopes TE computes slopes and biases anew, whatever else the cache holds.
         stack.enter_context(_holding(alibi, dict.fromkeys(alibi or ())))
         for module, values in _SWITCHES.items():
             stack.enter_context(_switched(module, values))
@@ -159,13 +159,13 @@ def fresh_caches() -> Iterator[None]:
 
 
 def _held(module: str, name: str) -> Any:
-    """Return the cache, or None where there is none."""
+    """Return the cache, or None if there is none."""
     return getattr(sys.modules.get(module), name, None)
 
 
 @contextmanager
 def _holding(cache: Any, content: Any) -> Iterator[None]:
-    """Within the context the dict or list holds this alone; it stays the same object."""
+    """Within the context, the dict or list holds only this content; it stays the same object."""
     if cache is None:
         yield
         return
@@ -196,7 +196,7 @@ def _switched(module: str, values: dict[str, Any]) -> Iterator[None]:
             setattr(loaded, name, value)
 
 
-# Recipes that a candidate turns on by itself, where it enters ``te.autocast`` inside of the precision's own.
+# Recipes that a candidate turns on by itself, by entering ``te.autocast`` within the precision's own.
 #
 # Source: ``FP8GlobalStateManager.autocast_enter`` in ``pytorch/quantization.py`` of TE 2.20. Versions that keep their
 # state otherwise are left alone.
@@ -207,11 +207,11 @@ _STATE = ("autocast_depth", "fp8_enabled", "fp8_recipe")
 
 @contextmanager
 def own_recipes(has_recipe: bool, left_out: bool = False) -> Iterator[list[str]]:
-    """Appends each recipe that differs from the one around it, and the user's line that enters it.
+    """Within the context, append each recipe that differs from the one around it, and the user's line that enters it.
 
     Args:
         has_recipe: whether the precision has a recipe, in whose context the candidate runs.
-        left_out: whether the recipe around it goes on in its place.
+        left_out: whether the candidate's own recipe is ignored, and the one around it stays on.
     """
     seen: list[str] = []
     manager = state_manager()
@@ -251,11 +251,10 @@ def _told(recipe: Any) -> str:
 
 # Modules that a backward pass computes again under another recipe than the forward pass did.
 #
-# ``torch.utils.checkpoint`` keeps PyTorch's own autocast for its recomputation, not TE's: the backward pass of a
-# training step runs after ``te.autocast`` has been left, so that the layer is computed again without quantization
-# there, and its gradients are those of another function. ``te.checkpoint`` enters the recipe again
-# (``_CheckpointFunction.backward`` in ``pytorch/distributed.py`` of TE 2.20). No tolerance shows it: what is not
-# quantized is the nearer to FP64.
+# ``torch.utils.checkpoint`` restores PyTorch's own autocast for its recomputation, but not TE's. The backward pass of a
+# training step runs after ``te.autocast`` has been left, so the layer is computed again without quantization, and its
+# gradients are those of another function. ``te.checkpoint`` enters the recipe again (``_CheckpointFunction.backward``
+# in ``pytorch/distributed.py`` of TE 2.20). No tolerance shows it: what is not quantized is nearer to FP64.
 
 
 _NO_BACKWARD = -1
@@ -263,19 +262,19 @@ _NO_BACKWARD = -1
 
 @dataclass
 class Recomputes:
-    """Under which recipes each of TE's modules ran: in the forward pass, and where a backward pass ran it again."""
+    """The recipes under which each of TE's modules ran: in the forward pass, and when a backward pass ran it again."""
 
     _names: dict[nn.Module, str] = field(default_factory=dict)
     _forward: dict[nn.Module, set[str]] = field(default_factory=dict)
     _again: dict[nn.Module, set[str]] = field(default_factory=dict)
 
     def watch(self, module: nn.Module) -> None:
-        """Name modules as this candidate does, which has not run yet."""
+        """Name modules as this candidate does; it has not run yet."""
         self._names |= {part: name for name, part in module.named_modules()}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note every call of one of TE's modules inside of the context."""
+        """Within the context, note every call of one of TE's modules."""
         hook = register_module_forward_pre_hook(self._note)
         try:
             yield
@@ -289,7 +288,9 @@ class Recomputes:
 
     @property
     def otherwise(self) -> list[str]:
-        """What is wrong with the first module that did not run again as it did before, and what to do; else empty."""
+        """Say what is wrong with the first module that ran again under another recipe, and what to do;
+        empty if none did.
+        """
         for module, again in self._again.items():
             before = self._forward.get(module, again)
             if not again <= before:
@@ -314,20 +315,20 @@ def _listed(recipes: set[str]) -> str:
     return " and ".join(sorted(recipes))
 
 
-# Weight gradients that TE adds to ``main_grad``, a buffer that a trainer keeps, in the place of ``grad``.
+# Weight gradients that TE adds to ``main_grad``, a buffer that a trainer keeps, instead of to ``grad``.
 #
-# ``fuse_wgrad_accumulation`` of TE's modules and ``accumulate_into_main_grad`` of ``te.ops.Linear`` have a GEMM add to
-# ``weight.main_grad``. Where the weight has an attribute ``grad_added_to_main_grad`` TE sets it, and leaves a dummy in
-# ``grad``, which is zero where the weight's ``zero_out_wgrad`` is true. Source: ``pytorch/module/linear.py`` and
+# ``fuse_wgrad_accumulation`` of TE's modules and ``accumulate_into_main_grad`` of ``te.ops.Linear`` make a GEMM add to
+# ``weight.main_grad``. If the weight has an attribute ``grad_added_to_main_grad``, TE sets it and leaves a dummy in
+# ``grad``, which is zero if the weight's ``zero_out_wgrad`` is true. Source: ``pytorch/module/linear.py`` and
 # ``pytorch/ops/_common.py`` of TE 2.20; Megatron-LM's ``DistributedDataParallel`` is such a trainer.
 
 
 _MAIN_GRAD_SWITCHES = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
-"""What TE's modules and its operations name the choice."""
+"""The names of this switch in TE's modules and in its operations."""
 
 
 def clear(module: nn.Module) -> None:
-    """Set every ``main_grad`` to zero; where TE adds to one and there is none, make it, in FP32."""
+    """Set every ``main_grad`` to zero; if TE adds to one and there is none, create it, in FP32."""
     for parameter in _added_to_main_grad(module):
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is None or main_grad.device != parameter.device:
@@ -341,7 +342,7 @@ def clear(module: nn.Module) -> None:
 
 
 def gradient(parameter: Any) -> Tensor | None:
-    """Return a parameter's gradient, wherever it is; None where none arrived.
+    """Return a parameter's gradient, wherever it is; None if none arrived.
 
     A parameter that PyTorch uses as well, as a tied embedding does, has one part in ``main_grad`` and one in ``grad``.
     A port's own hook may have handed ``main_grad`` over to ``grad``.
@@ -355,7 +356,9 @@ def gradient(parameter: Any) -> Tensor | None:
 
 
 def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:
-    """The parameters whose gradients TE adds to ``main_grad``, and a few that never get one there, such as biases."""
+    """Yield the parameters whose gradients TE adds to ``main_grad``, and a few that never get one
+    there, such as biases.
+    """
     for submodule in module.modules():
         if any(getattr(submodule, switch, False) is True for switch in _MAIN_GRAD_SWITCHES):
             yield from (parameter for parameter in submodule.parameters(recurse=False) if parameter.requires_grad)
@@ -365,7 +368,7 @@ def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:
 
 
 def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return the candidate itself, on the device or in the dtype that is given.
+    """Return the candidate itself, on the given device or in the given dtype.
 
     Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired. Complex
     buffers, such as rotary tables, keep their dtype, as under ``module.bfloat16()``: ``module.to(dtype)`` would drop
@@ -389,7 +392,7 @@ def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: to
 
 
 def dequantized(candidate: nn.Module) -> nn.Module:
-    """Return the candidate itself, each quantized parameter replaced by one in FP32 of the same values."""
+    """Return the candidate itself, with each quantized parameter replaced by one in FP32 with the same values."""
     for module in candidate.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if is_quantized(parameter):
@@ -399,16 +402,16 @@ def dequantized(candidate: nn.Module) -> nn.Module:
 
 
 def dequantized_tensor(parameter: Tensor) -> Tensor:
-    """Return the values that a parameter stands for; itself where it is not quantized."""
+    """Return the values that a parameter stands for; the parameter itself if it is not quantized."""
     return parameter.dequantize() if is_quantized(parameter) else parameter
 
 
 def check(candidate: nn.Module, precision: Precision) -> None:
-    """Make sure that the precision fits the parameters that are quantized.
+    """Make sure that the precision fits the quantized parameters.
 
     Args:
         candidate: in the precision's dtype, as far as its parameters can be.
-        precision: at which it is compared.
+        precision: the precision at which it is compared.
 
     Raises:
         UserError: if the precision has no recipe, or TE keeps such a parameter in another dtype.
