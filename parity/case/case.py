@@ -26,26 +26,26 @@ class Rng:
     """A stream of random tensors, drawn on the CPU in FP32.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         purpose: streams of one seed with different purposes are independent.
     """
 
     def __init__(self, seed: int, purpose: str = "inputs") -> None:
-        # The CPU's generator takes 32 bits of a seed and drops the rest: mix seed and purpose into those.
+        # The CPU's generator takes only 32 bits of a seed: mix seed and purpose into these.
         digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=4).digest()
         self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-        """Gaussian values of the given shape."""
+        """Return Gaussian values of the given shape."""
         drawn = torch.empty(shape, dtype=torch.float32).normal_(generator=self._generator)  # ``draws`` sees the method
-        return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # a step takes long where nothing is drawn
+        return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # scaling takes longer than a repeated draw
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        """Values evenly spread over [low, high)."""
+        """Return values evenly spread over [low, high)."""
         return torch.rand(shape, generator=self._generator, dtype=torch.float32) * (high - low) + low
 
     def integers(self, *shape: int, low: int = 0, high: int) -> Tensor:
-        """Int64 values from low to high - 1."""
+        """Return int64 values from low to high - 1."""
         return torch.randint(low, high, shape, generator=self._generator)
 
     def permutation(self, n: int) -> Tensor:
@@ -66,15 +66,15 @@ class Pair:
     Attributes:
         reference: the PyTorch module, as its author wrote it; it must run in FP64.
         candidate: the TE module, built in FP32 (parity casts it to each precision's dtype).
-        inputs: called as ``inputs(rng, **sizes)`` with those sizes that it names; returns a tensor, a tuple (passed by
+        inputs: called as ``inputs(rng, **sizes)`` with the sizes that it names; returns a tensor, a tuple (passed by
             position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get
             gradients.
         weights: which reference parameters hold which TE parameters, see ``parity.case.weight_map``.
-        call_reference: called as ``call_reference(reference, *inputs)`` where calling the module is not enough.
+        call_reference: called as ``call_reference(reference, *inputs)`` if calling the module is not enough.
         call_candidate: the same for the candidate, e.g. to pass TE its mask arguments.
         fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it
-            runs with the weights that it holds, and the comparison fails where these are not what the map says. None
-            is False for a pair that is handed to ``parity.compare``, and True for one that ``@parity.pair``'s function
+            runs with the weights that it holds, and the comparison fails if these are not what the map says. None means
+            False for a pair that is passed to ``parity.compare``, and True for one that ``@parity.pair``'s function
             returns.
     """
 
@@ -99,13 +99,13 @@ class Case:
         marks: pytest marks, besides the precision's own.
         vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
             that one that was never copied shows.
-        probe: whether the outputs are compared on probing inputs, too, see ``parity.passes.draws``; False where
+        probe: whether the outputs are compared on probing inputs, too, see ``parity.passes.draws``; False if
             floating-point inputs may not take any value, such as probabilities.
         attention: the attention backends that TE is to take, each in an item of its own; empty lets TE choose.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
-        part_of: the case whose outputs are compared in parts, of which this one is some; None for all outputs.
-        outputs: names of those of this part; empty for all.
+        part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
+        outputs: names of the outputs of this part; empty for all.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def whole(self) -> Case:
-        """The case that was declared, also of a part of it."""
+        """The case that was declared, also for a part of it."""
         return self.part_of or self
 
     def build(self, te: ModuleType, size: Size) -> Pair:
@@ -131,7 +131,7 @@ class Case:
         return self.factory(te, **size)
 
     def runs_at(self, precision: str) -> bool:
-        """Return whether the case is compared at the precision of this name where a run asks for it."""
+        """Return whether the case is compared at the precision of this name if a run asks for it."""
         return self.precisions is None or precision in self.precisions
 
     def __str__(self) -> str:
@@ -183,5 +183,7 @@ def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
 
 
 def _plain(inputs: Any) -> Any:
-    """Return a mapping as a dict, since PyTorch finds no tensors in others, such as what a tokenizer returns."""
+    """Return a mapping as a dict, since PyTorch finds no tensors in other mappings, such as what a
+    tokenizer returns.
+    """
     return dict(inputs) if isinstance(inputs, Mapping) else inputs

@@ -13,17 +13,17 @@ from importlib import util
 from pathlib import Path
 from types import CodeType, FrameType
 
-# Tells from a file's text whether it uses parity, before anything is imported.
+# Tell from a file's text whether it uses parity, before anything is imported.
 
 
 _NAME = "parity"
-# Of a file that cannot be parsed: its error is told when it is imported.
+# For a file that cannot be parsed: its error is reported when it is imported.
 _LOOKS_LIKE_AN_IMPORT = re.compile(rf"(?m)^[^#\n]*\b(import|from)\s[^#\n]*\b{_NAME}\b")
 
 
 def imports_parity(file: Path) -> bool:
-    """Return whether the file imports parity or something of it, in whatever form, or a module beside it does that it
-    imports.
+    """Return whether the file imports parity or something from it, in any form, or imports a module
+    beside it that does.
 
     Such a module may declare pairs for the file. Beside it are the modules in its folder, and those below the folder
     of its outermost package.
@@ -45,12 +45,12 @@ def imports_parity(file: Path) -> bool:
 def that_import_parity(
     paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]
 ) -> Iterator[Path]:
-    """Yield those of these files that do, and of those below these folders.
+    """Yield those of these files that do, and those below these folders.
 
     Args:
         paths: files and folders.
-        patterns: of the files that count in a folder, as in pytest's ``python_files``.
-        ignored_folders: patterns of names, as in pytest's ``norecursedirs``.
+        patterns: patterns of the files that count in a folder, as in pytest's ``python_files``.
+        ignored_folders: patterns of folder names, as in pytest's ``norecursedirs``.
     """
     for path in paths:
         if path.is_file():
@@ -64,11 +64,13 @@ def that_import_parity(
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """Modules that a file imports, with leading dots where they are relative; names of functions among them."""
+    """Yield the modules that a file imports, with leading dots if they are relative; names of functions
+    are among them.
+    """
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the file's text, such as invalid escapes; its import gives them
+            warnings.simplefilter("ignore")  # about the file's text, such as invalid escapes; its import gives them
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         yield from [_NAME] if _LOOKS_LIKE_AN_IMPORT.search(text) else []
@@ -83,7 +85,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _beside(file: Path, module: str) -> Iterator[Path]:
-    """Yield the files that a module's name can mean from this file."""
+    """Yield the files that a module's name can mean in this file."""
     name = module.lstrip(".")
     level = len(module) - len(name)
     for base in [file.parents[min(level, len(file.parents)) - 1]] if level else [file.parent, _root(file)]:
@@ -92,14 +94,14 @@ def _beside(file: Path, module: str) -> Iterator[Path]:
 
 
 def _root(file: Path) -> Path:
-    """Return the folder that holds the outermost package that the file is in, from which its absolute imports start."""
+    """Return the folder of the outermost package that the file is in, from which its absolute imports start."""
     folder = file.parent
     while (folder / "__init__.py").is_file() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
-# Which file a declaration belongs to: the one that is being imported, wherever the declaring function is written.
+# A declaration belongs to the file that is being imported, wherever the declaring function is written.
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +112,8 @@ class Place:
         path: the file.
         line: its innermost line that led to the declaration, from 1.
         module: the name under which the file is imported.
-        body: the code of the module whose import declares the pair, another object each time that the file is
-            imported; None where no import does, but a function that is called later.
+        body: the code of the module whose import declares the pair, a new object each time the file is imported; None
+            if not an import declares it, but a function that is called later.
     """
 
     path: Path = Path()
@@ -142,7 +144,7 @@ def _place(frame: FrameType, body: CodeType | None) -> Place:
 
 
 def _being_imported(frame: FrameType | None) -> FrameType | None:
-    """Return the body of the innermost module that is being imported; a main program is not."""
+    """Return the body of the innermost module that is being imported; a main program does not count."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and _is_import(frame):
             return frame
@@ -151,21 +153,21 @@ def _being_imported(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_import(body: FrameType) -> bool:
-    """Return whether it runs a module's own file; ``exec`` runs a text under the module's name."""
+    """Return whether the frame runs a module's own file; ``exec`` runs a text under the module's name."""
     origin = getattr(body.f_globals.get("__spec__"), "origin", None)
     if origin is None or body.f_globals.get("__name__") == "__main__":
         return False
     return Path(origin).resolve() == Path(body.f_code.co_filename).resolve()
 
 
-# Where the built-in cases lie: beside the package in a checkout, inside it where it is installed.
+# Where the built-in cases are: beside the package in a checkout, inside it in an installation.
 
 
 MODULE = "parity.cases"
 
 
 def checkout() -> Path | None:
-    """The folder of the cases in the checkout whose package is running, or None if it runs from an installation."""
+    """Return the folder of the cases in the checkout whose package is running; None if it runs from an installation."""
     root = Path(__file__).resolve().parents[2]
     return root / "cases" if (root / "pyproject.toml").is_file() else None
 
@@ -176,5 +178,5 @@ def folder() -> Path:
     if found is not None:
         return found
     spec = util.find_spec(MODULE)
-    assert spec is not None  # the package is installed with it
+    assert spec is not None  # an installation contains it
     return Path(next(iter(spec.submodule_search_locations or ())))

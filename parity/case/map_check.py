@@ -27,17 +27,17 @@ from parity.case.weight_map import (
     shape_of,
 )
 
-# What names of a module mean to a weight map: parameters, further names of tied ones, buffers, LayerNorms' weights.
+# What a module's names mean to a weight map: parameters, further names of tied ones, buffers, LayerNorms' weights.
 
 
 @dataclass(frozen=True)
 class OtherNames:
-    """Names of a module.
+    """Other names in a module.
 
     Attributes:
-        tied: further names of tied parameters, each with the first, which alone ``module.named_parameters()`` gives.
-        buffers: no map may name them.
-        layer_norms: weights of PyTorch's LayerNorm, which has no bias where it was built without one.
+        tied: further names of tied parameters, with the first name, the only one in ``module.named_parameters()``.
+        buffers: names that no map may use.
+        layer_norms: weights of PyTorch's LayerNorm, which has no bias if it was built without one.
     """
 
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class Parameters:
 
     Attributes:
         kind: ``reference`` or ``TE``.
-        shapes: of its parameters, by name.
-        others: what further names mean.
+        shapes: the shapes of its parameters, by name.
+        others: what other names mean.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Parameters:
 
 
 def other_names(module: nn.Module) -> OtherNames:
-    """Return the names of a module that are no parameters' own, and those of its LayerNorms."""
+    """Return a module's names that are not parameters' own, and those of its LayerNorms."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return OtherNames(
@@ -75,13 +75,13 @@ def other_names(module: nn.Module) -> OtherNames:
     )
 
 
-# A map's problems as a user reads them: what layers repeat is told once, advice is given once, and not too many.
+# A map's problems as a user reads them: what layers repeat is said once, advice is given once, and long lists are cut.
 
 
 MOST_LINES = 20
 MOST_LETTERS = 600
 
-# Numbers in names that count layers or experts: ``layers.3.weight``, ``3.weight``, ``scales.3``, ``weight3``.
+# Numbers in names, which count layers or experts: ``layers.3.weight``, ``3.weight``, ``scales.3``, ``weight3``.
 _NUMBER = re.compile(r'(?<=[\w\]]\.)\d+(?=\.|")|(?<=["( ])\d+(?=\.[A-Za-z_])|(?<=weight)\d+|(?<=bias)\d+')
 _CONSTANT = re.compile(r"constant\([^)]*\)")
 
@@ -91,8 +91,8 @@ class Problem:
     """What is wrong.
 
     Attributes:
-        text: with the parameters' names and shapes.
-        advice: what to do; told once for all problems that have it, whatever constants it names.
+        text: the problem, with the parameters' names and shapes.
+        advice: what to do; said once for all problems that share it, whatever constants it names.
     """
 
     text: str
@@ -100,7 +100,9 @@ class Problem:
 
 
 def lines(problems: Iterable[Problem]) -> list[str]:
-    """One for each problem, those of layers that are alike together; of very many the first, of very long the ends."""
+    """Return a line for each problem, with similar layers in one; the first of very many, and the ends
+    of very long ones.
+    """
     told: set[str] = set()
     found: list[str] = []
     for problem in _together(problems):
@@ -113,13 +115,13 @@ def lines(problems: Iterable[Problem]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """Its ends, of an entry that names dozens of experts."""
+    """Return the ends of a long text, such as an entry that names dozens of experts."""
     end = MOST_LETTERS // 2
     return text if len(text) <= MOST_LETTERS else f"{text[:end]} ... {text[-end:]}"
 
 
 def _together(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Problems in the order of their first, those merged that differ only in layers' numbers."""
+    """Yield problems in the order of their first, with those merged that differ only in layers' numbers."""
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         alike.setdefault((_NUMBER.sub("#", problem.text), _NUMBER.sub("#", problem.advice)), []).append(problem)
@@ -135,7 +137,9 @@ def _columns(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
 
 
 def _are_all_combinations(problems: Sequence[Problem]) -> bool:
-    """Return whether the numbers that vary independently, as of layers and experts, occur in all combinations."""
+    """Return whether numbers that vary independently, such as those of layers and experts, occur in all
+    combinations.
+    """
     independent = {tuple(number - column[0] for number in column): len(set(column)) for column in _columns(problems)}
     return math.prod(independent.values()) == len(problems)
 
@@ -148,16 +152,16 @@ def _merged(problems: Sequence[Problem]) -> Problem:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0..11``, or ``0..3,7`` where some are left out."""
+    """Return ``0..11``, or ``0..3,7`` if some are left out."""
     starts = [0, *(i for i, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1), len(numbers)]
     runs = [numbers[start:stop] for start, stop in pairwise(starts)]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
 
 
-# Parameters that one module ties and the other does not: what to say of them, and what to write.
+# Parameters that only one of the modules ties: what to say about them, and what to write in the map.
 
 
-# Said of TE's, where the reference has two parameters.
+# Said about TE's parameter, if the reference has two.
 UNTIED = "and the reference has two parameters: tie these, or build the TE module so that it has two"
 
 
@@ -184,7 +188,9 @@ def tied_in_entry(
 
 
 def tied_elsewhere(name: str, shape: Shape, there: Parameters, here: Parameters) -> str | None:
-    """The name under which the other module ties what is an unused parameter here: the same, or one of its shape."""
+    """Return the name under which the other module ties what is an unused parameter here: the same, or
+    one of its shape.
+    """
     tied = [other for other, first in there.others.tied.items() if there.shapes[first] == shape]
     if name in tied:
         return name
@@ -193,7 +199,7 @@ def tied_elsewhere(name: str, shape: Shape, there: Parameters, here: Parameters)
 
 
 def fill_both(weights: WeightMap, first: str, name: str) -> str:
-    """Return what to do where the reference ties a parameter to ``first``, and TE has its own, ``name``."""
+    """Say what to do if the reference ties a parameter to ``first``, and TE has its own, ``name``."""
     filled = weights.get(first)
     both = describe(Copies((filled, name))) if isinstance(filled, str) else f'copies(..., "{name}")'
     return f'tie TE\'s, or write "{first}": {both}'
@@ -204,13 +210,13 @@ def _first(side: Side, module: Parameters) -> str | None:
 
 
 def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tuple[str, ...]:
-    """Say which parameters the candidate holds apart, that are one in the reference; a sentence each.
+    """Say which parameters the candidate holds apart that are one in the reference, a sentence each.
 
-    Two parameters are one as well where they share their memory, as after ``b.weight = nn.Parameter(a.weight.data)``:
-    an optimizer that steps on one steps on the other.
+    Two parameters are also one if they share their memory, as after ``b.weight = nn.Parameter(a.weight.data)``: an
+    optimizer that steps on one steps on the other.
 
     Args:
-        weights: a map that ``check.check_map`` accepts.
+        weights: a map that ``check_map`` accepts.
         reference, candidate: as they train, before anything casts them.
 
     Raises:
@@ -241,7 +247,7 @@ def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tu
 
 
 def _told(in_reference: str, apart: list[str]) -> str:
-    """Return what becomes of parameters that are apart."""
+    """Say what becomes of parameters that are apart."""
     shown = ", ".join(f'"{name}"' for name in dict.fromkeys(apart))
     return (
         f"in the reference {in_reference}, and the candidate holds it apart, in {shown}: equal now, these drift apart "
@@ -259,7 +265,7 @@ def _copies(side: Side) -> Iterator[list[str]]:
 
 
 def _sharing(module: nn.Module) -> dict[str, str]:
-    """Return the parameters that are another one's memory, in the same shape, each with the first of that memory."""
+    """Return the parameters that share another one's memory, in the same shape, each with the first in that memory."""
     first: dict[tuple[object, ...], str] = {}
     found: dict[str, str] = {}
     for name, parameter in module.named_parameters():
@@ -270,33 +276,33 @@ def _sharing(module: nn.Module) -> dict[str, str]:
 
 
 def share_memory_alike(copied: nn.Module, original: nn.Module) -> None:
-    """Let parameters of a copied module share their memory where the original's do; ``copy.deepcopy`` parts them."""
+    """Let parameters of a copied module share memory where the original's do; ``copy.deepcopy`` separates them."""
     parameters = dict(copied.named_parameters())
     for name, first in _sharing(original).items():
         parameters[name].data = parameters[first].data
 
 
 def _place(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return where a tensor lies; None for one without memory of its own, as a quantized or an empty one."""
+    """Return where a tensor is in memory; None if it has none of its own, as a quantized or empty one."""
     if tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def _are_one(one: Side, other: Side, sharing: Mapping[str, str]) -> bool:
-    """Return whether two sides are the same parameters, or the same memory."""
+    """Return whether two sides are the same parameters, or share memory."""
     first, second = ([sharing.get(name, name) for name in names(side)] for side in (one, other))
     return first == second
 
 
-# Parameters that no entry of a weight map mentions: what to say of each, and what is probably meant.
+# Parameters that no entry of a weight map mentions: what to say about each, and what is probably meant.
 
 
 _BIAS, _WEIGHT = "bias", "weight"
 
 
 def unused_of_reference(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
-    """Yield what to say of the reference's parameters that the map leaves out."""
+    """Yield what to say about the reference's parameters that the map leaves out."""
     used = {name for left in weights if isinstance(left, SIDES) for name in names(left)}
     for name, shape in reference.shapes.items():
         if name in used:
@@ -311,7 +317,7 @@ def unused_of_reference(weights: WeightMap, reference: Parameters, candidate: Pa
 
 
 def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
-    """Yield what to say of TE's parameters that the map does not fill."""
+    """Yield what to say about TE's parameters that the map does not fill."""
     used = {name for right in weights.values() if isinstance(right, SIDES) for name in names(right)}
     for name, shape in candidate.shapes.items():
         if name in used:
@@ -337,7 +343,7 @@ def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameter
 
 
 def norm_without_bias(bias: str, weights: WeightMap, reference: Parameters, candidate: Parameters) -> str | None:
-    """Return the weight of the reference's norm that has no bias, as an RMSNorm, where TE's norm has this one.
+    """Return the weight of the reference's norm that has no bias, such as an RMSNorm, if TE's norm has this one.
 
     None where the parameter is no bias of a norm, or the reference's norm has one or is PyTorch's LayerNorm.
     """
@@ -352,7 +358,7 @@ def norm_without_bias(bias: str, weights: WeightMap, reference: Parameters, cand
 
 
 def _norm_of_bias(bias: str, weights: WeightMap, reference: Parameters, candidate: Parameters) -> str | None:
-    """Return the weight of TE's norm that has no bias, where the reference's norm has this one."""
+    """Return the weight of TE's norm that has no bias, if the reference's norm has this one."""
     weight = _weight_beside(bias, reference.shapes)
     if weight is None:
         return None
@@ -364,7 +370,7 @@ def _norm_of_bias(bias: str, weights: WeightMap, reference: Parameters, candidat
 
 
 def _weight_beside(bias: str, shapes: Mapping[str, Shape]) -> str | None:
-    """Return the norm's weight that has this bias: they have one shape, where a linear layer's weight is a matrix."""
+    """Return the norm's weight that has this bias: both have one shape, while a linear layer's weight is a matrix."""
     if not bias.endswith(_BIAS) or len(shapes[bias]) != 1:
         return None
     weight = bias.removesuffix(_BIAS) + _WEIGHT
@@ -378,7 +384,7 @@ def _has_bias(weight: str, module: Parameters) -> bool:
     return any(module.shapes[name] == shape and name.rpartition(".")[2][:1] in "bo" for name in beside)
 
 
-# Whether a weight map uses each parameter of both modules once, in shapes that fit; what is wrong if not.
+# Does a weight map use each parameter of both modules once, in shapes that fit? If not, what is wrong?
 
 
 _NO_OTHERS = OtherNames()
@@ -397,10 +403,10 @@ def check_map(
         weights: the map.
         reference_shapes: shapes of the reference's parameters by name.
         candidate_shapes: shapes of TE's parameters by name.
-        reference_others, candidate_others: what further names of theirs mean, see ``other_names``.
+        reference_others, candidate_others: what their other names mean, see ``other_names``.
 
     Raises:
-        WeightMapError: with every problem there is, one a line; those of layers that are alike stand in one.
+        WeightMapError: with every problem, one per line; those of similar layers share a line.
     """
     reference = Parameters("reference", reference_shapes, reference_others)
     candidate = Parameters("TE", candidate_shapes, candidate_others)
@@ -432,7 +438,7 @@ def check_entries(
 
 
 def _map_problems(weights: WeightMap, reference: Parameters, candidate: Parameters) -> Iterator[Problem]:
-    """Yield what is wrong with the entries that there are."""
+    """Yield what is wrong with the map's entries."""
     if not isinstance(weights, Mapping):
         raise WeightMapError(f"weights must be a dict {{left: right}}, not {type(weights).__name__}")
     for left, right in weights.items():
@@ -467,7 +473,7 @@ def _entry_problems(
     candidate_shapes: Mapping[str, Shape],
     known: bool,
 ) -> Iterator[str]:
-    """Yield what is wrong with an entry but for its names; ``known`` says whether these are parameters' names."""
+    """Yield what is wrong with an entry apart from its names; ``known`` says whether these are parameters' names."""
     entry = _describe_entry(left, right)
     strangers = [side for side in (left, right) if not isinstance(side, SIDES)]
     for side in strangers:
@@ -509,7 +515,7 @@ def _unknown_names(side: Side, module: Parameters) -> Iterator[str]:
 
 
 def _closest(name: str, known: Mapping[str, Shape]) -> str | None:
-    """Return the only name with a prefix more or a prefix less, or else the one with the most letters in common."""
+    """Return the only name with one prefix more or less, or else the one with the most letters in common."""
     within = sorted((other for other in known if name.endswith(f".{other}")), key=len)
     below = [other for other in known if other.endswith(f".{name}")]
     found = within[-1:] or (below if len(below) == 1 else difflib.get_close_matches(name, known, n=1))

@@ -23,7 +23,7 @@ from parity.case.files import Place, place_of
 from parity.te.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import INTERRUPTS, UserError
 
-# What ``@parity.pair`` accepts: each function returns an argument as ``Case`` holds it, or says why it cannot.
+# What ``@parity.pair`` accepts: each function returns an argument as ``Case`` holds it, or raises and says why not.
 
 
 MARKS_BELONG = 'marks of pytest have no effect around a pair; name them in its declaration: marks=["slow"]'
@@ -31,7 +31,7 @@ _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def checked_name(name: object) -> str:
-    """Return a case's name, of letters, digits, ``_``, ``-`` and ``.``."""
+    """Return a case's name, which consists of letters, digits, ``_``, ``-`` and ``.``."""
     if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
         raise UserError("a name consists of letters, digits, '_', '-' and '.'")
     return name
@@ -53,7 +53,7 @@ def checked_factory(factory: Any) -> Callable[..., Pair]:
 
 
 def checked_switch(argument: str, value: object) -> bool:
-    """True or False; a text such as ``"no"`` would count as true."""
+    """Return True or False; a text such as ``"no"`` would count as true."""
     if not isinstance(value, bool):
         raise UserError(f"{argument} must be True or False, not {value!r}")
     return value
@@ -115,7 +115,7 @@ def are_same(entry: object, other: object) -> bool:
     """Return whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
     try:
         return bool(entry == other)
-    except (RuntimeError, ValueError):  # they compare element by element
+    except (RuntimeError, ValueError):  # tensors and arrays compare element by element
         return False
 
 
@@ -129,7 +129,7 @@ def _strings(argument: str, values: object) -> tuple[str, ...]:
 def _parameters_after_te(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # of functions that are not written in Python
+    except (TypeError, ValueError):  # functions that are not written in Python may have no signature
         parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].name != "te" or parameters[0].kind not in positional:
@@ -156,14 +156,14 @@ def _check_accepts(parameters: list[inspect.Parameter], size: Size) -> None:
 
 # The cases of a run: declared with ``@parity.pair``, found in a user's files and in installed packages.
 #
-# A case belongs to the file that is being imported when it is declared, also where a function of another file does it.
+# A case belongs to the file that is being imported when it is declared, even if a function of another file declares it.
 
 
 ENTRY_POINT_GROUP = "parity.pairs"
 
 
 class NoPairError(UserError):
-    """A file that declares no pair."""
+    """Raised for a file that declares no pair."""
 
 
 _CASES: dict[str, Case] = {}
@@ -191,7 +191,7 @@ def pair(
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
 
     Returns:
-        A decorator that returns the ``Case`` in the factory's place.
+        A decorator that replaces the factory by its ``Case``.
 
     Raises:
         UserError: if it decorates the function itself, without parentheses. From the decorator, if an argument is not
@@ -232,13 +232,14 @@ def cases() -> list[Case]:
 
 
 def restore(declared: Sequence[Case]) -> None:
-    """Make these the declared cases; undoes what was declared since ``declared = cases()``."""
+    """Make these the declared cases, which undoes what was declared since ``declared = cases()``."""
     _CASES.clear()
     _CASES.update({case.name: case for case in declared})
 
 
 def load_file(path: str | Path) -> list[Case]:
-    """Import a Python file and return the cases that it declares; a file that is imported already stays as it is.
+    """Import a Python file and return the cases that it declares; a file that is already imported is
+    not imported again.
 
     As under pytest, the module has the file's stem as name (its path, where another file took that name) and finds
     the modules beside it while it is imported.
@@ -255,7 +256,7 @@ def load_file(path: str | Path) -> list[Case]:
         raise UserError(f"{path}: a file of pairs is a Python file, its name ends in .py")
     module = _imported_from(path)
     if module is None:
-        te.serve_imports()  # the file, or a model that it imports, may import TransformerEngine
+        te.serve_imports()  # since the file, or a model that it imports, may import TransformerEngine
         with _undone_on_failure(), _on_sys_path(path.parent):
             module = _import_file(path)
     found = _cases_of(module)
@@ -318,7 +319,7 @@ def _own_name(function: Callable[..., Any]) -> str:
 
 
 def _callers_place(frame: FrameType | None) -> Place:
-    """Where the function that has this frame is called."""
+    """Return where the function with this frame is called."""
     return place_of(frame.f_back if frame else None)
 
 
@@ -338,7 +339,9 @@ def _place(case: Case) -> Place:
 
 
 def _same_declaration(case: Case, place: Place, other: Case) -> bool:
-    """Whether a file was imported again, a function called again, or typed again into an interpreter or notebook."""
+    """Return whether a file was imported again, a function called again, or typed again into an
+    interpreter or notebook.
+    """
     if case.path == other.path:
         bodies = place.body, _place(other).body
         if None not in bodies:
@@ -377,7 +380,7 @@ def _imported_from(path: Path) -> ModuleType | None:
 def _import_file(path: Path) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else str(path)
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # there is a loader for every name that ends in .py
+    assert spec is not None  # every name that ends in .py has a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -406,7 +409,7 @@ def _told(error: BaseException) -> str:
 
 @contextmanager
 def _undone_on_failure() -> Iterator[None]:
-    """A module that could not be imported has declared nothing."""
+    """Within the context, a module that cannot be imported declares nothing."""
     before = cases()
     try:
         yield

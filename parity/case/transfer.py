@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parity.case.weight_map import Copies, Shape, Side, WeightMap, holds, linear_part, names, pack, unpack
 
-# What a weight map moves: parameters to TE's layout and back, and gradients by the same map.
+# Moving by a weight map: parameters to TE's layout and back, and gradients by the same map.
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, Shape]:
@@ -22,14 +22,14 @@ def parameter_shapes(module: nn.Module) -> dict[str, Shape]:
 def to_candidate(
     weights: WeightMap, reference_tensors: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """TE's parameters from the reference's.
+    """Return TE's parameters, computed from the reference's.
 
-    Exact but where the map shifts. Results have the arguments' dtype and device and may share their memory.
+    They are exact unless the map shifts. Results have the arguments' dtype and device and may share their memory.
 
     Args:
-        weights: a map that ``check.check_map`` accepts.
+        weights: a map that ``check_map`` accepts.
         reference_tensors: the reference's parameters, all of one dtype.
-        candidate_shapes: of TE's parameters.
+        candidate_shapes: the shapes of TE's parameters.
     """
     like = next(iter(reference_tensors.values()), torch.empty(0))
     return {
@@ -63,10 +63,10 @@ def to_reference(
 def gradients_to_reference(
     weights: WeightMap, candidate_gradients: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """Gradients with respect to the reference's parameters from those with respect to TE's.
+    """Return the gradients with respect to the reference's parameters, from those with respect to TE's.
 
     A map moves elements and adds numbers, so gradients move alike and what is added vanishes; those of copies add up.
-    An entry none of whose TE parameters has a gradient is left out.
+    An entry is left out if none of its TE parameters has a gradient.
 
     Raises:
         KeyError: if only some of an entry's parameters have one.
@@ -83,10 +83,10 @@ def _any_in(side: Side, tensors: Mapping[str, Tensor]) -> bool:
     return any(name in tensors for name in names(side))
 
 
-# The reference with one norm for each of TE's, where TE's modules each have a norm that the reference has once.
+# A reference with one norm for each of TE's, if several of TE's modules have a norm that the reference has once.
 #
-# Attention and MLP side by side may read one norm (GPT-J, Phi, Cohere). TE's layer has two that hold the same, and each
-# returns its own gradient, rounded, where the reference's one norm is given the sum of both: more is rounded, and
+# Parallel attention and MLP may read one norm (GPT-J, Phi, Cohere). TE's layer has two norms that hold the same, and
+# each returns its own rounded gradient, while the reference's one norm is given the sum of both: more is rounded, and
 # partly cancels. The rounding model computes as TE does.
 
 
@@ -95,8 +95,8 @@ def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
     """Within the context, one pass of the reference has as many norms as TE has by this map.
 
     Args:
-        reference: whose submodules hold the norms and the layers that read them.
-        weights: in which a norm that TE has several times is mapped to ``copies``.
+        reference: its submodules hold the norms and the layers that read them.
+        weights: maps a norm that TE has several times to ``copies``.
     """
     with ExitStack() as hooks:
         for norm, others in _norms(weights).items():
@@ -110,7 +110,9 @@ def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
 
 
 def _norms(weights: WeightMap) -> dict[str, list[str]]:
-    """The submodules that TE has several times, each with TE's modules but the first, which reads the reference's."""
+    """Return the submodules that TE has several times, each with TE's modules except the first, which
+    reads the reference's.
+    """
     found: dict[str, list[str]] = {}
     for left, right in weights.items():
         if isinstance(left, str) and isinstance(right, Copies):
@@ -120,7 +122,7 @@ def _norms(weights: WeightMap) -> dict[str, list[str]]:
 
 
 def _submodules_in(te_module: str, weights: WeightMap) -> set[str]:
-    """Return the reference's submodules whose parameters a module of TE holds alone."""
+    """Return the reference's submodules whose parameters only this module of TE holds."""
     return {
         _holder(name)
         for left, right in weights.items()
@@ -135,7 +137,9 @@ def _holder(parameter: str) -> str:
 
 
 class _OwnNorm:
-    """Computed once in a pass, so that all of its readers' gradients add up before its own backward pass."""
+    """A norm of its own, computed once in a pass, so that its readers' gradients add up before its own
+    backward pass.
+    """
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
@@ -144,11 +148,11 @@ class _OwnNorm:
         self._own: Tensor | None = None
 
     def note(self, norm: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
-        """As a hook of the norm: what it was given and returned last."""
+        """Note, as a hook of the norm, what it was last given and returned."""
         self._given, self._returned, self._own = given, returned, None
 
     def read(self, reader: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """As a hook of a layer: this norm's result in the place of the reference's."""
+        """Pass on, as a hook of a layer, this norm's result in place of the reference's."""
         if self._returned is None or not any(x is self._returned for x in given):
             return given
         if self._own is None:

@@ -28,12 +28,12 @@ from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choi
 from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
 from parity.user_error import INTERRUPTS, UserError
 
-# Runs code that builds modules and tensors so that they get shapes and dtypes, but neither memory nor values.
+# Run code that builds modules and tensors so that they get shapes and dtypes, but neither memory nor values.
 
 
 _META = torch.device("meta")
 _MOVES = (Tensor.cpu, Tensor.cuda)
-# Values that nothing holds need not be drawn; on the meta device PyTorch goes a long way to draw none.
+# Values that nothing holds need not be drawn; on the meta device, PyTorch takes long to draw none.
 _DRAWS = (Tensor.normal_, Tensor.uniform_)
 _INITS = (init.normal_, init.uniform_, init.kaiming_uniform_)
 _DRAWN = (torch.randn, torch.rand)
@@ -41,16 +41,16 @@ _DRAWN = (torch.randn, torch.rand)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Every tensor that is created or moved inside lies on the meta device, whatever device the code names.
+    """Within the context, every tensor that is created or moved is on the meta device, whatever device the code names.
 
-    Code that reads a tensor's values, or that mixes in real tensors, raises inside as it does on any meta tensor.
+    Code that reads a tensor's values, or mixes in real tensors, raises as it does for any meta tensor.
     """
     with torch.device("meta"), _EveryDeviceIsMeta():
         yield
 
 
 class _EveryDeviceIsMeta(TorchFunctionMode):
-    """Replaces devices in the arguments of PyTorch's functions; ``torch.device("meta")`` alone yields to them."""
+    """Replaces devices in the arguments of PyTorch's functions; ``torch.device("meta")`` alone would yield to them."""
 
     def __torch_function__(
         self,
@@ -71,30 +71,30 @@ class _EveryDeviceIsMeta(TorchFunctionMode):
         if func in _DRAWN:
             func = torch.empty
         if func is torch.empty_like and not named.keys() - {"device"} and args[0].is_contiguous():
-            return torch.empty(args[0].shape, dtype=args[0].dtype)  # which PyTorch makes in a twentieth of the time
+            return torch.empty(args[0].shape, dtype=args[0].dtype)  # takes PyTorch a twentieth of the time
         moves = func is Tensor.to
         return func(*[_META if _names_device(arg, moves) else arg for arg in args], **named)
 
 
 def _names_device(argument: Any, moves: bool) -> bool:
-    """Return whether a positional argument is a device; ``Tensor.to`` takes one as a string or index, too."""
+    """Return whether a positional argument is a device; ``Tensor.to`` also takes one as a string or an index."""
     if isinstance(argument, torch.device):
         return True
     return moves and isinstance(argument, (str, int)) and not isinstance(argument, bool)
 
 
-# Which modules can be a pair's at all: their parameters have shapes, are real, and stay the module's own.
+# Modules that a pair can have at all: their parameters have shapes, are real, and stay the module's own.
 
 
 def check_module(role: str, module: Any) -> None:
-    """Make sure that a module is one that can be compared.
+    """Make sure that a module can be compared.
 
     Args:
         role: ``reference`` or ``candidate``, for the message.
         module: what the pair has in that place.
 
     Raises:
-        UserError: if it is no module, is TorchScript's, or has parameters without a shape or of complex numbers.
+        UserError: if it is not a module, is TorchScript's, or has parameters without a shape or of complex numbers.
     """
     if not isinstance(module, nn.Module):
         kind = "None" if module is None else type(module).__name__
@@ -119,15 +119,14 @@ def check_module(role: str, module: Any) -> None:
             )
 
 
-# Which of a port's parameters lie outside of TransformerEngine's modules, as a router's or a head's often do.
+# A port's parameters outside of TransformerEngine's modules, such as a router's or a head's.
 #
-# PyTorch's own layers multiply in the dtype that they hold: no autocast of TE's makes FP8 of them, nor do they read
-# FP32 in TF32 unless they are told to.
+# PyTorch's own layers multiply in the dtype that they hold: TE's autocast does not make them compute in FP8, nor do
+# they read FP32 as TF32 unless they are told to.
 
 
 def parameters_outside_te(pair: Pair) -> frozenset[str]:
-    """Return names of the reference's parameters that the candidate holds in no module of TE's, nor in one derived from
-    these.
+    """Return the reference's parameters that the candidate holds in no module of TE's, nor in one derived from these.
 
     A parameter that is tied to one of TE's, as a head's to an embedding's, is within.
     """
@@ -143,12 +142,12 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
 
 
 def of_te(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the module itself and those in it that are TE's, or derived from these, by their names in it."""
+    """Return the module and its parts that are TE's, or derived from TE's, by their names in it."""
     return {name: part for name, part in module.named_modules() if _is_te(part)}
 
 
 def has_te(module: nn.Module) -> bool:
-    """Return whether there is one."""
+    """Return whether a module contains one of TE's."""
     return bool(of_te(module))
 
 
@@ -156,7 +155,7 @@ def _is_te(module: nn.Module) -> bool:
     return any(is_of_te(base) for base in type(module).__mro__)
 
 
-# Finds a case's mistakes before anything runs: built at each size without memory, its parts must fit together.
+# Find a case's mistakes before anything runs: built at each size without memory, its parts must fit together.
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +164,8 @@ class CheckedSize:
 
     Attributes:
         size: as the case declares it.
-        label: the shape of the first input tensor, e.g. ``2x1024x512``, and where sizes of the case share it, the
-            entries in which they differ, e.g. ``2x1024x512-ffn1536``; unique in the case.
+        label: the shape of the first input tensor, e.g. ``2x1024x512``; if several sizes of the case share it, followed
+            by the entries in which they differ, e.g. ``2x1024x512-ffn1536``; unique in the case.
         has_attention: whether TE picks an attention backend in the candidate.
         has_te: whether the candidate has a module of TE's.
         inputs: how many floating-point tensors the reference is given.
@@ -184,8 +183,8 @@ class CheckedSize:
 def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
     """Check a case at each of its sizes.
 
-    Both modules are built without memory or values. Where the factory or ``inputs`` needs values, both are called again
-    for real. Neither may keep tensors in a cache of its own across calls: without memory they are useless later.
+    Both modules are built without memory or values. If the factory or ``inputs`` needs values, both are called again
+    for real. Neither may keep tensors in a cache of its own across calls: without memory these would be useless later.
 
     Args:
         case: the case.
@@ -195,7 +194,7 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
         The sizes, in the case's order.
 
     Raises:
-        UserError: if the factory raises or returns no two modules, the weight map does not fit them, or ``inputs``
+        UserError: if the factory raises or does not return two modules, the weight map does not fit them, or ``inputs``
             raises or returns no tensor; names the case, its file and line, and the size.
     """
     checked = [_check_size(case, te, size) for size in case.sizes]
@@ -207,9 +206,9 @@ def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[Atten
     """Return the attention backends to force, each in an item of its own; None lets TE choose.
 
     Args:
-        case: may demand some, where the run leaves it open.
+        case: may demand some, if the run leaves it open.
         checked: a candidate without attention is one item, whatever is asked for.
-        asked: of the run, one of ``CHOICES``.
+        asked: what the run asks for, one of ``CHOICES``.
 
     Raises:
         UserError: if it is none of them.
@@ -277,7 +276,7 @@ def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair,
     except (UserError, *INTERRUPTS):
         raise
     except BaseException:
-        # Sound code can need values; whether it does, only the real call tells, and it tells the real cause.
+        # Sound code can need values. Only the real call tells whether it does, and shows the real cause if not.
         pass
     return build(case, te, size)
 
@@ -303,7 +302,7 @@ def _as_user_error(what: str, path: Path) -> Iterator[None]:
         raise
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # The user looks for the mistake in the file that declares the case, even if code further down raised.
+        # The user looks for the mistake in the file that declares the case, even if other code raised further down.
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
         place = f" in line {lines[-1]}" if lines else ""
         innermost = users_frame(error)
@@ -331,7 +330,7 @@ def _check_pair(pair: Any) -> None:
 
 
 def _check_plain(pair: Pair) -> None:
-    """A reference that computes with TE's kernels would be compared with these; they know no FP64, either."""
+    """Refuse a reference that computes with TE's kernels: it would be compared with itself, and cannot run in FP64."""
     for name, part in of_te(pair.reference).items():
         if list(part.parameters(recurse=False)) or has_attention(part):
             what = f"its {name}" if name else "it"
@@ -372,7 +371,7 @@ def _entry_label(key: str, size: Size) -> str:
 
 
 def _indented(text: str) -> str:
-    """Several lines, as a weight map's problems are, each on its own below the first."""
+    """Put each of several lines, such as a weight map's problems, on a line of its own below the first."""
     lines = text.splitlines()
     return f" {text}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
 

@@ -19,8 +19,8 @@ from parity.user_error import UserError
 
 # Terms over parameter names: each packs its parts into one tensor and unpacks that tensor into its parts again.
 #
-# A term says in which layout a weight is stored. Packing and unpacking only move elements, but for ``shift``, which
-# adds a number, ``constant``, which stands for a parameter that the reference lacks, and ``copies``, for one that TE
+# A term says in which layout a weight is stored. Packing and unpacking only move elements, with three exceptions:
+# ``shift`` adds a number, ``constant`` stands for a parameter that the reference lacks, and ``copies`` for one that TE
 # has several times. Further down are the functions that build terms, and those that read them.
 #
 # A term with parts has three methods: ``shape`` gives the packed shape for the shapes of its parts, or raises
@@ -31,11 +31,11 @@ Shape = tuple[int, ...]
 
 
 class WeightMapError(UserError):
-    """A weight map that does not fit its two modules; the message has one problem a line."""
+    """Raised if a weight map does not fit its two modules; the message has one problem per line."""
 
 
 class MisfitError(ValueError):
-    """The shapes of a term's parts do not go together; the message says why."""
+    """Raised if the shapes of a term's parts do not go together; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +231,7 @@ class RopeHalves:
         return [self._exchange(value, (2, self.rotary_dim // 2))]
 
     def _exchange(self, value: Tensor, rows: tuple[int, int]) -> Tensor:
-        """Return each head's first ``rotary_dim`` rows, seen as a matrix of rows, transposed."""
+        """Transpose each head's first ``rotary_dim`` rows, seen as a matrix of rows."""
         heads = value.unflatten(0, (-1, self.head_dim))
         rotated, kept = heads.split([self.rotary_dim, self.head_dim - self.rotary_dim], 1)
         rotated = rotated.unflatten(1, rows).transpose(1, 2).flatten(1, 2)
@@ -267,7 +267,7 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class Copies:
-    """See ``copies``. Values are equal, so that one tells all; gradients add up, in FP64."""
+    """See ``copies``. Values are equal, so the first is taken; gradients add up, in FP64."""
 
     function: ClassVar[str] = "copies"
     parts: tuple[Side, ...]
@@ -294,7 +294,7 @@ SIDES = get_args(Side)
 
 
 def _interleave(qkv: Sequence[Tensor], groups: int) -> Tensor:
-    """[groups, heads / groups + 2, head_dim, ...], its first three dimensions flattened."""
+    """Return ``[groups, heads / groups + 2, head_dim, ...]`` with its first three dimensions flattened."""
     grouped = [part.unflatten(0, (groups, -1)) for part in qkv]
     return torch.cat(grouped, 1).flatten(0, 1)
 
@@ -309,10 +309,10 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(map(str, shapes))
 
 
-# What is asked of a side of a weight map: its names, its shape, its packed tensor, how a user would write it.
+# Reading a side of a weight map: its names, its shape, its packed tensor, how a user would write it.
 
 
-_MOST_SHOWN = 16  # numbers of an order
+_MOST_SHOWN = 16  # numbers of an order that are shown
 
 
 def names(side: Side) -> Iterator[str]:
@@ -325,7 +325,7 @@ def names(side: Side) -> Iterator[str]:
 
 
 def holds(side: Side, kind: type[Constant] | type[Copies]) -> bool:
-    """Return whether a term of this kind occurs in it."""
+    """Return whether a term of this kind occurs in a side."""
     if isinstance(side, (str, Constant)):
         return isinstance(side, kind)
     return isinstance(side, kind) or any(holds(part, kind) for part in side.parts)
@@ -373,7 +373,7 @@ def unpack(side: Side, value: Tensor, shapes: Mapping[str, Shape]) -> dict[str, 
 
 
 def linear_part(side: Side) -> Side:
-    """How gradients transform: the same layout, but nothing is added by shifts and constants, and copies add up."""
+    """Return how gradients transform: in the same layout, but shifts and constants add nothing, and copies add up."""
     if isinstance(side, str):
         return side
     if isinstance(side, Constant):
@@ -385,7 +385,7 @@ def linear_part(side: Side) -> Side:
 
 
 def renamed(side: Side, rename: Callable[[str], Side]) -> Side:
-    """Return the same layout of parameters of other names, or of terms in their places."""
+    """Return the same layout with other parameter names, or with terms in their places."""
     if isinstance(side, str):
         return rename(side)
     if isinstance(side, Constant):
@@ -397,8 +397,8 @@ def describe(side: object, module: str = "") -> str:
     """Return the expression that builds a side, as a user would write it.
 
     Args:
-        side: what stands on a side of a weight map.
-        module: what stands before the name of each function, ``parity.`` say, of what is to be pasted; where it is
+        side: a side of a weight map.
+        module: a prefix for each function's name, such as ``parity.``, for text to be pasted; if it is
             empty, an order of many rows is shortened.
     """
     if isinstance(side, str):
@@ -412,7 +412,7 @@ def describe(side: object, module: str = "") -> str:
 
 
 def _short(value: object) -> str:
-    """Return an option's value; of an order of hundreds of rows its ends."""
+    """Return an option's value; for an order of hundreds of rows, only its ends."""
     if not isinstance(value, tuple) or len(value) <= _MOST_SHOWN:
         return repr(value)
     first, last = (", ".join(map(repr, some)) for some in (value[:3], value[-3:]))
@@ -430,7 +430,7 @@ def _options(side: Compound, in_full: bool) -> list[str]:
     ]
 
 
-# Weight maps: which parameters of the reference hold which parameters of the TE module, and in which layout.
+# Weight maps: which parameters of the reference hold which of the TE module's, and in which layout.
 #
 # A map is ``{left: right, ...}``. Left sides name reference parameters, right sides TE parameters; each is a
 # parameter's name or a term of names, and both sides of an entry pack to the same tensor::
@@ -448,17 +448,17 @@ WeightMap = Mapping[Side, Side]
 
 
 def stack(*terms: Side, dim: int = 0) -> Term:
-    """Return the terms one after the other along an existing dimension: gate over up, or Q over K over V.
+    """Return the terms one after another along an existing dimension: gate over up, or Q over K over V.
 
     Args:
-        terms: of equal shape but for ``dim``.
+        terms: of equal shape except for ``dim``.
         dim: the dimension along which they follow each other.
     """
     return Stack(_sides("stack", *terms), _dimension("stack", dim))
 
 
 def experts(*terms: Side) -> Term:
-    """``[experts, ...]``: the terms, all of one shape, along a new first dimension; one for each expert."""
+    """Return the terms, all of one shape, along a new first dimension, ``[experts, ...]``: one for each expert."""
     return Experts(_sides("experts", *terms))
 
 
@@ -468,8 +468,8 @@ def transpose(term: Side) -> Term:
 
 
 def shift(term: Side, by: float) -> Term:
-    """Return the term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's ``zero_centered_gamma`` stores
-    it.
+    """Return the term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's
+    ``zero_centered_gamma`` stores it.
 
     In FP64 a shift by 1 of values that were rounded to a narrower dtype is exact, there and back, where their magnitude
     is 0 or between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16: below, the last
@@ -479,7 +479,7 @@ def shift(term: Side, by: float) -> Term:
 
 
 def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
-    """Equal blocks of the term in another order: ``reorder("up_gate.weight", (1, 0))`` has gate over up.
+    """Return equal blocks of the term in another order: ``reorder("up_gate.weight", (1, 0))`` has gate over up.
 
     Args:
         order: block ``order[i]`` of the term becomes block ``i``.
@@ -491,7 +491,7 @@ def reorder(term: Side, order: tuple[int, ...], dim: int = 0) -> Term:
 
 
 def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_dim: int) -> Term:
-    """Q, K and V as TE fuses them with ``qkv_weight_interleaved=True``, its default.
+    """Return Q, K and V as TE fuses them with ``qkv_weight_interleaved=True``, its default.
 
     The result, viewed as ``[groups, heads / groups + 2, head_dim, ...]``, holds each group's query heads, then its key,
     then its value (TE 2.20, ``MultiheadAttention.forward``). As many groups as heads are plain multi-head attention,
@@ -509,8 +509,7 @@ def interleaved_qkv(query: Side, key: Side, value: Side, *, groups: int, head_di
 
 
 def separated_qkv(term: Side, *, groups: int, head_dim: int) -> Term:
-    """Return all of Q, then K, then V, from a term that ``interleaved_qkv`` describes; the number of heads is found
-    from it.
+    """Return all of Q, then K, then V, from a term laid out as by ``interleaved_qkv``, which shows the number of heads.
 
     E.g. GPT-2's fused weight in TE's: ``{transpose("c_attn.weight"): separated_qkv("qkv.weight", groups=12,
     head_dim=64)}``.
@@ -520,7 +519,7 @@ def separated_qkv(term: Side, *, groups: int, head_dim: int) -> Term:
 
 
 def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> Term:
-    """Rows of a query or key projection for the halves form of RoPE, from rows for the interleaved form.
+    """Return rows of a query or key projection for the halves form of RoPE, from rows for the interleaved form.
 
     The interleaved form rotates rows ``2i`` and ``2i + 1`` of a head together (Meta's Llama, GPT-J; TE's
     ``interleaved=True``), the halves form rows ``i`` and ``i + rotary_dim / 2`` (Hugging Face's ``rotate_half``; TE's
@@ -539,7 +538,7 @@ def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> 
 
 
 def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
-    """Return the term in another order of its elements or another shape, as ``einops.rearrange`` says it.
+    """Return the term with its elements in another order or another shape, written as for ``einops.rearrange``.
 
     Gate and up in alternate rows, as gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two ffn)
     hidden", two=2)``. A convolution over patches, as a linear layer: ``rearrange("conv.weight", "out c h w -> out (c h
@@ -558,7 +557,7 @@ def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
 
 
 def copies(*terms: Side) -> Term:
-    """TE parameters that all hold the same of the reference's; right sides only.
+    """Return a term for TE parameters that all hold the same one of the reference's; right sides only.
 
     A reference whose attention and MLP read one norm (GPT-J, Phi, Cohere) becomes a layer that has two: ``{"ln.weight":
     copies("self_attention.layernorm_qkv.layer_norm_weight", "layernorm_mlp.layer_norm_weight")}``. The reference's
@@ -580,15 +579,15 @@ def constant(value: float, *shape: int) -> Term:
 
 
 def under(weights: WeightMap, reference: str, candidate: str | None = None) -> dict[Side, Side]:
-    """Return the map of a module that lies within another: each name with a prefix.
+    """Return the map of a module that is part of another: each name gets a prefix.
 
     A layer's map, written once, serves every layer: ``{left: right for i in range(32) for left, right in under(LAYER,
     f"layers.{i}.").items()}``.
 
     Args:
-        weights: of the module by itself.
-        reference: what stands before its parameters' names in the reference, e.g. ``"model.layers.0."``.
-        candidate: what stands before them in the TE model; None for the same.
+        weights: the map of the module by itself.
+        reference: the prefix of its parameters' names in the reference, e.g. ``"model.layers.0."``.
+        candidate: their prefix in the TE model; None for the same.
     """
     if not isinstance(weights, Mapping):
         raise WeightMapError(f"under() takes a map {{left: right}}, not {type(weights).__name__}")

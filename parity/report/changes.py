@@ -14,7 +14,7 @@ from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import Record
 from parity.result import Result
 
-# What changed from one run to another, item by item.
+# What has changed from one run to another, item by item.
 
 
 Kind = Literal["newly failing", "newly passing", "new", "gone", "otherwise", "margin", "none"]
@@ -26,8 +26,8 @@ class Change:
     """One item in two runs; at least one of them has it.
 
     Attributes:
-        before: of the older run, or None.
-        after: of the newer run, or None.
+        before: the item in the older run, or None.
+        after: the item in the newer run, or None.
     """
 
     before: Item | None
@@ -35,14 +35,14 @@ class Change:
 
     @property
     def item(self) -> Item:
-        """The newer one where there is one."""
+        """The newer one if there is one."""
         shown = self.after or self.before
         assert shown is not None
         return shown
 
     @property
     def growth(self) -> float:
-        """The newer margin over the older; NaN where one run did not compare, or both margins are 0 or infinite."""
+        """The newer margin over the older; NaN if one run did not compare, or both margins are 0 or infinite."""
         if self.before is None or self.after is None:
             return math.nan
         old, new = self.before.worst.margin, self.after.worst.margin
@@ -51,10 +51,10 @@ class Change:
         return new / old if old else math.inf
 
     def kind(self, factor: float) -> Kind:
-        """Return what is to be told of it.
+        """Return what kind of change it is.
 
         Args:
-            factor: by which a margin has to grow or shrink.
+            factor: a margin has to grow or shrink by this factor to count.
         """
         before = self.before.status if self.before else None
         after = self.after.status if self.after else None
@@ -70,7 +70,7 @@ class Change:
 
 
 def between(before: Iterable[Result], after: Iterable[Result]) -> list[Change]:
-    """Every item of either run, in the order of reports.
+    """Return every item of either run, in the order of reports.
 
     Items are the same where their names are: pairs of one run all have different names, and the path of a file depends
     on where a run was started.
@@ -87,7 +87,7 @@ def _by_name(results: Iterable[Result]) -> dict[str, Item]:
     return {name: Item(tuple(sorted(each, key=lambda result: result.seed))) for name, each in found.items()}
 
 
-# Draws what changed from one run to another: verdict, both environments, then a table for each kind of change.
+# Draw what has changed from one run to another: verdict, both environments, then a table for each kind of change.
 
 
 _COLUMNS = ("item", "before", "now", "margin now / before", "worst tensor now", "findings")
@@ -107,8 +107,8 @@ class Comparison:
 
     Attributes:
         before, after: the older and the newer one.
-        names: of both, for the reader.
-        factor: by which a margin has to grow or shrink to be told.
+        names: the names of both, for the reader.
+        factor: a margin has to grow or shrink by this factor to be reported.
     """
 
     before: Record
@@ -141,7 +141,7 @@ def draw(runs: Comparison) -> str:
 
 
 def verdict(runs: Comparison) -> str:
-    """All changes in one line."""
+    """Sum up all changes in one line."""
     counts = {kind: len(changes) for kind, changes in runs.changes.items()}
     failing = counts.get("newly failing", 0)
     head = f"{PASSED} no item newly fails"
@@ -205,7 +205,7 @@ def _row(change: Change) -> list[str]:
 
 
 def _cell(item: Item | None) -> str:
-    """Return the verdict; with the reason where nothing was compared."""
+    """Return the verdict, with the reason if nothing was compared."""
     if item is None:
         return ""
     return f"{verdict_of(item)} {item.worst.reason}" if item.worst.reason else verdict_of(item)

@@ -1,6 +1,6 @@
 """Record what a run's numbers depend on: kernels, device, versions, seeds and limits.
 
-Nothing in it names a user or a folder, but for a table of limits that lies elsewhere.
+Nothing in it names a user or a folder, except for a table of limits from elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parity.judge.differences import TIMES, Difference, OfPrecision, widest
 from parity.machine import devices
 from parity.report.numbers import markdown_table, short
 
-# What every report says of limits that are not the packaged ones: a pass by wider limits proves less.
+# What every report says about limits that are not the packaged ones: a pass by wider limits proves less.
 
 
 _COLUMNS = (
@@ -31,7 +31,7 @@ _COLUMNS = (
 
 
 def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
-    """Say by how much a table's limits differ from the packaged ones; empty without a table.
+    """Say by how much a table's limits differ from the packaged ones; return an empty text if there is no table.
 
     Args:
         file: the table's; empty for the packaged one.
@@ -58,7 +58,7 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
 
 
 def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
-    """Yield a table with a row a precision; nothing where limits are the packaged ones, or not known."""
+    """Yield a table with a row for each precision; nothing if limits are the packaged ones, or not known."""
     if compared:
         yield "## Limits"
         yield (
@@ -78,14 +78,12 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
 
 
 def _told(difference: Difference) -> str:
-    """``norm of outputs 351 instead of 1.7``."""
+    """Return a difference as ``norm of outputs 351 instead of 1.7``."""
     what = f"{difference.statistic} of {difference.kind}s"
     return f"{what} {short(difference.limit)} instead of {short(difference.packaged)}"
 
 
 # What a run's numbers depend on: kernels, device, versions, seeds and limits.
-#
-# Nothing in it names a user or a folder, but for a table of limits that lies elsewhere.
 
 
 KERNELS = {
@@ -129,7 +127,7 @@ class Environment:
     parity: str
     seeds: tuple[int, ...]
     items: int
-    cublas: str = ""  # this and what follows are not in older records
+    cublas: str = ""  # older records lack this and the fields that follow
     driver: str = ""
     golden: str = ""
     limits: str = ""
@@ -137,12 +135,12 @@ class Environment:
 
     @property
     def kernels(self) -> str:
-        """Whether the kernels were real or emulated, in words."""
+        """The kind of kernels in words, real or emulated."""
         return KERNELS.get(self.backend, self.backend)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What every report shows, by what it is; what does not apply is left out."""
+        """What every report shows, by its label, without what does not apply."""
         known = {
             "kernels": self.kernels,
             "device": self.device,
@@ -212,7 +210,7 @@ def from_json(record: Mapping[str, Any]) -> Environment:
 
 
 def gpu_name() -> str:
-    """``NVIDIA H100 80GB HBM3 (compute capability 9.0)``."""
+    """Return, for example, ``NVIDIA H100 80GB HBM3 (compute capability 9.0)``."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -220,7 +218,7 @@ def gpu_name() -> str:
 
 
 def emulated_gpu_name() -> str:
-    """``emulated Hopper (compute capability 9.0)``: what TE's Python finds in the place of a GPU.
+    """Return ``emulated Hopper (compute capability 9.0)``, the GPU that TE's Python finds on the CPU kernels.
 
     Kernel choices follow if there are any: ``... with the kernel choices fp8-14-bit, tf32-truncated``.
     """
@@ -232,24 +230,26 @@ def emulated_gpu_name() -> str:
 
 
 def cublas_version() -> str:
-    """``13.2.0`` of the cuBLASLt that TE's compiled extension calls; empty where that is not loaded."""
+    """Return the version, like ``13.2.0``, of the cuBLASLt that TE's compiled extension calls; empty if
+    that is not loaded.
+    """
     extension = sys.modules.get("transformer_engine_torch")
     return "" if extension is None else version_text(int(extension.get_cublasLt_version()))
 
 
 def version_text(number: int) -> str:
-    """``13.2.0`` of 130200, as cuBLASLt and cuDNN encode their versions."""
+    """Return ``13.2.0`` for 130200, as cuBLASLt and cuDNN encode their versions."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def driver_version() -> str:
-    """``580.65.06`` as nvidia-smi says; empty where it does not run."""
+    """Return the driver's version from nvidia-smi, like ``580.65.06``; empty if that does not run."""
     answer = devices.ask(["--query-gpu=driver_version", "--format=csv,noheader"])
     return next(iter((answer or "").split()), "")
 
 
 def cpu_model() -> str:
-    """Return the processor's model name where the system tells it, else its architecture."""
+    """Return the processor's model name if the system tells it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Say what a person must know of a failed item, and what a passed one leaves unproven."""
+"""Say what people must know about a failed item, and what a passed one leaves unproven."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from parity.report.items import Item
 from parity.report.numbers import cosine, plural, seeds, short
 from parity.result import Finding, Result, TensorResult
 
-# What a failed item says of itself: the findings, the margin, the worst tensor, and how to run it again.
+# The message of a failed item: the findings, the margin, the worst tensor, and how to run it again.
 
 
 def message(item: Item, details: bool = False, limits: str = "") -> str:
-    """Everything that a person needs to start looking, in a dozen lines; the traceback only with details.
+    """Return everything that people need to start looking, in a dozen lines; the traceback only with details.
 
-    The first line has the first finding's name with the margin, since pytest's summary shows no other.
+    The first line has the first finding's name with the margin, since pytest's summary shows only that line.
 
     Args:
-        item: that failed.
+        item: an item that failed.
         details: whether to add a traceback.
         limits: the file with the table of limits; empty for the packaged one.
     """
@@ -45,7 +45,7 @@ def _findings_first(item: Item) -> Iterator[str]:
 
 
 def headline(item: Item) -> str:
-    """Return how far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
+    """Say how far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
     worst = item.worst
     where = worst.worst.label if worst.worst else "no tensor"
     what = worst.reason or f"margin {short(worst.margin)} at {where}"
@@ -53,7 +53,7 @@ def headline(item: Item) -> str:
 
 
 def measures(result: Result) -> Iterator[str]:
-    """The worst tensor's errors against what is allowed and expected; nothing for a result without tensors."""
+    """Yield the worst tensor's errors against what is allowed and expected; nothing for a result without tensors."""
     worst = result.worst
     if worst is None:
         return
@@ -87,7 +87,7 @@ def _beyond(tensor: TensorResult) -> Iterator[str]:
 
 
 def non_finite(tensor: TensorResult) -> str:
-    """``3 NaN, 1 Inf, first at [0, 7]``; empty where every element is finite."""
+    """Return ``3 NaN, 1 Inf, first at [0, 7]``; empty if every element is finite."""
     errors = tensor.errors
     if errors.finite:
         return ""
@@ -113,10 +113,10 @@ def findings(item: Item) -> list[Finding]:
 
 
 def reproduce(result: Result, limits: str = "") -> str:
-    """Return the one-line command that runs this comparison alone; its report does not replace that of the whole run.
+    """Return the one-line command that runs only this comparison; its report does not replace that of the whole run.
 
     Args:
-        result: of the comparison.
+        result: the comparison's result.
         limits: the file with the table of limits; empty for the packaged one.
     """
     node_id = shlex.quote(f"{result.path}::{result.item}")
@@ -140,11 +140,11 @@ def _at_seeds(item: Item) -> str:
 
 
 MOST_LINES = 5
-_LONGEST = 200  # characters; some list every parameter of a model
+_LONGEST = 200  # characters; some notes list every parameter of a model
 
 
 def lines(notes: Counter[str]) -> Iterator[str]:
-    """Yield a line for each of the commonest notes, and how many others the report has.
+    """Yield a line for each of the commonest notes, and how many more the report has.
 
     Args:
         notes: each with the number of items that have it.

@@ -11,7 +11,7 @@ from parity.report.numbers import markdown_table, short
 from parity.result import Result, Status
 from parity.settings import PRECISION_NAMES
 
-# Gathers a run's results, one for each seed, into what pytest calls an item: a case at one precision and size.
+# Gather a run's results, one for each seed, into what pytest calls an item: a case at one precision and size.
 
 
 WORST_FIRST: tuple[Status, ...] = ("error", "failed", "passed", "skipped")
@@ -29,18 +29,18 @@ class Item:
 
     @property
     def status(self) -> Status:
-        """The worst over all seeds; a skip counts only where nothing ran."""
+        """The worst status over all seeds; a skip counts only if nothing ran."""
         return min((result.status for result in self.results), key=WORST_FIRST.index)
 
     @property
     def worst(self) -> Result:
-        """The result of this status with the largest margin."""
+        """The result with this status and the largest margin."""
         alike = [result for result in self.results if result.status == self.status]
         return max(alike, key=lambda result: -math.inf if math.isnan(result.margin) else result.margin)
 
     @property
     def bad(self) -> tuple[Result, ...]:
-        """The results that did not pass, skips apart."""
+        """The results that did not pass, without skips."""
         return tuple(result for result in self.results if result.status in ("failed", "error"))
 
     @property
@@ -62,7 +62,7 @@ class Item:
 
 
 def in_order(items: Iterable[Item]) -> list[Item]:
-    """Items in an order that does not depend on which worker was faster: by file, case, precision, size, attention."""
+    """Order items by file, case, precision, size and attention, whichever worker was faster."""
     items = list(items)
     order = precisions(items)
     return sorted(
@@ -79,19 +79,19 @@ def in_order(items: Iterable[Item]) -> list[Item]:
 
 
 def precisions(items: Sequence[Item]) -> list[str]:
-    """Return the names of the precisions that occur, in the order in which ``parity.te.precision`` lists them."""
+    """Return the names of the precisions that occur, in the order of ``parity.te.precision``."""
     found = dict.fromkeys(item.precision for item in items)
     return [name for name in PRECISION_NAMES if name in found] + [name for name in found if name not in PRECISION_NAMES]
 
 
-# The report's overview: cases by precisions, each with its verdict and its worst margin.
+# The report's overview: a table of cases and precisions, with verdicts and worst margins.
 
 
 PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
 
 def draw_matrix(items: Sequence[Item]) -> str:
-    """Return a markdown table; a cell is empty where the case does not ask for the precision."""
+    """Return a markdown table; a cell is empty if the case does not ask for the precision."""
     columns = precisions(items)
     cases = dict.fromkeys(item.case for item in items)
     rows = []
@@ -105,7 +105,7 @@ def draw_matrix(items: Sequence[Item]) -> str:
 
 
 def verdict_of(item: Item) -> str:
-    """``✅ 0.43``, ``❌ 140``, ``💥 error`` or ``–``."""
+    """Return ``✅ 0.43``, ``❌ 140``, ``💥 error`` or ``–``."""
     if item.status == "skipped":
         return SKIPPED
     if item.status == "error":

@@ -1,4 +1,4 @@
-"""Draw the report of a run: verdict, environment, matrix, failures, then a table a case."""
+"""Draw the report of a run: verdict, environment, matrix, failures, then a table for each case."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from parity.result import Determinism, Result, Status, TensorResult
 
 # What a report keeps of a run, however long: counts of everything, and the items that are worth a look.
 #
-# Nobody reads the tables of 100,000 results, and memory should not grow with them, so that beyond ``MOST_RESULTS`` only
-# the worst items of each case and precision are kept. The record has them all.
+# Nobody reads the tables of 100,000 results, and memory should not grow with them. So beyond ``MOST_RESULTS``, only the
+# worst items of each case and precision are kept. The record has them all.
 
 
 MOST_RESULTS = 1_000
-# Beyond these, so that not every new item leads to a cut.
+# How far beyond this the count may grow, so that not every new item leads to a cut.
 _SLACK = MOST_RESULTS // 8
 
 
@@ -45,7 +45,7 @@ class _Cell:
 
 @dataclass
 class Digest:
-    """A run as its report shows it; grows by one item after another.
+    """A run as its report shows it; it grows item by item.
 
     Attributes:
         environment: where and with what it was made.
@@ -60,13 +60,13 @@ class Digest:
     uncollected: dict[str, Uncollected] = field(default_factory=dict)
     _cells: dict[tuple[str, str, str], _Cell] = field(default_factory=dict)  # by file, case and precision
     _results: int = 0
-    _most: int = MOST_RESULTS  # items of a cell
+    _most: int = MOST_RESULTS  # how many items of a cell are kept
 
     def add(self, results: Sequence[Result]) -> None:
         """Add an item, or more results of one.
 
         Args:
-            results: of one item, at least one; one for each seed.
+            results: those of one item, at least one; one for each seed.
         """
         first = results[0]
         cell = self._cells.setdefault((first.path, first.case, first.precision), _Cell())
@@ -84,7 +84,7 @@ class Digest:
 
     @property
     def complete(self) -> bool:
-        """Whether all that the run was to compare has a result."""
+        """Whether everything that the run was to compare has a result."""
         return not (self.missing or self.uncollected)
 
     @property
@@ -99,7 +99,7 @@ class Digest:
 
     @property
     def items(self) -> list[Item]:
-        """Those that are kept, in an order that does not depend on which worker was faster."""
+        """The items that are kept, in an order that does not depend on which worker was faster."""
         if self._results > MOST_RESULTS:
             self._cut()
         return in_order(item for cell in self._cells.values() for item in cell.items.values())
@@ -116,7 +116,7 @@ class Digest:
 
 
 def digest(record: Record) -> Digest:
-    """The digest of a run that was read back."""
+    """Return the digest of a run that was read back."""
     found = Digest(record.environment, uncollected={each.node_id: each for each in record.uncollected})
     by_item: dict[str, list[Result]] = {}
     for result in record.results:
@@ -131,12 +131,12 @@ def _notes_of(results: Sequence[Result]) -> dict[str, None]:
 
 
 def _severity(item: Item) -> tuple[int, float, str]:
-    """Smaller for worse."""
+    """Return a sort key that is smaller for worse items."""
     margin = item.worst.margin
     return WORST_FIRST.index(item.status), 0.0 if math.isnan(margin) else -margin, item.name
 
 
-# Draws the report of a run: verdict, environment, matrix, failures, then a table a case.
+# Draw the report.
 
 
 _COLUMNS = (
@@ -151,7 +151,7 @@ def draw(run: Digest, name: str) -> str:
 
     Args:
         run: what it shows.
-        name: of the report, for its title.
+        name: the report's name, for its title.
     """
     items = run.items
     failed = [item for item in items if item.status in ("failed", "error")]
@@ -177,7 +177,7 @@ def draw(run: Digest, name: str) -> str:
 
 
 def verdict(run: Digest) -> str:
-    """The run in one line."""
+    """Sum up the run in one line."""
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
     if run.failed:
@@ -245,7 +245,7 @@ def _how_to_read(items: Sequence[Item]) -> str:
 
 
 def _uncollected(run: Digest) -> Iterator[str]:
-    """Yield what the tables do not have, and why."""
+    """Yield what the tables lack, and why."""
     if run.uncollected:
         yield "## Not collected"
         yield "Of these nothing was compared; what is wrong with them is to be mended first."
@@ -282,7 +282,7 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
 
 
 def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
-    """Yield what comparisons leave unproven, each sentence once; also of items that are not shown."""
+    """Yield what comparisons leave unproven, each sentence once, also for items that are not shown."""
     by_note: dict[str, dict[str, None]] = {}
     for item in items:
         for note in (note for result in item.results for note in result.notes):
@@ -295,7 +295,7 @@ def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
 
 
 def _named(names: Collection[str], count: int) -> str:
-    """Return the items that are shown, and how many others there are."""
+    """Return the items that are shown, and how many more there are."""
     others = count - len(names)
     return ", ".join([*names, *([f"{plural(others, 'item')} not shown here"] if others else [])])
 
@@ -343,7 +343,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
-    """Yield what TF32 costs a faithful port of this case; people expect true FP32 and take it for a mistake."""
+    """Yield what TF32 costs a faithful port of this case: people expect true FP32 and take the error for a mistake."""
     outputs = [
         (item, tensor)
         for item in items
@@ -361,7 +361,7 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _attention(items: Sequence[Item]) -> Iterator[str]:
-    """Which of its attention kernels TE ran, at which precision and size."""
+    """Yield which of its attention kernels TE ran, at which precision and size."""
     ran: dict[str, dict[str, None]] = {}
     for item in items:
         for backend in {result.attention: None for result in item.results if result.attention}:
@@ -371,7 +371,7 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
-    """Yield a row a tensor, each at the seed where its own margin is worst."""
+    """Yield a row for each tensor, at the seed where its own margin is worst."""
     compared = [result for result in item.results if result.tensors]
     for label in dict.fromkeys(tensor.label for result in compared for tensor in result.tensors):
         at_seeds = [(result, tensor) for result in compared for tensor in result.tensors if tensor.label == label]

@@ -1,4 +1,4 @@
-"""Write numbers and tables as a person reads them, in markdown."""
+"""Write numbers and tables for people to read, in markdown."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-# Numbers as a person reads them: with two significant digits unless told otherwise, three from 100 on.
+# Numbers for people to read: two significant digits unless told otherwise, three from 100 on.
 
 
 def short(value: float, digits: int = 2) -> str:
-    """``0.43``, ``140``, ``2.9e-4``, ``∞``; ``–`` for NaN."""
+    """Return ``0.43``, ``140``, ``2.9e-4``, ``∞``; ``–`` for NaN."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -26,7 +26,7 @@ def short(value: float, digits: int = 2) -> str:
 
 
 def cosine(value: float) -> str:
-    """Close to 1 only the distance from 1 tells anything: ``1 - 4.2e-8``."""
+    """Return a cosine. Near 1 only the distance from 1 says anything: ``1 - 4.2e-8``."""
     distance = 1.0 - value
     if distance == 0.0 or not 0.0 < abs(distance) < 0.01:
         return short(value)
@@ -34,21 +34,21 @@ def cosine(value: float) -> str:
 
 
 def ratio(numerator: float, denominator: float) -> str:
-    """Return one error as a multiple of another; ``–`` where both are zero."""
+    """Return one error as a multiple of another; ``–`` if both are zero."""
     if denominator == 0.0:
         return short(math.inf if numerator > 0.0 else math.nan)
     return short(numerator / denominator)
 
 
 def seeds(values: tuple[int, ...]) -> str:
-    """``0``, ``0 to 19`` or ``0, 3, 7``."""
+    """Return ``0``, ``0 to 19`` or ``0, 3, 7``."""
     if len(values) > 2 and values == tuple(range(values[0], values[-1] + 1)):
         return f"{values[0]} to {values[-1]}"
     return ", ".join(map(str, values))
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 item``, ``3 items``."""
+    """Return ``1 item`` or ``3 items``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -1,6 +1,6 @@
 """The record of a run: JSON lines, first the environment, then each result as soon as it exists.
 
-Between the results stands what could not be collected, so that a report of the others does not pass for one of all.
+What could not be collected is noted between the results, so that a report on the rest does not pass for one on all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True)
 class Uncollected:
-    """A pair that has a mistake, or a file of pairs, so that nothing of it was compared.
+    """A pair with a mistake, or a file of pairs, of which nothing was compared.
 
     Attributes:
         node_id: pytest's.
@@ -42,7 +42,7 @@ class Record:
         environment: where and with what it was made.
         results: in the order in which they arrived.
         uncollected: what could not be compared at all, in the order in which it arrived.
-        damaged: numbers of the last lines that could not be read, as a crash or a full disk leaves them.
+        damaged: numbers of the last lines, if they could not be read because of a crash or a full disk.
     """
 
     environment: Environment
@@ -62,7 +62,7 @@ def result_line(result: Result) -> str:
 
 
 def uncollected_line(uncollected: Uncollected) -> str:
-    """The line of what could not be collected."""
+    """Return the line for what could not be collected."""
     return _line("uncollected", asdict(uncollected))
 
 
@@ -77,7 +77,7 @@ def result_of(line: str) -> Result:
 
 
 def start(path: Path, line: str) -> None:
-    """Begin a record with its first line, in place of the one that an earlier run left; makes the folder if need be."""
+    """Begin a record with its first line, in place of one from an earlier run; make the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(line, encoding="utf-8")
 
@@ -89,7 +89,7 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> Record:
-    """Read a record back; last lines that a crash cut short are left out, and told of.
+    """Read a record back; leave out last lines that a crash cut short, and report their numbers.
 
     Raises:
         UserError: if there is no such file, or it is not a record.
@@ -145,7 +145,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def _parse(line: bytes) -> Any:
-    """Return what the line holds; None where it is not JSON, or null, which no line of a record is."""
+    """Return what the line holds; None if it is not JSON, or null, which no line of a record is."""
     try:
         return json.loads(line.decode())
     except (ValueError, RecursionError):

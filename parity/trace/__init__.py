@@ -1,1 +1,1 @@
-"""Watches what a module does in a pass, from outside: its calls, whose code they are, and what it leaves behind."""
+"""Watch what a module does in a pass, from outside: its calls, whose code they are, and what it leaves behind."""

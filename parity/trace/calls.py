@@ -1,9 +1,9 @@
-"""Records what a reference calls of PyTorch, and changes what some of these calls return.
+"""Record a reference's calls of PyTorch's functions, and change what some of these calls return.
 
-A reference is anybody's code, so nothing is known of its modules' names. What it calls is known, by a
-``TorchFunctionMode``: ``tracing`` keeps every call with its arguments and results. Hypotheses find in this trace a
-norm, an activation, a rotation, written out or not, and say what another port would have computed there; ``edited``
-computes that instead. Autograd differentiates what was edited like anything else.
+A reference may be anybody's code, so its modules' names tell nothing. Its calls do, by a ``TorchFunctionMode``:
+``tracing`` keeps every call with its arguments and results. Hypotheses find norms, activations and rotations in this
+trace, written out or not, and say what another port would have computed there; ``edited`` computes that instead.
+Autograd differentiates what was edited like anything else.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from parity.trace.trace import Call, Edit, Site, Trace, Value
 
 _OUTSIDE = "around the module"
-# What calls are given besides tensors, and holds none.
+# Types that calls are given besides tensors, and that hold no tensors.
 _LEAVES = (int, float, str, type(None), torch.dtype)
 
 
 class Misfit(RuntimeError):
-    """An edit does not fit: the module does not call what it called when it was traced."""
+    """Raised if an edit does not fit: the module does not make the calls that it made when it was traced."""
 
 
 @contextmanager
 def tracing(module: nn.Module) -> Iterator[Trace]:
-    """Within the context, the calls of ``module`` are added to the trace, which is complete afterwards."""
+    """Within the context, add the calls of ``module`` to the trace, which is complete afterwards."""
     recorder = _Recorder(module)
     with _counting(module, recorder.frames), recorder:
         yield recorder.trace
@@ -53,7 +53,7 @@ def edited(module: nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
 
 
 class _Frames:
-    """In which submodule's ``forward`` the running call is made."""
+    """Knows in which submodule's ``forward`` the running call is made."""
 
     def __init__(self) -> None:
         self._invocations: Counter[str] = Counter()
@@ -67,7 +67,7 @@ class _Frames:
         self._stack.pop()
 
     def site(self, function: str) -> Site:
-        """Return the site of the next call, which is one of a function of this name."""
+        """Return the site of the next call of a function with this name."""
         module, invocation, calls = self._stack[-1]
         calls[function] += 1
         return module, invocation, function, calls[function] - 1
@@ -99,7 +99,7 @@ class _Recorder(TorchFunctionMode):
         self.frames = _Frames()
         self.trace = Trace()
         self._numbers: dict[int, Value] = {}
-        self._written: dict[int, Call] = {}  # by a tensor's id: what wrote into it last, by way of another tensor
+        self._written: dict[int, Call] = {}  # by a tensor's id: the call that last wrote into it through another tensor
         self._alive: list[Tensor] = []  # so that no id is given out again
         self._names = {
             **{id(buffer): (self.trace.buffers, name) for name, buffer in module.named_buffers()},
@@ -151,7 +151,7 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _keep_what_was(self, changed: Tensor) -> list[int]:
-        """Copies every tensor that shares memory with one that is about to change, and returns their numbers."""
+        """Copy every tensor that shares memory with one that is about to change, and return their numbers."""
         address = changed.untyped_storage().data_ptr()
         sharing = [i for i, x in enumerate(self.trace.tensors) if x.untyped_storage().data_ptr() == address]
         for number in sharing:
@@ -159,7 +159,7 @@ class _Recorder(TorchFunctionMode):
         return sharing
 
     def _note_what_changed(self, sharing: Sequence[int], changed: Tensor | None, call: Call) -> None:
-        """Tensors of which ``changed`` is a part, or that are part of it, are other values from here on."""
+        """Note that tensors of which ``changed`` is a part, or that are part of it, are other values from here on."""
         for number in sharing:
             tensor = self._alive[number]
             if tensor is not changed and not torch.equal(tensor, self.trace.tensors[number]):
@@ -196,14 +196,14 @@ class _Editor(TorchFunctionMode):
         edits = self._edits.get(site, ())
         in_place = changed is not None and bool(edits) and isinstance(result, Tensor)
         if in_place:
-            result = result.clone()  # what an edit makes of it may need it for its gradient
+            result = result.clone()  # the gradient of an edit may need it as it is
         for one in edits:
             if one.detached is not None:
                 given, named = _without_gradient((args, kwargs), one.detached)
                 result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
         if in_place and changed is not None:
-            result = changed.copy_(result)  # its caller goes on with what the call was to change
+            result = changed.copy_(result)  # the caller goes on with the tensor that the call changes
         self._find(needed, True, result if changed is None else changed)
         return result
 
@@ -214,7 +214,7 @@ class _Editor(TorchFunctionMode):
             self._found.update({value.number: tensors[value.position] for value in wanted})
 
     def _keep_what_was(self, changed: Tensor) -> None:
-        """Copies what was found and shares memory with a tensor that is about to change, as the trace did."""
+        """Copy what was found and shares memory with a tensor that is about to change, as the trace did."""
         address = changed.untyped_storage().data_ptr()
         for number, x in self._found.items():
             if x.untyped_storage().data_ptr() == address:
@@ -227,7 +227,7 @@ class _Editor(TorchFunctionMode):
 
 
 def _without_gradient(arguments: Any, position: int) -> Any:
-    """Return the arguments of a call, one tensor among them detached."""
+    """Return the arguments of a call, with one tensor among them detached."""
     leaves, structure = tree_flatten(arguments)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     leaves[tensors[position]] = leaves[tensors[position]].detach()
@@ -235,13 +235,15 @@ def _without_gradient(arguments: Any, position: int) -> Any:
 
 
 def _opened(function: Any) -> Any:
-    """A function of ``torch.nn.functional`` whose own calls are seen, where else it would be seen as one call."""
+    """Return a function of ``torch.nn.functional`` such that its own calls are seen; else it would be
+    seen as one call.
+    """
     seen = {**function.__globals__, "has_torch_function": lambda tensors: False}
     return FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
-    """``F.glu``, which is one call to PyTorch."""
+    """Compute ``F.glu``, which PyTorch sees as one call."""
     up, gate = input.chunk(2, dim)
     return up * gate.sigmoid()
 
@@ -250,7 +252,7 @@ _OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forwar
 
 
 def canonical_name(function: Any) -> str:
-    """``mul`` for ``Tensor.mul``, ``torch.mul``, ``Tensor.mul_``; ``T`` for the attribute."""
+    """Return ``mul`` for ``Tensor.mul``, ``torch.mul`` and ``Tensor.mul_``, and ``T`` for the attribute."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         return str(getattr(function.__self__, "__name__", name))
@@ -269,12 +271,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _named(tree: Any, values: Mapping[int, Value]) -> Any:
-    """Return the tree with each tensor's value, by the tensor's id, in its place."""
+    """Return the tree with each tensor replaced by its value, looked up by the tensor's id."""
     return _mapped(tree, lambda tensor: values[id(tensor)])
 
 
 def _mapped(tree: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
-    """As ``tree_map_only`` of tensors, in a tenth of the time for what most calls are given."""
+    """Map as ``tree_map_only`` does for tensors, but in a tenth of the time for what most calls are given."""
     if isinstance(tree, Tensor):
         return of_tensor(tree)
     if isinstance(tree, _LEAVES):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What modules remember from one call to the next besides parameters and buffers: attributes that a call changes.
+# What modules remember from one call to the next, besides parameters and buffers: attributes that a call changes.
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -32,7 +32,7 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def changed_attributes(module: nn.Module, before: Attributes) -> list[str]:
-    """Return names of the attributes that are new, or hold something else than before.
+    """Return the names of attributes that are new, or hold something else than before.
 
     Lists, dicts and sets count as changed where their length is another, tensors where they were written to.
     """
@@ -49,14 +49,14 @@ def _mark(value: Any) -> int:
     return len(value) if isinstance(value, (list, Mapping, set)) else 0
 
 
-# Outputs through which gradients flow back in one of the two modules alone.
+# Outputs through which gradients flow back in only one of the two modules.
 #
-# A loss beside a module's other outputs, as a router's, may add less to every gradient than rounding does: where it is
-# detached, no number shows it.
+# A loss beside a module's other outputs, such as a router's, may add less to every gradient than rounding does: if it
+# is detached, no number shows that.
 
 
 def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """Why a candidate whose numbers are right is none in the reference's place; empty where it is.
+    """Say why a candidate whose numbers are right is not a drop-in replacement; return an empty text if it is.
 
     Args:
         reference: names of the reference's outputs that require no gradient.
@@ -72,7 +72,7 @@ def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[st
     )
 
 
-# From which numbers PyTorch draws the next random ones, and passes that draw others.
+# The state from which PyTorch draws random numbers, and passes that draw other numbers.
 
 
 _OTHER_SEED = 407
@@ -83,8 +83,8 @@ class RandomState:
     """The state of PyTorch's generators, from which a pass draws its random numbers.
 
     Attributes:
-        cpu: as ``torch.get_rng_state``.
-        gpu: as ``torch.cuda.get_rng_state``; None without a GPU.
+        cpu: as ``torch.get_rng_state`` returns it.
+        gpu: as ``torch.cuda.get_rng_state`` returns it; None without a GPU.
     """
 
     cpu: Tensor
@@ -92,7 +92,7 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """That of this moment, of the CPU and the kernels' device."""
+        """Return the present state of the CPU and of the kernels' device."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def restore(self, device: torch.device) -> None:
@@ -101,35 +101,35 @@ class RandomState:
             torch.cuda.set_rng_state(self.gpu, device)
 
     def is_as(self, other: RandomState) -> bool:
-        """Return whether nothing was drawn between the two, which are of one device."""
+        """Return whether nothing was drawn between the two states, which are of one device."""
         if self.gpu is not None and other.gpu is not None and not torch.equal(self.gpu, other.gpu):
             return False
         return torch.equal(self.cpu, other.cpu)
 
 
 def kept(device: torch.device) -> AbstractContextManager[None]:
-    """The state after the context is what it was before it."""
+    """Restore the state after the context."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @contextmanager
 def other_numbers(device: torch.device) -> Iterator[None]:
-    """Within the context random numbers are others than those of a comparison, the same ones each time."""
+    """Within the context, random numbers differ from those of a comparison, but are the same each time."""
     with kept(device):
-        # Without a GPU PyTorch would note each seed, and the stack, for the time that there is one.
+        # Without a GPU, PyTorch would record each seed, with the stack, in case a GPU appears later.
         (torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed)(_OTHER_SEED)
         yield
 
 
-# Inputs that one of the two modules writes to and the other leaves as they were: outputs alone do not show it.
+# Inputs that one of the two modules writes to and the other leaves as they were: outputs alone do not show that.
 
 
 def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """Why a candidate whose numbers are right is none in the reference's place; empty where it is.
+    """Say why a candidate whose numbers are right is not a drop-in replacement; return an empty text if it is.
 
     Args:
         reference: names of the inputs that the reference changes in place.
-        candidate: of those that the candidate changes.
+        candidate: names of the inputs that the candidate changes in place.
     """
     changed = _only(candidate, reference)
     return changed and (
@@ -139,7 +139,7 @@ def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str
 
 
 def by_reference_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """Return what to know of a reference that does; empty where there is nothing. Arguments as above."""
+    """Say what to know about a reference that writes to its inputs; empty if there is nothing. Arguments as above."""
     changed = _only(reference, candidate)
     return changed and (
         f"the reference changes {changed} in place, which the candidate leaves as it was; no later reader of it was "

@@ -1,7 +1,7 @@
-"""What TransformerEngine's kernels and a candidate's modules return in a pass, as digests in order.
+"""Record what TransformerEngine's kernels and a candidate's modules return in a pass, as digests in order.
 
-Two traces of the same pass tell where it first was not the same: in which kernel, or, where none of TE's kernels
-differs, in which module.
+Two traces of the same pass show where the passes first differ: in which kernel or, if none of TE's kernels differs, in
+which module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Event:
     Attributes:
         what: the kernel's name, ``output`` of a module, or the ``gradient`` that reached one.
         place: the module in whose forward or backward pass it was, and which of the two.
-        digest: of its values.
+        digest: a digest of its values.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Trace:
 
     @contextmanager
     def of_kernels(self) -> Iterator[None]:
-        """Within the context, calls of TE's compiled functions, or of those that stand for them, are noted."""
+        """Within the context, note calls of TE's compiled functions, or of those that stand for them."""
         extension = sys.modules.get(_EXTENSION)
         kernels = {
             name: function
@@ -96,20 +96,20 @@ class Trace:
         self._note(_OUTPUT, output)
         self._forward.pop()
         for x in tree_leaves(output):
-            # A part's output that is the whole's, too, belongs to the part.
+            # An output of a part that is also the whole's belongs to the part.
             if isinstance(x, Tensor) and x.requires_grad and id(x) not in self._seen:
                 self._seen.add(id(x))
                 self._alive.append(x)
                 x.register_hook(functools.partial(self._reached, label))
 
     def _reached(self, label: str, gradient: Tensor) -> None:
-        """The backward pass so far led to the gradient of this module's output; what follows is in the module."""
+        """Note that the backward pass led to the gradient of this module's output; what follows is in the module."""
         self._note(_GRADIENT, gradient)
         self._backward = label
 
 
 def first_difference(one: Trace, other: Trace) -> str:
-    """In words where two traces of a pass first differ; empty where they do not."""
+    """Say where two traces of a pass first differ; return an empty text if they do not."""
     for a, b in zip(one.events, other.events, strict=False):
         if (a.what, a.place) != (b.what, b.place):
             return f"{a.what} in {a.place}, where the second time {b.what} in {b.place} was computed"
@@ -130,12 +130,12 @@ def _digest(values: Any) -> str:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """UINT8, of one dimension."""
+    """Return the tensor's bytes: uint8, one dimension."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Plain tensors, and those that quantized ones consist of."""
+    """Yield plain tensors, and those that quantized tensors consist of."""
     for leaf in tree_leaves(values):
         if type(leaf) in (Tensor, nn.Parameter):
             yield leaf

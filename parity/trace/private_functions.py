@@ -1,6 +1,6 @@
-"""Exchange functions that are private to PyTorch for a time, since no mode sees what they do.
+"""Replace functions that are private to PyTorch for a while, since no mode sees what they do.
 
-A name that PyTorch renames is an error: a pass in which nothing was exchanged would look like any other.
+If PyTorch renames one, that is an error: a pass in which nothing was replaced would look like any other.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import torch
 
 from parity.user_error import UserError
 
-# Functions that are private to PyTorch, and that a comparison exchanges for a time: no mode sees what they do.
-#
-# A name that PyTorch renames is an error: a pass in which nothing was exchanged would look like any other.
+# Functions that are private to PyTorch, and that a comparison replaces for a while.
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,10 @@ class PrivateFunction:
     """A function that PyTorch looks up in a module each time it calls it.
 
     Attributes:
-        module: where it is looked up.
-        name: which name it has there.
+        module: the module where it is looked up.
+        name: its name there.
         serves: the public function that calls it.
-        since: the first version of PyTorch that has it, major and minor; older ones have nothing to exchange.
+        since: the first version of PyTorch that has it, major and minor; older ones have nothing to replace.
     """
 
     module: str
@@ -39,7 +37,7 @@ class PrivateFunction:
     since: tuple[int, int]
 
     def find(self) -> Callable[..., Any] | None:
-        """Return what the name stands for now; None for a PyTorch from before the function.
+        """Return what the name stands for now; None if PyTorch is older than the function.
 
         Raises:
             UserError: if the installed PyTorch should have the function, and has none of this name.
@@ -58,14 +56,14 @@ CHECKPOINT = PrivateFunction(
 )
 CLIP = PrivateFunction("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "torch.nn.utils.clip_grad_norm_", (2, 6))
 EXCHANGED = CHECKPOINT, CLIP
-"""All that a comparison exchanges."""
+"""All that a comparison replaces."""
 
 StandIn = Callable[..., Any]
-"""Called with the function in whose place it stands, and then with that function's arguments."""
+"""Called with the function that it replaces, followed by that function's arguments."""
 
 
 class _StandIns(threading.local):
-    """Those of this thread, by function, outermost context first."""
+    """This thread's stand-ins by function, the outermost context's first."""
 
     def __init__(self) -> None:
         self.of: dict[PrivateFunction, list[StandIn]] = {}
@@ -73,15 +71,15 @@ class _StandIns(threading.local):
 
 _HERE = _StandIns()
 _LOCK = threading.Lock()
-_ORIGINALS: dict[PrivateFunction, tuple[Callable[..., Any], int]] = {}  # with how many contexts are open, in any thread
+_ORIGINALS: dict[PrivateFunction, tuple[Callable[..., Any], int]] = {}  # and the number of open contexts of all threads
 
 
 @contextmanager
 def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
     """Within the context, PyTorch calls ``stand_in`` in place of the function, in this thread alone.
 
-    Contexts may be nested: an inner one's stand-in is given the outer one's as the function. The module has its own
-    function again when the last context of all threads is left.
+    Contexts may be nested: an inner stand-in gets the outer one as the function. The module has its own function again
+    when the last context of all threads is left.
 
     Raises:
         UserError: as ``PrivateFunction.find``.
@@ -99,7 +97,7 @@ def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
 
 
 def _open(private: PrivateFunction) -> bool:
-    """Return whether there is a function to exchange."""
+    """Return whether there is a function to replace."""
     with _LOCK:
         if private in _ORIGINALS:
             original, contexts = _ORIGINALS[private]
@@ -134,12 +132,12 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-# Gradients that a module clips by their norm in its forward pass: seen, and clipped otherwise.
+# Gradients that a module clips by their norm in its forward pass: recorded, and clipped otherwise.
 
 
 @contextmanager
 def clips_recorded() -> Iterator[list[float]]:
-    """Appends the largest norm of each clipping inside of the context."""
+    """Within the context, append the largest norm of each clipping."""
     norms: list[float] = []
 
     def see(max_norm: float) -> float:
@@ -152,7 +150,7 @@ def clips_recorded() -> Iterator[list[float]]:
 
 @contextmanager
 def clipping_at(norm: Callable[[float], float]) -> Iterator[None]:
-    """Within the context gradients are clipped at another largest norm, from the one that is asked for."""
+    """Within the context, clip gradients at ``norm(max_norm)`` in place of the ``max_norm`` that is asked for."""
 
     def clip(original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         return original(parameters, norm(float(max_norm)), *args, **kwargs)

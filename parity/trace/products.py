@@ -1,9 +1,9 @@
-"""Golden's GEMMs, kept so that a pass which differs from golden by little need not compute them again in FP64.
+"""Keep golden's GEMMs, so that a pass that differs little from golden need not compute them again in FP64.
 
-A GEMM is linear: where a mistake changes the left operand from A to A + a, the result changes by ``a B``. This product
-of a small change needs FP32 only, which costs it one part in ten million and takes half the time. Where each row is
-scaled by a factor of its own, as by another eps of a norm before it, the result's rows are scaled by the same factors.
-Where nothing has changed, golden's result is taken as it is.
+A GEMM is linear: if a mistake changes the left operand from A to A + a, the result changes by ``a B``. This product of
+a small change can be computed in FP32, which loses one part in ten million of it and takes half the time. If each row
+is scaled by its own factor, as by another eps of a norm before it, the result's rows are scaled by the same factors. If
+nothing has changed, golden's result is taken as it is.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-# By GEMM, the one of the same operands that adds nothing.
+# For each GEMM, the one of the same operands that adds nothing.
 _MULTIPLY = {
     _aten.mm.default: _aten.mm.default,
     _aten.addmm.default: _aten.mm.default,
     _aten.bmm.default: _aten.bmm.default,
     _aten.baddbmm.default: _aten.bmm.default,
 }
-# Of an operand's norm: a larger change is none of this GEMM, but another one of the same shapes.
+# Share of an operand's norm: with a larger change, it is another GEMM of the same shapes.
 _SMALL = 0.05
-# Of a change's norm: what FP32 loses of it.
+# Share of a change's norm that FP32 loses.
 _LOST = 1e-7
-# Rows that tell of most changes that they do not scale rows.
+# So few rows already show that most changes are not scaled rows.
 _FEW = 4
-# Norms of operands whose products FP32 holds to full precision.
+# FP32 holds products to full precision if their operands' norms are in this range.
 _LEAST, _MOST = 1e-15, 1e15
 
 Shapes = tuple[torch.Size, ...]
@@ -41,8 +41,8 @@ class _Product:
     """A GEMM of golden.
 
     Attributes:
-        operands: the addend first where there is one.
-        result: of the GEMM.
+        operands: the addend first if there is one.
+        result: the GEMM's result.
     """
 
     def __init__(self, operands: tuple[Tensor, ...], result: Tensor) -> None:
@@ -64,12 +64,12 @@ class _Product:
 
     @property
     def multiplied(self) -> Tensor:
-        """The result but for the addend."""
+        """The result without the addend."""
         return self.result - self.operands[0] if len(self.operands) == 3 else self.result
 
     @cached_property
     def norms(self) -> tuple[float, float]:
-        """Of the left and the right operand."""
+        """The norms of the left and the right operand."""
         return _norm(self.operands[-2]), _norm(self.operands[-1])
 
 
@@ -80,11 +80,11 @@ class Products:
         self.made: dict[tuple[Any, Shapes], list[_Product]] = defaultdict(list)  # in order, by function and shapes
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """Keeps the GEMMs that are made inside."""
+        """Keep the GEMMs that are made within the context."""
         return _Recording(self)
 
     def reused(self) -> AbstractContextManager[Any]:
-        """One forward pass in FP64 inside takes from these GEMMs what it can."""
+        """Within the context, one forward pass in FP64 takes what it can from these GEMMs."""
         return _Reusing(self)
 
 
@@ -123,7 +123,7 @@ def _shapes(operands: tuple[Tensor, ...]) -> Shapes:
 
 
 def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the GEMM of these operands by way of golden's; None if that would be less exact, or no faster."""
+    """Return the GEMM of these operands computed from golden's; None if that would be less exact, or no faster."""
     *before, right = zip(operands, product.operands, strict=True)
     if not product.is_intact() or _change(*right) is not None:
         return None
@@ -141,14 +141,14 @@ def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tens
 
 
 class _Change(NamedTuple):
-    """What an operand differs by from golden's, in FP64, and its norm."""
+    """The difference of an operand from golden's, in FP64, and its norm."""
 
     values: Tensor
     norm: float
 
 
 def _change(x: Tensor, golden: Tensor) -> _Change | None:
-    """None if there is none."""
+    """Return the change of an operand; None if there is none."""
     if x.data_ptr() == golden.data_ptr() and x.stride() == golden.stride():
         return None
     change = x - golden
@@ -157,13 +157,15 @@ def _change(x: Tensor, golden: Tensor) -> _Change | None:
 
 
 def _is_small(left: _Change, product: _Product) -> bool:
-    """Whether the change of the left operand is one of golden's, and FP32 holds its products to full precision."""
+    """Return whether the left operand is golden's with a small change whose products FP32 holds to full precision."""
     golden, right = product.norms
     return _LEAST <= left.norm <= _SMALL * golden and _LEAST <= right <= _MOST
 
 
 def _factors_of_rows(change: Tensor, golden: Tensor) -> Tensor | None:
-    """What each row of golden's operand is multiplied by in the change, ``[..., rows, 1]``; None in another change."""
+    """Return what the change multiplies each row of golden's operand by, ``[..., rows, 1]``; None for
+    any other change.
+    """
     for rows in (slice(_FEW), slice(None)):
         some, of_golden = change[..., rows, :], golden[..., rows, :]
         squares = of_golden.square().sum(-1, keepdim=True)

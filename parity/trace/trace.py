@@ -1,8 +1,9 @@
-"""Record what a reference computes as the sequence of its calls of PyTorch's functions, and what calls return instead.
+"""Represent what a reference computes as the sequence of its calls of PyTorch's functions, and edits of these calls.
 
-A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
-how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as
-one more. ``parity.trace.calls`` records a trace, and computes what edits change. Steps of optimizers are calls too.
+A call is identified by the submodule that makes it, how often that submodule was called before, the function's name,
+and how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as
+one more submodule. ``parity.trace.calls`` records a trace, and computes what edits change. Steps of optimizers are
+recorded as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-# Which optimizers a module makes steps with in its forward pass, and their settings.
+# Optimizers that a module steps in its forward pass, and their settings.
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Stepped:
 
 @contextmanager
 def optimizers_recorded() -> Iterator[list[Stepped]]:
-    """Appends each optimizer that makes a step inside of the context."""
+    """Within the context, append each optimizer that makes a step."""
     seen: list[Stepped] = []
     known: list[Optimizer] = []
 
@@ -58,15 +59,11 @@ def optimizers_recorded() -> Iterator[list[Stepped]]:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer knows of a group of parameters, but for these."""
+    """Return a parameter group's settings, without these."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
-# What a reference computes, as the sequence of its calls of PyTorch's functions, and what calls return instead.
-#
-# A call is known by the submodule that makes it, how often that submodule was called before, the function's name, and
-# how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as
-# one more. ``parity.trace.calls`` records a trace, and computes what edits say.
+# The sequence of a reference's calls of PyTorch's functions, and what calls return instead.
 
 
 Site = tuple[str, int, str, int]
@@ -78,8 +75,8 @@ class Value:
 
     Attributes:
         number: in order of appearance, from 0.
-        site: of the call that returned it, or of the first that was given it.
-        position: among the tensors that this call returned, or was given.
+        site: the call that returned it, or the first that was given it.
+        position: its place among the tensors that this call returned, or was given.
         returned: which of the two.
     """
 
@@ -97,9 +94,9 @@ class Call:
         site: which call it is.
         name: the function's name without underscores around it: ``mul`` for ``x * y``, ``x.mul_(y)``, ``torch.mul``.
         function: what was called.
-        args: by position.
-        kwargs: by name.
-        result: what it returned; the changed tensor where it returned nothing.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        result: what it returned; the changed tensor if it returned nothing.
     """
 
     site: Site
@@ -157,15 +154,17 @@ class Trace:
             self._users.setdefault(value.number, []).append(call)
         given = {value.number for value in call.inputs}
         for value in call.outputs:
-            if value.number not in given:  # a cast to the dtype that a tensor has already returns the tensor itself
+            if value.number not in given:  # a cast to a tensor's own dtype returns the tensor itself
                 self.note_producer(value, call)
 
     def note_producer(self, value: Value, call: Call) -> None:
-        """The value is what it is by this call, which returned it or wrote into its memory."""
+        """Note that this call made the value what it is: it returned it or wrote into its memory."""
         self._producers[value.number] = call
 
     def producer(self, value: Any) -> Call | None:
-        """The call that made a value what it is; None for the module's inputs, its parameters, and what is no value."""
+        """Return the call that made a value what it is; None for the module's inputs, its parameters,
+        and what is not a value.
+        """
         return self._producers.get(value.number) if isinstance(value, Value) else None
 
     def users(self, value: Value) -> list[Call]:
@@ -185,7 +184,7 @@ Found = TypeVar("Found")
 
 
 def once_a_trace(find: Callable[[Trace], list[Found]]) -> Callable[[Trace], list[Found]]:
-    """``find``, which looks through a complete trace once, however many ask for what it finds there."""
+    """Make ``find`` look through a complete trace only once, however many ask for what it finds."""
 
     @functools.wraps(find)
     def kept(trace: Trace) -> list[Found]:
@@ -223,7 +222,7 @@ class Edit:
         needs: values that appear at or before the call.
         compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
         detached: which of the tensors that it is given gets no gradient; None for none.
-        of: the operation that is computed otherwise; None where the edit is of no known one.
+        of: the operation that is computed otherwise; None if the edit is not about a recognised one.
     """
 
     site: Site
@@ -234,10 +233,10 @@ class Edit:
 
 
 def edit(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | None = None) -> Edit:
-    """``call`` returns ``compute(result, *needs)`` in place of its result."""
+    """Return the edit under which ``call`` returns ``compute(result, *needs)`` in place of its result."""
     return Edit(call.site, tuple(needs), compute, of=of)
 
 
 def detached(call: Call, value: Value) -> Edit:
-    """``call`` hands no gradient to ``value``, which it is given."""
+    """Return the edit under which ``call`` passes no gradient to ``value``, which it is given."""
     return Edit(call.site, (), lambda result: result, call.inputs.index(value))

@@ -1,4 +1,4 @@
-"""Steps through a trace, from a value back to what it was computed from, and on to what is computed from it."""
+"""Walk through a trace: from a value back to what it was computed from, and on to what is computed from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.trace.trace import Call, Trace, Value
 
 CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})
-"""What changes at most a tensor's dtype or memory."""
+"""Calls that change at most a tensor's dtype or memory."""
 
 RESHAPES = CASTS | {
     "view",
@@ -26,10 +26,10 @@ RESHAPES = CASTS | {
     "T",
     "mT",
 }
-"""What moves elements at most."""
+"""Calls that at most move elements."""
 
 LINEAR = frozenset({"linear", "addmm", "matmul", "mm", "einsum"})
-"""What multiplies by a weight, or by another activation."""
+"""Calls that multiply by a weight, or by another activation."""
 
 _REVERSED = {"rsub": "sub", "rdiv": "div", "rtruediv": "div", "rpow": "pow", "radd": "add", "rmul": "mul"}
 _SPELLINGS = {
@@ -68,7 +68,9 @@ def binary(call: Call | None) -> tuple[str, Any, Any] | None:
 
 
 def with_number(call: Call | None) -> tuple[str, Value, float] | None:
-    """A function of a tensor and a number, the tensor first; None for anything else, such as a number over a tensor."""
+    """Return a function of a tensor and a number, the tensor first; None for anything else, such as a
+    number over a tensor.
+    """
     match binary(call):
         case (name, Value() as value, int() | float() as number):
             return name, value, float(number)
@@ -78,13 +80,13 @@ def with_number(call: Call | None) -> tuple[str, Value, float] | None:
 
 
 def other(call: Call, value: Value) -> Any:
-    """Return the operand of a function of two that is not ``value``."""
+    """Return the other operand of a function of two."""
     _, left, right = binary(call) or ("", value, value)
     return right if left == value else left
 
 
 def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
-    """Return the value from which this one was made by calls of these names alone."""
+    """Return the value from which only calls with these names made this one."""
     call = trace.producer(value)
     while call is not None and call.name in names and call.inputs:
         value = call.inputs[0]
@@ -93,19 +95,21 @@ def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
 
 
 def back_along(trace: Trace, value: Value, names: Collection[str]) -> Value:
-    """As ``back``; of two operands the one that is as large as the result: a gate or a gain stands on either side."""
+    """Go back as ``back`` does; of two operands, take the one as large as the result, since a gate may
+    be on either side.
+    """
     call = trace.producer(value)
     while call is not None and call.inputs and ((binary(call) or (call.name,))[0] in names or call.name in names):
         size = trace.tensor(value).numel()
         given = next((given for given in call.inputs if trace.tensor(given).numel() == size), call.inputs[0])
-        if given == value:  # it was written to in place
+        if given == value:  # the call writes in place
             break
         value, call = given, trace.producer(given)
     return value
 
 
 def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterator[Value]:
-    """``value``, and what is made from it by calls of these names alone."""
+    """Yield ``value``, and what is made from it by calls with these names alone."""
     yield value
     for call in trace.users(value):
         if call.name in names and call.outputs and call.outputs[0] != value:
@@ -113,7 +117,7 @@ def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterato
 
 
 def users(trace: Trace, value: Value, names: Collection[str] = CASTS) -> list[tuple[Call, Value]]:
-    """Return the calls that use a value, after calls of these names or not, each with what it is given."""
+    """Return the calls that use a value, directly or after calls with these names, each with what it is given."""
     return [(call, made) for made in chain(trace, value, names) for call in trace.users(made) if call.name not in names]
 
 
@@ -131,7 +135,7 @@ def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
 
 
 def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:
-    """Return whether two tensors are the same but for roundings of FP32, which a reference may use inside."""
+    """Return whether two tensors are the same up to roundings of FP32, which a reference may use inside."""
     if computed.shape != traced.shape or not computed.is_floating_point() or not traced.is_floating_point():
         return False
     computed, traced = computed.double(), traced.double()

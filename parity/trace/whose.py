@@ -1,8 +1,8 @@
 """Tell whose code runs: Python's, PyTorch's, TransformerEngine's, parity's or a user's.
 
-The module whose code it is and where that module was loaded from decide, never a name in a path: a user's file is a
-user's in a folder named ``transformer_engine_port`` as well, and so are a script, a notebook's cell and what ``exec``
-runs, which have no module that was found anywhere.
+What counts is the module that the code is of, and where that module was loaded from, never a name in a path: a file in
+a user's folder ``transformer_engine_port`` is the user's. So are scripts, notebook cells and what ``exec`` runs, which
+have no module that was found anywhere.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ from traceback import FrameSummary, StackSummary
 from types import CodeType, FrameType
 from typing import Any
 
-# Whose code runs: Python's, PyTorch's, TransformerEngine's, parity's or a user's.
-#
-# It is told by the module whose code it is, and where that module was loaded from, never by a name in a path: a user's
-# file is a user's in a folder named ``transformer_engine_port`` as well, and so are a script, a notebook's cell and
-# what ``exec`` runs, which have no module that was found anywhere.
+# Who has written the code that runs.
 
 
 class Owner(Enum):
-    """Who has written code; what is none of the others' is a user's."""
+    """Who has written code; what belongs to none of the others is a user's."""
 
     PYTHON = ""
     TORCH = "torch"
@@ -36,7 +32,7 @@ class Owner(Enum):
 
 
 PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.calibration.drawn_models")
-"""Parity's own modules and packages that hold pairs as a user writes them: their code counts as a user's."""
+"""Parity's own modules and packages that hold pairs written as by a user: their code counts as a user's."""
 
 _LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)}
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -50,12 +46,12 @@ def whose(frame: FrameType) -> Owner:
 
 
 def module_of(frame: FrameType) -> str:
-    """Return the name of the module whose code runs in this frame; empty where it is no module that was found."""
+    """Return the name of the module whose code runs in this frame; empty if it is not a module that was found."""
     return str(getattr(frame.f_globals.get("__spec__"), "name", ""))
 
 
 def is_of_te(kind: type) -> bool:
-    """Return whether TransformerEngine has written this class; one that is derived from it may be a user's."""
+    """Return whether TransformerEngine has written this class; a class derived from it may be a user's."""
     spec = getattr(sys.modules.get(kind.__module__), "__spec__", None)
     return spec is not None and _owner(spec) is Owner.TE
 
@@ -70,7 +66,7 @@ def _owner(spec: Any) -> Owner:
 
 
 def _lies_in(origin: str, package: Any) -> bool:
-    """Return whether a file lies in the folders that the package is imported from, whatever else has a like name."""
+    """Return whether a file is in the folders that the package is imported from, whatever else has a similar name."""
     return any(origin.startswith(folder + os.sep) for folder in getattr(package, "__path__", ()))
 
 
@@ -78,7 +74,7 @@ def _is_port(name: str) -> bool:
     return any(name == port or name.startswith(port + ".") for port in PORTS)
 
 
-# Where in a user's code something runs, or has raised: the innermost line of theirs, and the way there.
+# Where in a user's code something runs, or has raised: their innermost line, and the way there.
 
 
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
@@ -94,12 +90,12 @@ def users_frame(error: BaseException) -> FrameSummary | None:
 
 
 def users_line(error: BaseException) -> str:
-    """That line as ``models.py:12 in forward``; empty where there is none."""
+    """Return that line as ``models.py:12 in forward``; empty if there is none."""
     return _line(users_frame(error))
 
 
 def submodule(error: BaseException) -> str:
-    """The innermost part of the outermost module that was running, by its name there; empty for that module itself."""
+    """Return the name of the innermost part that was running in the outermost module; empty for the module itself."""
     selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     running: list[Any] = [one for one in selves if hasattr(one, "named_modules")]  # without an import of torch
     names = {id(part): name for name, part in running[0].named_modules()} if running else {}
@@ -107,7 +103,7 @@ def submodule(error: BaseException) -> str:
 
 
 def line_running() -> str:
-    """As ``users_line``, of what runs now."""
+    """Return ``users_line`` for what runs now."""
     return _line(_innermost(_told(reversed(list(traceback.walk_stack(sys._getframe()))))))
 
 
@@ -122,12 +118,14 @@ def _line(frame: FrameSummary | None) -> str:
 
 
 def first_paragraph(error: BaseException) -> str:
-    """Return what it says up to an empty line; below, PyTorch lists every kernel that it has."""
+    """Return what an error says up to an empty line; below it, PyTorch lists every kernel that it has."""
     return str(error).strip().partition("\n\n")[0]
 
 
 def way_there(error: BaseException) -> str:
-    """The traceback as Python prints it, from the user's first line on; files are named without the folders above."""
+    """Return the traceback as Python prints it, from the user's first line on; files are named without
+    the folders above.
+    """
     frames = _frames(error)
     first = next((i for i, (_, owner) in enumerate(frames) if owner is Owner.USER), 0)
     lines = [
@@ -143,21 +141,23 @@ def _frames(error: BaseException) -> list[tuple[FrameSummary, Owner]]:
 
 
 def _told(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, Owner]]:
-    """Return each frame as a traceback tells it, and whose code it is; a user looks into none but a user's."""
+    """Return each frame as a traceback shows it, and whose code it is; a user need only look into their own."""
     frames = list(walked)
     owners = [whose(frame) for frame, _ in frames]
     return list(zip(StackSummary.extract(iter(frames)), owners, strict=True))
 
 
 def _shown(frame: FrameSummary) -> str:
-    """Return the file, below the current folder or below where Python imports from; no name of a folder above."""
+    """Return the file, relative to the current folder or to where Python imports from, without the
+    names of folders above.
+    """
     file = Path(frame.filename)
     roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
     below = [file.relative_to(root).as_posix() for root in roots if file.is_relative_to(root)]
     return min(below, key=len) if below else file.name
 
 
-# Whether a module without TransformerEngine's modules calls TE's functions, or is plain PyTorch throughout.
+# Does a module without TransformerEngine's modules call TE's functions, or is it plain PyTorch throughout?
 
 
 WITHOUT_TE = (
@@ -168,10 +168,11 @@ WITHOUT_TE = (
 
 @contextmanager
 def te_calls(caller: CodeType) -> Iterator[list[str]]:
-    """Yields a list that gets the name of the first function of TE's that runs below this code, in this thread.
+    """Yield a list that gets the name of the first function of TE's that runs below this code, in this thread.
 
     Args:
-        caller: of a function of parity's; what TE does elsewhere, as where its autocast is entered, does not count.
+        caller: the code of a function of parity's; what TE does elsewhere, as when its autocast is
+            entered, does not count.
     """
     found: list[str] = []
     before = sys.getprofile()
