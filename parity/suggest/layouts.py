@@ -34,7 +34,7 @@ from parity.case.weight_map import (
 from parity.suggest.matching import Group
 from parity.suggest.units import BIAS, WEIGHT, Reading, Unit, is_norm, is_stack, readings
 
-# Entries where the reference has a weight each for query, key and value, but one bias: all of its parts in turn.
+# Entries for a reference with separate weights for query, key and value, but one bias for all three, in this order.
 #
 # ``nn.MultiheadAttention`` with ``kdim`` or ``vdim`` has ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` and
 # ``in_proj_bias``.
@@ -44,14 +44,16 @@ _Entries = tuple[tuple[Side, Side], ...]
 
 
 def to_three(weights: Sequence[Side], bias: Side, te_weights: Sequence[Side], te_biases: Sequence[Side]) -> _Entries:
-    """For TE's query, key and value by themselves."""
+    """Return the entries for TE's separate query, key and value."""
     return (*zip(weights, te_weights, strict=True), (bias, stack(*te_biases)))
 
 
 def to_one(
     weights: Sequence[Side], bias: Side, te_weight: Side, te_bias: Side, heads: Sequence[tuple[int, int]]
 ) -> Iterator[_Entries]:
-    """For TE's fused weight, by group for each of these groups and head dimensions, or one after the other."""
+    """Yield the entries for TE's fused weight, by group for each of these groups and head dimensions,
+    or one after another.
+    """
     for groups, head_dim in heads:
         fused = interleaved_qkv(*weights, groups=groups, head_dim=head_dim)
         yield (fused, te_weight), (bias, separated_qkv(te_bias, groups=groups, head_dim=head_dim))
@@ -65,7 +67,7 @@ def to_query_beside_key_and_value(
     te_biases: tuple[Side, Side],
     groups: Sequence[int],
 ) -> Iterator[_Entries]:
-    """For TE's cross-attention, whose key and value are fused: one after the other, or by group."""
+    """Yield the entries for TE's cross-attention, whose key and value are fused: one after another, or by group."""
     key_value = stack(*weights[1:])
     yield (weights[0], te_weights[0]), (key_value, te_weights[1]), (bias, stack(*te_biases))
     for count in groups:
@@ -74,10 +76,10 @@ def to_query_beside_key_and_value(
         yield (weights[0], te_weights[0]), (by_group, te_weights[1]), (bias, stack(te_biases[0], in_turn))
 
 
-# How many heads of what width a module's attention has, which no shape tells.
+# The number of heads and their width, which no shape tells.
 
 
-# As modules of TE, Hugging Face and Meta call them.
+# Their names in modules of TE, Hugging Face and Meta.
 _HEAD_DIM = ("hidden_size_per_attention_head", "hidden_size_per_attention_head_k", "head_dim", "attention_head_size")
 _GROUPS = ("num_gqa_groups", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
@@ -86,7 +88,7 @@ _USUAL_HEAD_DIMS = (128, 64, 32, 256, 192, 160, 112, 96, 80, 48, 16)
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers that the modules give for their attention, each without repetitions and the candidate's first.
+    """Numbers that the modules give for their attention, each once and the candidate's first.
 
     Attributes:
         head_dims: channels of a head.
@@ -97,12 +99,12 @@ class Geometry:
     groups: tuple[int, ...]
 
     def layouts(self, query_rows: int | None, key_rows: int | None, all_rows: int) -> Iterator[tuple[int, int]]:
-        """``(groups, head_dim)`` that fit the rows of query, key and value.
+        """Yield ``(groups, head_dim)`` that fit the rows of query, key and value.
 
         Args:
-            query_rows: None where they are fused.
-            key_rows: None where they are fused.
-            all_rows: of query, key and value together.
+            query_rows: None if they are fused.
+            key_rows: None if they are fused.
+            all_rows: the rows of query, key and value together.
         """
         for head_dim in self.head_dims or _USUAL_HEAD_DIMS:
             for groups in self._groups(key_rows, all_rows, head_dim):
@@ -118,7 +120,7 @@ class Geometry:
 
 
 def geometry_of(candidate: nn.Module, reference: nn.Module) -> Geometry:
-    """Return what the two modules say of their attention, in attributes that are numbers."""
+    """Return what the two modules say about their attention, in attributes that are numbers."""
     modules = (*candidate.modules(), *reference.modules())
     return Geometry(_numbers(modules, _HEAD_DIM), _numbers(modules, (*_GROUPS, *_HEADS)))
 
@@ -128,7 +130,7 @@ def _numbers(modules: Sequence[nn.Module], names: Sequence[str]) -> tuple[int, .
     return tuple(dict.fromkeys(n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0))
 
 
-# The entries by which a group of units can map: each layout in which somebody stores the same numbers.
+# The entries by which a group of units can map: every layout in which such weights are stored somewhere.
 
 
 Entries = tuple[tuple[Side, Side], ...]
@@ -140,7 +142,7 @@ class Layout:
 
     Attributes:
         entries: left and right sides of a weight map.
-        usual: whether it is tried at once; else only where no usual one explains what the candidate computes.
+        usual: whether it is tried at once, or only if no usual one explains what the candidate computes.
     """
 
     entries: Entries
@@ -183,7 +185,8 @@ def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
 
 
 def constant_layouts(unit: Unit) -> list[Layout]:
-    """Layouts for a unit of TE that the reference lacks, if numbers can stand for it: a bias is 0, a norm's gain 1.
+    """Return layouts for a unit of TE that the reference lacks, if numbers can stand for it: 0 for a
+    bias, 1 for a norm's gain.
 
     TE's norm with ``zero_centered_gamma`` stores its gain minus 1, which is 0.
     """
@@ -198,7 +201,9 @@ def constant_layouts(unit: Unit) -> list[Layout]:
 
 
 def copied_entries(entries: Entries, unit: Unit, twin: Unit) -> Entries:
-    """Return the entries of a unit's layout, its twin's parameters filled alike; a constant is one for each."""
+    """Return the entries of a unit's layout, with its twin's parameters filled alike; a constant has an
+    entry for each.
+    """
     filled: list[tuple[Side, Side]] = []
     for left, right in entries:
         kind = next(kind for kind, name in unit.parameters.items() if name in names(right))
@@ -218,7 +223,7 @@ def _constant(unit: Unit, kind: str, value: float) -> tuple[Side, Side]:
 def _read(
     reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], geometry: Geometry
 ) -> Iterator[Layout]:
-    """Layouts for each way to read the reference's weights; a convolution's is not transposed."""
+    """Yield layouts for each way to read the reference's weights; a convolution's is not transposed."""
     stacked = _is_stacked(reference, candidate)
     ways = [Reading(tuple(reference), {})] if stacked else list(readings(reference, candidate))
     for reading in ways:
@@ -232,7 +237,7 @@ def _read(
 def _of_kinds(
     reference: Sequence[Unit], candidate: Sequence[Unit], parts: Sequence[str], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
-    """Layouts with the weights of the reference transposed or as they are."""
+    """Yield layouts with the weights of the reference transposed or as they are."""
     words = [part.removeprefix("cross ") for part in parts]
     if _is_stacked(reference, candidate):
         yield from map(Layout, _of_fused_experts(reference, candidate, words, transposed))
@@ -262,7 +267,7 @@ def _of_one(reference: Unit, candidate: Unit, words: Sequence[str], transposed: 
 def _of_two(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, words: Sequence[str], geometry: Geometry
 ) -> Iterator[Entries]:
-    """Gate and up, or key and value: stacked in either order, key and value also head by head."""
+    """Yield entries for gate and up, or key and value, stacked in either order; key and value also head by head."""
     kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
     orders = [(0, 1), (1, 0)] if words == ["gate", "up"] else [(0, 1)]
     blocks = [None] if words == ["gate", "up"] else [None, *geometry.groups]
@@ -286,7 +291,7 @@ def _of_two(
 def _of_attention(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
-    """Query, key and value, fused or not on either side; fused by group or one after the other."""
+    """Yield layouts for query, key and value, fused or not on either side; fused by group or one after another."""
     if reference[0].has_bias_of_all and all(BIAS in unit.parameters for unit in candidate):
         yield from map(Layout, _of_one_bias(reference, candidate, transposed, geometry))
         return
@@ -320,7 +325,7 @@ def _of_attention(
 def _of_one_bias(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Entries]:
-    """Three weights of the reference, whose query has the bias of all."""
+    """Yield entries for three weights of the reference, whose query has the bias of all three."""
     weights, bias = _sides(reference, WEIGHT, transposed), reference[0].parameters[BIAS]
     te_weights: list[Side] = [unit.parameters[WEIGHT] for unit in candidate]
     te_biases: list[Side] = [unit.parameters[BIAS] for unit in candidate]
@@ -338,7 +343,7 @@ def _of_one_bias(
 def _of_query_beside_key_and_value(
     reference: Unit, candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Entries]:
-    """Yield a weight of all three that TE's cross-attention holds in two, key and value stacked or head by head."""
+    """Yield one weight for all three that TE's cross-attention holds in two, key and value stacked or head by head."""
     query, fused = candidate
     for count in (None, *geometry.groups):
         entries: list[tuple[Side, Side]] = []
@@ -355,10 +360,10 @@ def _fused_layouts(
     right: Mapping[str, Sequence[Side | None]],
     geometries: Sequence[tuple[int, int]],
 ) -> Iterator[Entries]:
-    """Entries for each way to fuse.
+    """Yield entries for each way to fuse.
 
     Args:
-        left: for each kind, the reference's one side or three.
+        left: for each kind, one side of the reference or three.
         right: the candidate's, likewise; None for a bias that one of its three units lacks.
         geometries: groups and head dimensions that are possible.
     """
@@ -372,7 +377,7 @@ def _fused_layouts(
     if complete != right:  # a fused bias has all three parts
         return
     right = complete
-    # One group by itself is Q, K and V one after the other.
+    # A single group is Q, K and V one after another.
     heads = [(groups, head_dim) for groups, head_dim in geometries if groups > 1]
     if fused_left and fused_right:
         yield tuple((left[kind][0], right[kind][0]) for kind in right)
@@ -384,7 +389,7 @@ def _fused_layouts(
     ways: list[Callable[..., Term]] = [
         partial(interleaved_qkv, groups=groups, head_dim=head_dim) for groups, head_dim in heads
     ]
-    # TE's own fused weight is interleaved by default, another model's more often not.
+    # TE's own fused weight is interleaved by default, another model's usually is not.
     for fuse in [*ways, stack] if fused_right else [stack, *ways]:
         if fused_right:
             yield tuple((fuse(*left[kind]), right[kind][0]) for kind in right)
@@ -393,7 +398,7 @@ def _fused_layouts(
 
 
 def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> list[Any]:
-    """Query and key for the other form of RoPE; None stays None."""
+    """Return query and key for the other form of RoPE; None stays None."""
     query, key, value = parts
     rotated = [
         part if part is None else rope_halves(part, head_dim=head_dim, rotary_dim=rotary_dim) for part in (query, key)
@@ -404,7 +409,7 @@ def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> li
 def _of_fused_experts(
     reference: Sequence[Unit], candidate: Sequence[Unit], words: Sequence[str], transposed: bool
 ) -> Iterator[Entries]:
-    """A weight ``[experts, out, in]`` on one side or on both; one that holds gate and up also row by row in turn."""
+    """Yield a weight ``[experts, out, in]`` on one side or both; with gate and up, also with their rows in turn."""
     in_two = words == ["gate", "up"]
     orders: list[tuple[int, ...]] = [(0, 1), (1, 0)] if in_two else [(0,)]
     kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
@@ -429,7 +434,7 @@ def _of_fused_experts(
 def _all_experts(units: Sequence[Unit], kind: str, order: tuple[int, ...], transposed: bool) -> Side:
     """Return one term with all experts' parameters of a kind, gate over up in the given order."""
     numbers = sorted({unit.expert for unit in units if unit.expert is not None})
-    if numbers:  # an expert's own units, one expert after the other
+    if numbers:  # an expert's own units, one expert after another
         each = [[unit for unit in units if unit.expert == number] for number in numbers]
         return experts(*(_one_expert([unit.parameters[kind] for unit in own], order, transposed) for own in each))
     names: list[Side] = [unit.parameters[kind] for unit in units]
@@ -445,7 +450,9 @@ def _one_expert(names: Sequence[str], order: tuple[int, ...], transposed: bool) 
 
 
 def _is_stacked(reference: Sequence[Unit], candidate: Sequence[Unit]) -> bool:
-    """Whether a side has all experts in one weight, and the other side all experts; a convolution is no such weight."""
+    """Return whether a side has all experts in one weight, and the other side has all experts;
+    convolutions do not count.
+    """
     stacked = [any(is_stack(unit) for unit in side) for side in (reference, candidate)]
     numbered = [all(unit.expert is not None for unit in side) for side in (reference, candidate)]
     return any(stacked) and all(stack or number for stack, number in zip(stacked, numbered, strict=True))
@@ -464,5 +471,5 @@ def _sides(reference: Sequence[Unit], kind: str, transposed: bool) -> list[Side]
 
 
 def _rows(unit: Unit, transposed: bool) -> int:
-    """Output features of a linear layer."""
+    """Return the output features of a linear layer."""
     return unit.shape[-1] if transposed else unit.shape[0]

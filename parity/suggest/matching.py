@@ -1,4 +1,4 @@
-"""Which units of the reference hold what which units of the candidate hold: by name first, then by shape and order."""
+"""Match units of both modules that hold the same numbers: by name first, then by shape and order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from parity.case.weight_map import Shape
 from parity.suggest.units import GATE, QKV, UP, WEIGHT, Parts, Unit, flat, is_stack
 
-# A part, an expert, and the how-manieth of its kind in the model: the third layer's query, say.
+# A part, an expert, and its number among its kind in the model, such as the third layer's query.
 Key = tuple[str, int | None, int]
 
-# RoPE's form is a question of query and key alike; which half is the gate, of both halves.
+# RoPE's form is one question for query and key, and which half is the gate is one for both halves.
 _TOGETHER = (QKV, tuple(f"cross {part}" for part in QKV), (GATE, UP))
 
 
@@ -23,8 +23,8 @@ class Group:
 
     Attributes:
         reference, candidate: in the order of their parts.
-        parts: what the candidate's units compute; empty where no name tells.
-        named: whether names put them together; else their shapes did, and the order of the reference's is a guess.
+        parts: what the candidate's units compute; empty if no name tells.
+        named: whether names matched them; else their shapes did, and the order of the reference's is a guess.
     """
 
     reference: tuple[Unit, ...]
@@ -39,10 +39,10 @@ class Matching:
 
     Attributes:
         groups: units that belong together.
-        exchangeable: groups, one unit each, that only their order matched: any of them may hold any other's numbers.
-        reference_left: units that have no counterpart.
+        exchangeable: groups of one unit each that only their order matched: any of them may hold any other's numbers.
+        reference_left: units of the reference that have no counterpart.
         candidate_left: the candidate's units that have no counterpart.
-        misfits: groups among those left that names put together, but that hold different numbers of elements.
+        misfits: groups among those left that names matched, but that hold different numbers of elements.
     """
 
     groups: tuple[Group, ...]
@@ -55,14 +55,14 @@ class Matching:
 def match(
     reference: Sequence[Unit], candidate: Sequence[Unit], told: tuple[Mapping[Unit, Parts], Mapping[Unit, Parts]]
 ) -> Matching:
-    """Put units together: those whose names tell the same part, those of the same name, then those of fitting shapes.
+    """Match units whose names tell the same part, then those with the same name, then those with fitting shapes.
 
     The n-th query belongs to the n-th query, in the order in which the modules declare them, so that it does not matter
     how layers are numbered; if the two have different numbers of them, names decide nothing.
 
     Args:
         reference, candidate: units that are to be matched.
-        told: what the names of both tell, see ``parts_by_unit``; may tell of further units.
+        told: what the names of both tell, see ``parts_by_unit``; may include further units.
     """
     left = {unit: told[0].get(unit, ()) for unit in reference}
     right = {unit: told[1].get(unit, ()) for unit in candidate}
@@ -108,7 +108,7 @@ class _Rest:
 
 
 def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -> Iterator[Group]:
-    """Units that are connected through the parts that they share."""
+    """Yield units that are connected through the parts that they share."""
     experts = _numbers_of_experts(reference, candidate)
     left, right = (_keys(parts, experts) for parts in (reference, candidate))
     counts = [Counter((part, expert) for part, expert, _ in keys) for keys in (left, right)]
@@ -130,7 +130,9 @@ def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -
 
 
 def _numbers_of_experts(reference: Iterable[Unit], candidate: Iterable[Unit]) -> set[int]:
-    """How many experts a weight ``[experts, out, in]`` may have: as many as have numbers, or as one on both sides."""
+    """Return how many experts a weight ``[experts, out, in]`` may have: as many as have numbers, or as
+    such weights on both sides.
+    """
     numbered = 1 + max((unit.expert for unit in (*reference, *candidate) if unit.expert is not None), default=-1)
     if numbered:
         return {numbered}
@@ -138,7 +140,9 @@ def _numbers_of_experts(reference: Iterable[Unit], candidate: Iterable[Unit]) ->
 
 
 def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Unit]:
-    """Each part of each expert of each unit; a fused weight ``[experts, out, in]`` has the parts of all of them."""
+    """Return each part of each expert of each unit; a fused weight ``[experts, out, in]`` has the parts
+    of all experts.
+    """
     keys: dict[Key, Unit] = {}
     seen: Counter[tuple[str, int | None]] = Counter()
     for unit, unit_parts in parts.items():
@@ -151,7 +155,7 @@ def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Uni
 
 
 def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], shared: set[Key]) -> set[Key]:
-    """Return the keys whose units hold one of these keys too, and those whose layouts are one question."""
+    """Return the keys whose units also hold one of these keys, and those whose layouts are the same question."""
     found, front = {start}, [start]
     while front:
         key = front.pop()
@@ -168,14 +172,14 @@ def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], 
 
 
 def _rank(part: str) -> int:
-    """Query before key before value, gate before up."""
+    """Rank query before key before value, and gate before up."""
     order = (*QKV, GATE, UP)
     word = part.removeprefix("cross ")
     return order.index(word) if word in order else len(order)
 
 
 def _by_path(reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping[Unit, Parts]) -> Iterator[Group]:
-    """Units of the same name and of fitting shapes."""
+    """Yield units with the same name and fitting shapes."""
     paths = {(unit.path, unit.expert): unit for unit in reference}
     for unit in candidate:
         other = paths.get((unit.path, unit.expert))
@@ -186,9 +190,10 @@ def _by_path(reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping
 def _stacks_by_shape(
     reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping[Unit, Parts]
 ) -> Iterator[tuple[Group, ...]]:
-    """Weights ``[experts, out, in]`` and the layers that TE has one of for each expert, as many on both sides.
+    """Yield weights ``[experts, out, in]`` with the layers that TE has for each expert, if there are as
+    many on both sides.
 
-    Else two such weights that follow each other, for layers that hold the elements of both.
+    Otherwise yield two such weights that follow each other, for layers that hold the elements of both.
     """
     layers: dict[str, tuple[Unit, ...]] = defaultdict(tuple)
     for unit in candidate:
@@ -215,7 +220,7 @@ def _stacked(
     read: Callable[[Shape], Shape],
     told: Mapping[Unit, Parts],
 ) -> Iterator[Group]:
-    """Groups of layers that have one shape and are to be stacked; none where the numbers differ."""
+    """Yield groups of layers that have one shape and are to be stacked; none if their numbers differ."""
     same = [unit for unit in stacks if read(unit.shape) == shape]
     if len(same) == len(layers):
         for one, own in zip(same, layers, strict=True):
@@ -228,13 +233,13 @@ def _stacked(
 
 
 def _halves_of(layers: Sequence[Unit], others: Iterable[Sequence[Unit]]) -> Parts:
-    """Gate and up, where other layers go from half as many channels back to as many as these read."""
+    """Return gate and up if other layers lead from half as many channels back to as many as these read."""
     rows, columns = layers[0].shape
     return (GATE, UP) if any(2 * other[0].shape[1] == rows and other[0].shape[0] == columns for other in others) else ()
 
 
 def _in_any_order(shape: Shape) -> Shape:
-    """Return the shape of a stack without a difference between rows and columns."""
+    """Return the shape of a stack such that rows and columns make no difference."""
     return (shape[0], *sorted(shape[1:]))
 
 
@@ -243,7 +248,7 @@ def _transposed(shape: Shape) -> Shape:
 
 
 def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Group | None:
-    """Return a unit of TE that no single unit of the reference fits, and the two or three that fit together."""
+    """Yield a unit of TE that no single unit of the reference fits, with the two or three that fit together."""
     for unit in candidate:
         if len(unit.shape) != 2 or any(_fit(other, unit) for other in reference):
             continue
@@ -267,7 +272,7 @@ def _by_shape(
     told: Mapping[Unit, Parts],
     shape_of: Callable[[Shape], Shape],
 ) -> Iterator[tuple[Group, ...]]:
-    """As many units on both sides of one shape, each put to that in the same place of the order."""
+    """Match units by their order if both sides have as many of one shape."""
     classes: dict[object, tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
     for side, units in enumerate((reference, candidate)):
         for unit in units:

@@ -34,7 +34,7 @@ from parity.suggest.units import BIAS, Unit, is_norm, parts_by_unit, units_of, w
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 
-# What has no place in a suggested map, and what is probably wrong with the modules: a sentence each.
+# What has no place in a suggested map, and what is probably wrong with the modules, in a sentence each.
 
 
 def parameters_of(pair: Pair) -> tuple[Parameters, Parameters]:
@@ -47,7 +47,7 @@ def parameters_of(pair: Pair) -> tuple[Parameters, Parameters]:
 
 
 def of_one_name(matching: Matching) -> Iterator[Group]:
-    """Units of one name that were not put together, since their shapes do not go together."""
+    """Yield units with the same name that were not matched, since their shapes do not go together."""
     named = {(unit.path, unit.expert): unit for unit in matching.reference_left}
     for unit in matching.candidate_left:
         if (other := named.get((unit.path, unit.expert))) is not None:
@@ -60,13 +60,13 @@ def problems_of(
     candidate_left: Sequence[Unit],
     parameters: tuple[Parameters, Parameters],
 ) -> list[str]:
-    """Return what has no place in the map, that of layers that are alike together.
+    """Say what has no place in the map; similar layers share a line.
 
     Args:
         misfits: groups that no layout fits.
         reference_left: units with those parameters that no alternative has.
         candidate_left: the same for the candidate's units.
-        parameters: of both modules.
+        parameters: those of both modules.
     """
     told = {
         name for group in misfits for unit in (*group.reference, *group.candidate) for name in unit.parameters.values()
@@ -85,7 +85,7 @@ def problems_of(
 
 
 def hints_at_norms(weight_map: WeightMap, reference: Parameters, candidate: Parameters) -> list[str]:
-    """That TE's LayerNorm may have to be an RMSNorm, where a constant stands for its bias."""
+    """Say that TE's LayerNorm may have to be an RMSNorm, if a constant stands for its bias."""
     biases = [bias for left, right in weight_map.items() if isinstance(left, Constant) for bias in names(right)]
     norms = [(bias, norm_without_bias(bias, weight_map, reference, candidate)) for bias in biases]
     return lines(
@@ -131,7 +131,7 @@ def _listed(units: Sequence[Unit]) -> str:
     return ", ".join(named)
 
 
-# Proposes a weight map for two modules: by names and shapes, and where these do not tell, by running both.
+# Propose a weight map for two modules: by names and shapes, and where these do not tell, by running both.
 
 
 MAX_RUNS = 300
@@ -151,12 +151,12 @@ def suggest_map(
     smallest error of the outputs is taken.
 
     Args:
-        pair: what ``@parity.pair`` made of a function, or a ``parity.Pair``; its ``weights`` may lack entries.
-        size: at which the modules are built and run; None for the case's first.
-        seed: of weights and inputs.
-        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels where they can run.
+        pair: a ``parity.Pair`` or a function decorated with ``@parity.pair``; its ``weights`` may lack entries.
+        size: the size at which the modules are built and run; None for the case's first.
+        seed: the seed of weights and inputs.
+        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
         keep: whether the entries that the pair's ``weights`` has are to stay.
-        max_runs: how many alternatives are run at most, twice that where none of the usual ones fits.
+        max_runs: how many alternatives are run at most; twice as many if none of the usual ones fits.
 
     Raises:
         UserError: if the pair cannot be built, or an entry that is to stay does not fit the modules.
@@ -228,7 +228,7 @@ def _settled(
 
 
 def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: int) -> tuple[Settled, Sequence[Choice]]:
-    """Where the search ended, and the choices that it was about."""
+    """Return where the search ended, and the choices that it was about."""
     usual = [choice.usual() for choice in found]
 
     def search(among: Sequence[Choice]) -> Settled:
@@ -239,7 +239,7 @@ def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: in
     if settled.error <= trial.limit or usual == list(found):
         return settled, usual
     further = search(found)
-    # Where neither fits, something else is wrong, and an error that is a little lower is no reason for the unusual.
+    # If neither fits, something else is wrong, and a slightly lower error is no reason for the unusual layout.
     enough = max(trial.limit, CLEARLY * settled.error)
     if further.error < enough:
         return further, found

@@ -35,7 +35,7 @@ from parity.user_error import INTERRUPTS, UserError
 # The questions that names and shapes leave open, each with the answers to be tried.
 
 
-# Up to this many units that only their order matched, every order is tried; of more, each pair exchanged.
+# If no more units than this were matched by their order alone, every order is tried; else, each two exchanged.
 _ALL_ORDERS_UP_TO = 4
 
 
@@ -45,7 +45,7 @@ class Choice:
 
     Attributes:
         layouts: the alternatives, the likeliest first.
-        repeats: how many layers of a model have this choice; each alternative has the entries of all, layer by layer.
+        repeats: how many layers of a model have this choice; each alternative has the entries of all of them, by layer.
     """
 
     layouts: tuple[Layout, ...]
@@ -88,7 +88,7 @@ def choices(
 
 
 def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
-    """Units of TE that the reference lacks, by the group that may hold the same numbers.
+    """Return units of TE that the reference lacks, by the group that may hold the same numbers.
 
     A layer of TE whose blocks are parallel has two norms, where the reference may have one: the norm before. A
     reference may tie its head to its embedding, where TE's module has both.
@@ -114,7 +114,7 @@ def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[
 
 
 def _may_be_tied(one: Unit, other: Unit) -> bool:
-    """Whether both may be an embedding and the head that is tied to it, of which one at least has a telling name."""
+    """Return whether the two may be an embedding and the head tied to it; at least one must have a telling name."""
     told = {part for unit in (one, other) for part in parts_by_unit([unit]).get(unit, ("untold",))}
     return len(one.shape) == 2 and told in ({EMBEDDING, HEAD}, {EMBEDDING, "untold"}, {HEAD, "untold"})
 
@@ -133,10 +133,10 @@ def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[
 
 
 def _orders(groups: Sequence[Group], shapes: Shapes, geometry: Geometry) -> Iterator[Layout]:
-    """Layouts of groups of one shape, whose units of the reference may belong to any of them."""
+    """Yield layouts of groups with one shape, in which the reference's units may belong to any of the groups."""
     found = list(_all_orders(groups, shapes, geometry))
     named = [sum(1 for left, _ in layout.entries for _ in names(left)) for layout in found]
-    # An order that leaves a bias of the reference without a place is none.
+    # Leave out orders that have no place for one of the reference's biases.
     yield from (layout for layout, count in zip(found, named, strict=True) if count == max(named))
 
 
@@ -169,7 +169,7 @@ def _families(found: Iterable[Sequence[Layout]]) -> Iterator[list[Sequence[Layou
 
 
 def _without_numbers(entries: Entries) -> str:
-    """Return the entries with each number in a name left open, as it counts layers or experts."""
+    """Return the entries with the numbers in their names left open, since these count layers or experts."""
     written = "; ".join(f"{describe(left)}: {describe(right)}" for left, right in entries)
     return re.sub(r'"[^"]*"', lambda name: re.sub(r"\d+", "#", name[0]), written)
 
@@ -182,14 +182,14 @@ def _joint(members: Sequence[Sequence[Layout]]) -> Choice:
     return Choice(joint, len(members))
 
 
-# Finds the alternatives under which two modules agree best: a search over choices, bounded in runs.
+# Find the alternatives under which two modules agree best: a search over choices, with a limited number of runs.
 
 
 Picks = tuple[int, ...]
 ErrorOf = Callable[[Picks], float]
 
-# How much lower an error must be to count as lower. The noise of two maps that fit equally well differs by a few per
-# cent; a wrong entry adds an error of its own, and the squares of the two add up.
+# An error must be lower by this factor to count as lower. The noise of two maps that fit equally well differs by a few
+# per cent; a wrong entry adds an error of its own, and the squares of the two add up.
 CLEARLY = 0.5
 _BETTER = 0.99
 
@@ -200,9 +200,9 @@ class Settled:
 
     Attributes:
         picks: the chosen alternative of each choice.
-        error: under these.
-        alternatives: for each choice, the error of each of its alternatives with the other choices as picked; NaN
-            where there was no run left to try it.
+        error: the error under these.
+        alternatives: for each choice, the error of each of its alternatives with the other choices as picked; NaN if no
+            run was left to try it.
         runs: how many maps were tried.
     """
 
@@ -226,11 +226,11 @@ class _Search:
 
     @property
     def best(self) -> Picks:
-        """Of equals the one tried first, which is the likelier."""
+        """The picks with the smallest error; of equals, the first tried, which is the likeliest."""
         return min(self._known, key=lambda picks: self._known[picks])
 
     def error(self, picks: Picks) -> float:
-        """NaN where no run is left."""
+        """Return the error under picks; NaN if no run is left."""
         if picks not in self._known:
             if self.runs >= self.max_runs:
                 return math.nan
@@ -238,7 +238,7 @@ class _Search:
         return self._known[picks]
 
     def try_until(self, limit: float, candidates: Iterable[Picks]) -> None:
-        """One after the other, until one is within the limit or no run is left."""
+        """Try one after another, until one is within the limit or no run is left."""
         for picks in candidates:
             if not self.error(picks) > limit:
                 return
@@ -248,12 +248,12 @@ def settle(counts: Sequence[int], error_of: ErrorOf, limit: float, max_runs: int
     """Search for picks whose error is at most ``limit``, or else for the best.
 
     From the likeliest picks, choices are changed one by one as long as the error falls. If that ends above the limit,
-    all combinations are tried where the runs suffice, else pairs of choices and random starts: in a chain of layers
+    all combinations are tried if the runs suffice, else pairs of choices and random starts: in a chain of layers
     nothing gets better before all is right.
 
     Args:
         counts: how many alternatives each choice has, the likeliest first.
-        error_of: the error under picks; costs a run.
+        error_of: returns the error under picks; costs a run.
         limit: an error that is good enough to end the search.
         max_runs: how often ``error_of`` may be called, at least once.
     """
@@ -277,7 +277,9 @@ def settle(counts: Sequence[int], error_of: ErrorOf, limit: float, max_runs: int
 
 
 def _descend(start: Picks, counts: Sequence[int], search: _Search, limit: float) -> Picks:
-    """Change one choice after the other to its best alternative, until none helps; within the limit only clear help."""
+    """Change one choice after another to its best alternative, until none helps; within the limit, only
+    if it clearly helps.
+    """
     best, error = start, search.error(start)
     moved = True
     while moved:
@@ -310,18 +312,18 @@ def _restart(counts: Sequence[int], search: _Search, limit: float) -> None:
         start = tuple(generator.randrange(count) for count in counts)
 
 
-# Runs both modules to see how far the candidate's outputs are from the reference's under a weight map.
+# Run both modules to see how far the candidate's outputs are from the reference's under a weight map.
 
 
 FP32 = PRECISIONS["fp32"]
 # A map fits if the error is at most this many times what rounding costs the reference. Measured over the default suite
-# (TE 2.20.2 on emulated kernels): 1.00 to 1.09 times for right maps, 890 times or more with one entry wrong.
+# (TE 2.20.2 on emulated kernels): 1.00 to 1.09 times with right maps, 890 times or more with one wrong entry.
 FITS_WITHIN = 3.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Two modules, ready to be run under one weight map after the other.
+    """Two modules, ready to be run under one weight map after another.
 
     Attributes:
         candidate: in FP32, in evaluation mode, so that no dropout is drawn.
@@ -329,7 +331,7 @@ class Trial:
         inputs: as the pair returns them, in FP32.
         reference_weights: by name, in FP32.
         golden: the reference's outputs in FP64.
-        expected: relative L2 error that TF32's rounding costs the reference itself, the worst of all outputs.
+        expected: the relative L2 error that TF32's rounding costs the reference itself, the worst of all outputs.
         limit: the largest relative L2 error at which a map fits.
     """
 
@@ -342,7 +344,7 @@ class Trial:
     limit: float
 
     def error(self, weight_map: WeightMap) -> float:
-        """Relative L2 error of the candidate's outputs, the worst of them; infinite where one is not finite.
+        """Return the relative L2 error of the candidate's outputs, the worst of them; infinite if one is not finite.
 
         Raises:
             UserError: if the candidate raises or returns outputs of other shapes than the reference's.
@@ -353,7 +355,9 @@ class Trial:
             return _worst_error(self._run(), self.golden)
 
     def _run(self) -> dict[str, Tensor]:
-        """Return the outputs; with gradients only where it does not run without, as TE's offloading of activations."""
+        """Return the outputs; with gradients only if it does not run without, as with TE's offloading
+        of activations.
+        """
         try:
             with torch.no_grad():
                 return _outputs("candidate", self.candidate, self.call, self.inputs)
@@ -367,14 +371,14 @@ class Trial:
 def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
     """Run the reference in FP64, and under FP32's rounding model.
 
-    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart. Those
-    that TE holds quantized become FP32's: what a format loses of them would hide a wrong entry.
+    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart.
+    Parameters that TE holds quantized are converted to FP32: what a format loses of them would hide a wrong entry.
 
     Args:
         pair: its modules are changed: cast, moved, and given weights.
-        size: of the case.
-        seed: of the inputs and of that noise.
-        kernels: on which the candidate runs.
+        size: the case's size.
+        seed: the seed of the inputs and of that noise.
+        kernels: the kernels on which the candidate runs.
 
     Raises:
         UserError: if the reference raises, returns no floating-point tensor, or is not finite or all zero.

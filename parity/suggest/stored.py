@@ -1,4 +1,4 @@
-"""How modules say that they store their weights, and which layouts that speaks against."""
+"""Read how modules say that they store their weights, and which layouts that speaks against."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parity.case.weight_map import (
 )
 from parity.suggest.layouts import Entries, Layout
 
-# How query, key and value (or the latter two) are fused: group by group, or all of one after all of the other.
+# How query, key and value (or the latter two) are fused: group by group, or all of one after all of another.
 Order = Literal["by group", "in turn"]
 _BY_GROUP: frozenset[Order] = frozenset({"by group"})
 _IN_TURN: frozenset[Order] = frozenset({"in turn"})
@@ -37,12 +37,12 @@ _FUSED_BY_TE_IN_CROSS_ATTENTION = ("key_value.weight", "key_value.bias")
 
 @dataclass(frozen=True)
 class Stored:
-    """What a module says of its parameters, by their names; of others it says nothing.
+    """What a module says about its parameters, by their names; about some it says nothing.
 
     Attributes:
         offsets: what was added to a norm's gain: -1.0 with TE's ``zero_centered_gamma``, else 0.0.
-        orders: of fused queries, keys and values.
-        matrices: weights of linear layers that lie ``[out, in]``.
+        orders: the orders of fused queries, keys and values.
+        matrices: weights of linear layers that are stored as ``[out, in]``.
     """
 
     offsets: Mapping[str, float]
@@ -51,7 +51,7 @@ class Stored:
 
 
 def stored(module: nn.Module) -> Stored:
-    """Return what the module's parts say, those of PyTorch by their class and TE's by their attributes.
+    """Return what the module's parts say, PyTorch's by their class and TE's by their attributes.
 
     A class that is derived from one of PyTorch's and computes otherwise says nothing.
     """
@@ -80,7 +80,7 @@ def stored(module: nn.Module) -> Stored:
 
 
 def _orders_in_te(attention: nn.Module) -> Iterator[tuple[str, Order]]:
-    """Yield those of a ``te.MultiheadAttention``; one group by itself is in both orders."""
+    """Yield the orders in a ``te.MultiheadAttention``; a single group is in both orders."""
     interleaved = getattr(attention, "qkv_weight_interleaved", None)
     if interleaved is not None and getattr(attention, "num_gqa_groups", 1) > 1:
         for name in (*_FUSED_BY_TE, *_FUSED_BY_TE_IN_CROSS_ATTENTION):
@@ -88,7 +88,9 @@ def _orders_in_te(attention: nn.Module) -> Iterator[tuple[str, Order]]:
 
 
 def with_doubts(layouts: Sequence[Layout], reference: Stored, candidate: Stored) -> list[Layout]:
-    """Return the layouts, those unusual and last that contradict what the modules say, unless all that are usual do."""
+    """Return the layouts; those that contradict what the modules say become unusual and come last,
+    unless all usual ones do.
+    """
     doubted = [
         replace(layout, usual=layout.usual and not _contradicts(layout.entries, reference, candidate))
         for layout in layouts
@@ -113,7 +115,7 @@ def _offsets_differ(left: Side, right: Side, reference: Stored, candidate: Store
 
 
 def _offset(side: Side, module: Stored) -> float | None:
-    """Return what was added to a norm's gain to become this side; None where that is not known."""
+    """Return what was added to a norm's gain to become this side; None if that is not known."""
     if isinstance(side, str):
         return module.offsets.get(side)
     if isinstance(side, Copies):
@@ -125,7 +127,7 @@ def _offset(side: Side, module: Stored) -> float | None:
 
 
 def _is_transposed(left: Side, right: Side, reference: Stored, candidate: Stored) -> bool:
-    """Return whether a weight that lies ``[out, in]`` on both sides is transposed between them."""
+    """Return whether a weight that is stored as ``[out, in]`` on both sides is transposed between them."""
     return (
         candidate.matrices.issuperset(names(right))
         and _transposes(left, reference.matrices)
@@ -142,7 +144,7 @@ def _transposes(side: Side, matrices: frozenset[str]) -> bool:
 
 
 def _orders(side: Side, module: Stored) -> frozenset[Order]:
-    """In which orders the queries, keys and values of a side may be; none where a term takes them in another."""
+    """Return in which orders the queries, keys and values of a side may be; none if a term takes them in another."""
     if isinstance(side, str):
         return frozenset({module.orders[side]}) if side in module.orders else _ANY
     if isinstance(side, Constant):
@@ -160,7 +162,7 @@ def _orders(side: Side, module: Stored) -> frozenset[Order]:
 
 
 def _reordered(before: frozenset[Order], order: Sequence[int]) -> frozenset[Order]:
-    """Keys and values after they were taken in turn head by head, or the other way round."""
+    """Return the orders after keys and values were put in turn head by head, or the other way round."""
     groups = len(order) // 2
     by_group = tuple(block for group in range(groups) for block in (group, groups + group))
     in_turn = (*range(0, 2 * groups, 2), *range(1, 2 * groups, 2))

@@ -11,7 +11,7 @@ from parity.case.weight_map import Reorder, Side, WeightMap, describe
 from parity.suggest.layouts import Entries
 from parity.suggest.settle import CLEARLY
 
-# What ``suggest_map`` finds, as plain data.
+# The data.
 
 
 Outcome = Literal["settled", "tied", "not run"]
@@ -23,7 +23,7 @@ class Alternative:
 
     Attributes:
         entries: left and right sides of the weight map, without those that all alternatives share.
-        error: relative L2 error of the outputs with it, all else as suggested; NaN where it was not run.
+        error: relative L2 error of the outputs with it, all else as suggested; NaN if it was not run.
         chosen: whether the suggestion has it.
     """
 
@@ -37,9 +37,9 @@ class Decision:
     """A question that names and shapes left open.
 
     Attributes:
-        about: TE's parameters, of the first layer where layers repeat it.
+        about: TE's parameters, those of the first layer if layers repeat it.
         alternatives: the chosen one first, then by error.
-        repeats: how many layers it was decided for at once.
+        repeats: for how many layers at once it was decided.
     """
 
     about: tuple[str, ...]
@@ -57,16 +57,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A weight map for a pair, and why it is this one.
+    """A weight map for a pair, and the reasons for it.
 
     Attributes:
         weights: the map; without an entry for what is in ``problems``.
         decisions: what names and shapes left open, and how it was settled.
         problems: what has no place in the map, or why the modules could not be run; a sentence each.
-        hints: what is probably wrong with the modules, where the map does not fit; a sentence each.
-        error: relative L2 error of the outputs in FP32 under the map; NaN where it could not be run.
-        expected: what FP32 costs the reference itself (TE multiplies in TF32); NaN where it could not be run.
-        limit: up to which error the map fits.
+        hints: what is probably wrong with the modules, if the map does not fit; a sentence each.
+        error: relative L2 error of the outputs in FP32 under the map; NaN if it could not be run.
+        expected: what FP32 costs the reference itself (TE multiplies in TF32); NaN if it could not be run.
+        limit: the map fits if the error is at most this.
         runs: how many maps were run.
     """
 
@@ -90,7 +90,7 @@ class Suggestion:
         return self.fits and not self.problems and all(decision.outcome == "settled" for decision in self.decisions)
 
 
-# A suggestion for a terminal: the map as it goes into a user's file, then what it rests on.
+# A suggestion for a terminal: the map as it goes into a user's file, then the reasons for it.
 
 
 _SHOWN_ENTRIES = 3
@@ -98,13 +98,13 @@ _SHOWN_ALTERNATIVES = 6
 
 
 def python(weight_map: WeightMap) -> str:
-    """Return the argument ``weights=`` of ``parity.Pair``, an entry a line."""
+    """Return the argument ``weights=`` of ``parity.Pair``, one entry per line."""
     entries = "".join(f"    {_entry(left, right)},\n" for left, right in weight_map.items())
     return f"weights={{\n{entries}}},"
 
 
 def explain(suggestion: Suggestion) -> str:
-    """Return what was open, how it was settled, and what to look at next."""
+    """Say what was open, how it was settled, and what to look at next."""
     lines = list(suggestion.problems)
     for outcome, heading in (
         ("settled", "settled by running both modules in FP32, by the relative L2 error of the outputs:"),

@@ -11,7 +11,7 @@ from itertools import permutations
 
 from parity.case.weight_map import Shape, Side, rearrange, renamed, shape_of
 
-# Groups a module's parameters into units: what one linear layer or norm holds, its weight and its bias.
+# Group a module's parameters into units: what one linear layer or norm holds, its weight and its bias.
 
 
 WEIGHT, BIAS = "weight", "bias"
@@ -19,7 +19,7 @@ WEIGHT, BIAS = "weight", "bias"
 # ``q_proj.weight``, TE's ``query_weight``, and ``weight3`` of te.GroupedLinear's fourth expert.
 _LEAF = re.compile(r"(?P<stem>.*?)_?(?P<kind>weight|bias|gamma|beta)(?P<expert>\d*)")
 _KINDS = {"gamma": WEIGHT, "gain": WEIGHT, "scale": WEIGHT, "beta": BIAS, "offset": BIAS}
-# Of ``nn.MultiheadAttention`` with ``kdim``.
+# Names in ``nn.MultiheadAttention`` with ``kdim``.
 _QUERY_WEIGHT, _BIAS_OF_ALL = "q_proj_weight", "in_proj_bias"
 _EXPERT = re.compile(r"(?:^|\.)(?:local_)?experts?\.(\d+)(?=\.|$)")
 _LAST_NUMBER = re.compile(r"(?P<before>(?:.*\.)?)(?P<number>\d+)(?P<after>(?:\.[^.]*\D[^.]*)*)")
@@ -31,9 +31,9 @@ class Unit:
 
     Attributes:
         path: dotted, without ``weight`` or ``bias``: ``layers.0.self_attn.q_proj``, ``layernorm_qkv.query``.
-        expert: its number among the experts of a mixture; None for what is no single expert's.
+        expert: its number among the experts of a mixture; None if it does not belong to a single expert.
         parameters: full names by kind, ``weight`` or ``bias``.
-        shapes: of those parameters, by kind.
+        shapes: the shapes of those parameters, by kind.
 
     Units are equal if path and expert are.
     """
@@ -45,7 +45,7 @@ class Unit:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The path's parts in lower case, numbers left out."""
+        """The path's parts in lower case, without numbers."""
         return tuple(word.lower() for word in self.path.split(".") if word and not word.isdecimal())
 
     @property
@@ -55,23 +55,23 @@ class Unit:
 
     @property
     def shape(self) -> Shape:
-        """Of the weight, or of the only parameter."""
+        """The shape of the weight, or of the only parameter."""
         return self.shapes[WEIGHT] if WEIGHT in self.shapes else next(iter(self.shapes.values()))
 
     @property
     def has_bias_of_all(self) -> bool:
-        """Whether it is a query whose bias is query's, key's and value's, see ``one_bias``."""
+        """Whether it is a query whose bias is that of query, key and value, see ``parity.suggest.layouts``."""
         weight, bias = self.parameters.get(WEIGHT, ""), self.parameters.get(BIAS, "")
         return weight.endswith(_QUERY_WEIGHT) and bias.endswith(_BIAS_OF_ALL)
 
     def without(self, names: Container[str]) -> Unit:
-        """Return the same unit, with those parameters left out."""
+        """Return the same unit without those parameters."""
         kept = {kind: name for kind, name in self.parameters.items() if name not in names}
         return replace(self, parameters=kept, shapes={kind: self.shapes[kind] for kind in kept})
 
 
 def is_stack(unit: Unit) -> bool:
-    """Return whether its weight has three dimensions, as that of all experts ``[experts, out, in]``."""
+    """Return whether its weight has three dimensions, like that of all experts ``[experts, out, in]``."""
     return unit.expert is None and len(unit.shapes.get(WEIGHT, ())) == 3
 
 
@@ -79,14 +79,14 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
     """Return the units of a module, in the order in which it declares their first parameters.
 
     Args:
-        shapes: of its parameters, by name.
+        shapes: the shapes of its parameters, by name.
     """
     found: dict[tuple[str, int | None], dict[str, str]] = {}
     for name in shapes:
         weight = _weight_of(name, shapes)
         path, kind, expert = _parse(name) if weight is None else (_parse(weight)[0], BIAS, _parse(weight)[2])
         kinds = found.setdefault((path, expert), {})
-        # A second "weight" of one path, such as a scale beside it, is a unit of its own.
+        # A second "weight" with the same path, such as a scale beside it, is a unit of its own.
         target = kinds if kind not in kinds else found.setdefault((name, expert), {})
         target[kind] = name
     return [
@@ -96,7 +96,7 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
 
 
 def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
-    """Return the units, numbered as experts where the last number in their path counts to as many as there are experts.
+    """Return the units, numbered as experts if the last number in their path counts up to the number of experts.
 
     For a mixture whose list of experts has another name; units stay as they are where one has an expert's number.
     """
@@ -115,7 +115,7 @@ def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
 
 
 def _parse(name: str) -> tuple[str, str, int | None]:
-    """Path, kind and expert of a parameter."""
+    """Return path, kind and expert of a parameter."""
     scope, _, leaf = name.rpartition(".")
     in_path = _EXPERT.search(scope)
     expert = int(in_path[1]) if in_path else None
@@ -129,8 +129,7 @@ def _parse(name: str) -> tuple[str, str, int | None]:
 
 
 def _weight_of(name: str, shapes: Mapping[str, Shape]) -> str | None:
-    """Return the weight that a bias named ``b1`` or ``b_in`` belongs to, ``w1`` or ``w_in`` beside it; ``g`` for a
-    norm's.
+    """Return the weight of a bias: ``w1`` or ``w_in`` beside ``b1`` or ``b_in``; ``g`` for a norm's.
 
     The bias of query, key and value belongs to the query, where each has a weight.
     """
@@ -147,7 +146,7 @@ def _weight_of(name: str, shapes: Mapping[str, Shape]) -> str | None:
     return gain if gain in shapes and len(shapes[name]) == 1 and shapes[gain] == shapes[name] else None
 
 
-# What a unit computes, read from its name: the words of Hugging Face, Meta, Megatron and TE for the same thing.
+# What a unit computes, read from its name in the vocabulary of Hugging Face, Meta, Megatron and TE.
 
 
 Parts = tuple[str, ...]
@@ -195,7 +194,7 @@ _LAST_LAYER = {"c_proj", "wo", "proj", "dense", "out_proj", "linear_proj"}
 
 
 def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
-    """Return the parts that each unit's name tells; no entry where it tells none.
+    """Return the parts that each unit's name tells; no entry if it tells none.
 
     A unit of cross-attention has ``cross query`` and so on, also where it is one by what stands beside it. An MLP's
     first layer with twice the elements of its second holds gate and up.
@@ -209,7 +208,7 @@ def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
 
 
 def is_norm(unit: Unit) -> bool:
-    """Return whether it is named as a norm is."""
+    """Return whether it is named like a norm."""
     return bool(unit.words) and _IS_NORM.fullmatch(unit.words[-1]) is not None
 
 
@@ -226,7 +225,7 @@ def _parts(unit: Unit, siblings: Sequence[Unit], everything: Sequence[Unit]) -> 
 
 
 def _norm(unit: Unit, context: Sequence[str], word: str, siblings: Sequence[Unit]) -> str:
-    # Of three norms with a number, as in nn.TransformerDecoderLayer, the second is cross-attention's.
+    # Of three numbered norms, as in nn.TransformerDecoderLayer, the second is cross-attention's.
     if word[-1] in "23" and any(sibling.words and sibling.words[-1] == f"{word[:-1]}3" for sibling in siblings):
         return "cross_norm" if word[-1] == "2" else "mlp_norm"
     if word == "final_layer_norm":  # a layer's own in BART and OPT, the model's in Megatron
@@ -269,7 +268,7 @@ def _by_place(
 
 
 def _has_a_row_for_each_expert(unit: Unit, everything: Sequence[Unit]) -> bool:
-    """Return whether its rows are as many as the experts below its scope, in one weight or with a number each."""
+    """Return whether it has as many rows as there are experts below its scope, in one weight or numbered."""
     below = [other for other in everything if f"{other.path}.".startswith(unit.scope)]
     counts = {other.shape[0] for other in below if is_stack(other)}
     counts |= {1 + max((other.expert for other in below if other.expert is not None), default=-1)}
@@ -277,7 +276,7 @@ def _has_a_row_for_each_expert(unit: Unit, everything: Sequence[Unit]) -> bool:
 
 
 def _with_gate(unit: Unit, parts: Parts, told: dict[Unit, Parts], siblings: Sequence[Unit]) -> Parts:
-    """``(gate, up)`` for an MLP's first layer that holds both."""
+    """Return ``(gate, up)`` for an MLP's first layer if it holds both."""
     if parts != (UP,) or any(told[other] == (GATE,) and other.expert == unit.expert for other in siblings):
         return parts
     down = [other for other in siblings if told[other] == ("down",) and other.expert == unit.expert]
@@ -287,9 +286,9 @@ def _with_gate(unit: Unit, parts: Parts, told: dict[Unit, Parts], siblings: Sequ
 
 
 def _with_cross(told: dict[Unit, Parts]) -> dict[Unit, Parts]:
-    """Attention beside another is cross-attention where TE's names say so, or where the other is said to be on itself.
+    """Mark attention as cross-attention if TE's names say so, or if the other one says that it is self-attention.
 
-    ``te.MultiheadAttention`` has a layer for queries and one for key and value in cross-attention alone;
+    Only in cross-attention does ``te.MultiheadAttention`` have a layer for queries and one for key and value;
     ``nn.TransformerDecoderLayer`` has ``multihead_attn`` beside ``self_attn``.
     """
     attention = [unit for unit, parts in told.items() if set(parts) & set(QKV)]
@@ -309,18 +308,18 @@ def _mentions(words: Sequence[str], any_of: Sequence[str]) -> bool:
 # Weights that the reference stores with more dimensions than TE: convolutions over patches, projections to heads.
 
 
-# Axes of a convolution's weight: channels out and in, then time, rows and columns of a patch.
+# The axes of a convolution's weight: channels out and in, then time, rows and columns of a patch.
 _KERNEL_AXES = {3: "o c p", 4: "o c p q", 5: "o c t p q"}
 _AXES = "abcdefgh"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the reference's weights in as many dimensions as the candidate's have.
+    """One way to read the reference's weights with as many dimensions as the candidate's have.
 
     Attributes:
         units: the reference's, in the shapes that they are read in.
-        patterns: of ``rearrange``, by parameter; empty where they are read as they are.
+        patterns: patterns of ``rearrange``, by parameter; empty if they are read as they are.
         usual: whether it is tried at once.
     """
 
@@ -329,12 +328,14 @@ class Reading:
     usual: bool = True
 
     def side(self, side: Side) -> Side:
-        """A side of an entry over the parameters as they are stored, from one over those that are read."""
+        """Return a side over the parameters as they are stored, from one over the parameters as they are read."""
         return renamed(side, lambda name: rearrange(name, self.patterns[name]) if name in self.patterns else name)
 
 
 def flat(shape: Shape) -> Shape:
-    """Without dimensions of 1, and a convolution's input channels and patch as one dimension, as a linear layer has."""
+    """Return the shape as a linear layer has it: without dimensions of 1, a convolution's channels and
+    patch in one dimension.
+    """
     long = tuple(length for length in shape if length != 1)
     return (long[0], math.prod(long[1:])) if len(long) > 2 else long
 
@@ -355,7 +356,9 @@ def readings(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[R
 
 
 def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterator[Reading]:
-    """Each order in which a patch's channels, rows and columns can follow each other; one where it has one element."""
+    """Yield each order in which a patch's channels, rows and columns can follow each other; one if it
+    has one element.
+    """
     shape = convolutions[0].shape
     outer, channels, *patch = _KERNEL_AXES[len(shape)].split()
     units = tuple(
@@ -377,7 +380,9 @@ def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterat
 
 
 def _of_heads(reference: Sequence[Unit], projections: Sequence[Unit]) -> Iterator[Reading]:
-    """Projections to heads and back: ``[in, heads, head_dim]`` or ``[heads, head_dim, in]``, and the latter for out."""
+    """Yield projections to heads and back: ``[in, heads, head_dim]`` or ``[heads, head_dim, in]``, and
+    the latter for out.
+    """
     for pattern in ("d h k -> (h k) d", "h k d -> (h k) d", "h k d -> d (h k)"):
         units = tuple(
             replace(unit, shapes={**unit.shapes, WEIGHT: shape_of(rearrange(WEIGHT, pattern), unit.shapes)})
@@ -389,7 +394,7 @@ def _of_heads(reference: Sequence[Unit], projections: Sequence[Unit]) -> Iterato
 
 
 def _without_ones(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Reading:
-    """Dimensions of 1 where the candidate has them."""
+    """Return the reading with dimensions of 1 where the candidate has them."""
     units: list[Unit] = []
     patterns: dict[str, str] = {}
     for left, right in zip(reference, candidate, strict=True):
@@ -409,7 +414,7 @@ def _differ_by_ones(one: Shape, other: Shape) -> bool:
 
 
 def _pattern(one: Shape, other: Shape) -> str:
-    """From a shape to another that has its dimensions of 1 in other places."""
+    """Return the pattern from a shape to another that has its dimensions of 1 in other places."""
     left, right = iter(_AXES), iter(_AXES)
     before = " ".join("1" if n == 1 else next(left) for n in one)
     after = " ".join("1" if n == 1 else next(right) for n in other)
