@@ -1,6 +1,6 @@
 """The pytest plugin: collects cases as items, and records their results into one report.
 
-Every pytest run of an environment loads it, so it imports neither torch nor TransformerEngine before it meets a case.
+Every pytest run of an environment loads this, so it imports neither torch nor TransformerEngine before it meets a case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Bad options end the run before any worker starts; so do unusable files, and a GPU that is not there."""
+    """End the run before any worker starts if options are bad, files are unusable, or the GPU is missing."""
     config.addinivalue_line("markers", "parity: items of parity; each also has its precision's name as a mark")
     try:
         config.stash[_OPTIONS] = options.read(config)
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _check_surroundings(asked: Options) -> None:
-    """Files and the environment's variables, once, before the workers each find the same mistake."""
+    """Check files and environment variables once, before the workers each find the same mistake."""
     try:
         options.check_files(asked)
         if any(variable.startswith("PARITY_EMULATED_") for variable in os.environ):
@@ -76,7 +76,7 @@ def _check_surroundings(asked: Options) -> None:
 
 
 def _place(config: pytest.Config) -> None:
-    """Give each worker a GPU, or without workers take the first that ``PARITY_DEVICES`` names, before CUDA starts."""
+    """Give each worker a GPU or, without workers, take the first that ``PARITY_DEVICES`` names, before CUDA starts."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
         return
@@ -89,7 +89,7 @@ def _place(config: pytest.Config) -> None:
 
 
 def _gpus(config: pytest.Config) -> list[Device]:
-    """The run's GPUs, listed once; xdist asks how many workers there are before the options are in the stash."""
+    """Return the run's GPUs, listed once; xdist asks how many workers there are before the options are in the stash."""
     if _GPUS not in config.stash:
         try:
             config.stash[_GPUS] = gpus_of(options.read(config))
@@ -100,7 +100,7 @@ def _gpus(config: pytest.Config) -> list[Device]:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """For runs with cases; a number that the user's environment sets stays."""
+    """Choose the number of workers for runs with cases; a number that the user's environment sets stays."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not has_cases(config):
         return None
     gpus = _gpus(config)
@@ -109,7 +109,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Tell the nearest pairs that there are where pytest does not find an id."""
+    """Name the nearest existing pairs if pytest does not find an id."""
     try:
         return (yield)
     except pytest.UsageError as error:
@@ -122,14 +122,16 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _is_told(argument: str, error: pytest.UsageError) -> bool:
-    """Return whether pytest says that it did not find this id, which it names without what stands in brackets."""
+    """Return whether pytest says that it did not find this id, which it names without the part in brackets."""
     name = argument.partition("::")[2].partition("[")[0]
     return any(str(line).partition("\n")[0].endswith(f"::{name}") for line in error.args)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """A file of pairs may import TransformerEngine itself, or a model that does; without a GPU that needs the CPU's."""
+    """Let a file of pairs, or a model it imports, import TransformerEngine; without a GPU that needs
+    the CPU kernels.
+    """
     if imports_parity(module_path):
         with lasting():
             from parity import te
@@ -139,7 +141,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """A case is not what pytest takes a name like ``test_mlp`` for; its items are made below.
+    """Keep pytest from taking a case named like ``test_mlp`` for a test; its items are made below.
 
     Raises:
         UserError: for a mark around a case, which takes the case's name and has no effect.
@@ -160,13 +162,13 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Adds the items of the cases that a module declares, be they bound to a name in it or not.
+    """Add the items of the cases that a module declares, whether a name in it refers to them or not.
 
-    A mistake in a user's file is told by its message; its traceback would lead into parity, not to the mistake.
+    A mistake in a user's file is reported by its message; its traceback would lead into parity, not to the mistake.
     """
     try:
         report = yield
-    except SystemExit as error:  # of which pytest says that it failed itself, and not where
+    except SystemExit as error:  # pytest would call it an internal error, and not say where it is
         if not (isinstance(collector, pytest.Module) and imports_parity(collector.path)):
             raise
         from parity.case.registry import import_failure
@@ -189,7 +191,7 @@ def _has_pairs(collector: pytest.Collector) -> bool:
 
 
 def _told(error: UserError, details: bool) -> str:
-    """Return the message; with details also how Python came to the mistake, if it was the user's code that raised."""
+    """Return the message; with details, also how Python came to the mistake, if the user's code raised it."""
     if not details or error.__cause__ is None:
         return str(error)
     from parity.trace.whose import way_there
@@ -212,7 +214,7 @@ def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
 
 
 def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
-    """Items by size, precision and attention backend, so that those that share a golden value follow each other.
+    """Yield items by size, precision and attention backend, so that those that share a golden value follow each other.
 
     Raises:
         UserError: if the case does not fit together at one of its sizes.
@@ -243,7 +245,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
 
 
 def _kernels(config: pytest.Config) -> Kernels:
-    """TE, loaded when the first case is collected.
+    """Return TE, loaded when the first case is collected.
 
     Raises:
         UserError: if it cannot be loaded.
@@ -257,7 +259,7 @@ def _kernels(config: pytest.Config) -> Kernels:
 
 
 def _share_cores() -> None:
-    """Under xdist, divide the cores among the workers; a thread count that the user set stays."""
+    """Divide the cores among xdist's workers; a thread count that the user set stays."""
     workers = host.workers()
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
@@ -288,13 +290,13 @@ def pytest_runtest_makereport(
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Workers send their results; the one process that they send them to writes them."""
+    """Register the recorder, which writes results, in the one process that all workers send theirs to."""
     if not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), ending.RECORDER)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker that is done lives on until all are; what it keeps on the GPU is for those that are not."""
+    """Release what a finished worker keeps on the GPU, since it lives on until all are finished."""
     kernels = session.config.stash.get(_KERNELS, None)
     if kernels is not None and kernels.backend == "gpu":
         from parity.passes import memory
@@ -304,7 +306,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Only for the distribution that ``-n`` chooses by itself; one that the user names stays."""
+    """Schedule by content if ``-n`` chose the distribution by itself; one that the user names stays."""
     if config.getvalue("dist") != "load":
         return None
     from parity.plugin.workers import SchedulingByContent

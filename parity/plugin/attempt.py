@@ -14,17 +14,17 @@ from parity.plugin.options import Workplace
 if TYPE_CHECKING:
     from parity.result import Result
 
-# Lets workers share a device, or have it alone for a while.
+# Let workers share a device, or have it alone for a while.
 #
-# A file lock, because the kernel takes it back from a worker that dies in whatever way.
+# It is a file lock, because the kernel takes that back from a worker however it dies.
 
 
 class DeviceLock:
     """One device's lock, the same for all workers that name the same file.
 
     Attributes:
-        path: of the lock; another file, its gate, lies beside it.
-        release_memory: called where this process does not use the device and another has it alone or waits for that.
+        path: the lock's file; another file, its gate, is beside it.
+        release_memory: called while this process does not use the device and another has it alone or waits for that.
     """
 
     def __init__(self, path: Path, release_memory: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ def _free(gate: IO[str]) -> bool:
     return True
 
 
-# One comparison at its place: beside others on the device or alone, in limited time, and again if memory ran out.
+# Make one comparison: beside others on the device or alone, in limited time, and again if memory ran out.
 
 
 RETRIED = "memory ran out beside other items, so it ran a second time, alone on its device"
@@ -83,16 +83,16 @@ def attempt(
     need: Callable[[], int | None],
     workplace: Workplace,
 ) -> Result:
-    """Compare, and where memory runs out, once more with the device to itself.
+    """Compare and, if memory runs out, compare once more with the device to itself.
 
     Args:
         compare: makes the comparison.
-        time_limit: entered around each comparison, not while others are waited for.
-        need: tells the bytes that it takes, about; one that takes more than the worker's share starts alone.
+        time_limit: entered around each comparison, not while waiting for others.
+        need: says about how many bytes it takes; one that takes more than the worker's share starts alone.
         workplace: this process's.
 
     Returns:
-        The result; a skip with the reason if memory runs out even so.
+        The result; a skip with the reason if memory runs out again.
     """
     from parity.machine import devices
     from parity.passes import memory
@@ -121,7 +121,7 @@ def _lacks_memory(result: Result) -> bool:
 
 
 def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
-    """Return the device, shared with other workers or not; a process without others has it anyway."""
+    """Hold the device, shared with other workers or not; a process without others has it anyway."""
     if workplace.lock is None:
         return nullcontext()
     from parity.passes import memory

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
     from parity.result import Result
 
-# What a worker notes on disk while it compares, so that its sudden death loses no result.
+# What a worker notes on disk while it compares, so that no result is lost if it dies suddenly.
 #
-# A worker's results travel with the report of a finished item; of one that it dies of there is none.
+# A worker's results travel with the report of a finished item; an item that kills its worker has no report.
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Entry:
     """What a worker compares now.
 
     Attributes:
-        node_id: of the item.
-        running: the record's line for it should it not end: an error with an empty reason or, once there is a verdict,
-            that, whose last note tells that the search for the cause was cut short.
+        node_id: the item's id.
+        running: the record's line for it if it does not end: an error with an empty reason or, once there is a verdict,
+            that, with a last note that the search for the cause was cut short.
         environment: the record's first line.
         limit: how many seconds the comparison may take.
     """
@@ -46,11 +46,11 @@ class Entry:
 
     @property
     def has_verdict(self) -> bool:
-        """Return whether only the search for the cause is not at its end."""
+        """Return whether only the search for the cause has not ended."""
         return bool(json.loads(self.running)["result"]["status"] != "error")
 
     def ended_by(self, cause: str) -> str:
-        """Return the record's line for a comparison that ended so."""
+        """Return the record's line for a comparison that ended because of this."""
         line = json.loads(self.running)
         result = line["result"]
         if self.has_verdict:
@@ -65,7 +65,7 @@ class Diary:
     """One worker's files.
 
     Attributes:
-        folder: of all workers of the run.
+        folder: the folder of all workers of the run.
         worker: its name.
     """
 
@@ -74,7 +74,7 @@ class Diary:
 
     @staticmethod
     def all_in(folder: Path) -> list[Diary]:
-        """Return those of every worker that has begun a comparison."""
+        """Return the diaries of all workers that have begun a comparison."""
         return [Diary(folder, entry.stem) for entry in sorted(folder.glob("*.entry"))]
 
     @property
@@ -87,7 +87,7 @@ class Diary:
 
         Args:
             entry: the next comparison.
-            finished: the record's line of the comparison before it; None if this is the item's first.
+            finished: the record's line for the comparison before it; None if this is the item's first.
         """
         if finished is None:
             self._finished.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ class Diary:
         self.replace(entry)
 
     def replace(self, entry: Entry) -> None:
-        """Note more of the same comparison."""
+        """Note more about the same comparison."""
         draft = self.folder / f"{self.worker}.draft"
         draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
         draft.replace(self._entry)
@@ -108,7 +108,7 @@ class Diary:
         return left if left is not None and left[0].node_id == node_id else None
 
     def read_last(self) -> tuple[Entry, list[str]] | None:
-        """Return the last entry and its item's finished lines; None where the worker has begun no comparison."""
+        """Return the last entry and its item's finished lines; None if the worker has begun no comparison."""
         if not self._entry.exists():
             return None
         entry = Entry(**json.loads(self._entry.read_text(encoding="utf-8")))
@@ -124,11 +124,11 @@ class Diary:
         return self.folder / f"{self.worker}.finished"
 
 
-# Ends what runs too long, a hung CUDA kernel too: no signal handler runs while one is waited for, but threads do.
+# End what runs too long, even a hung CUDA kernel: while Python waits for one, no signal handler runs, but threads do.
 
 
-# How long after the limit faulthandler, which needs no interpreter lock, ends the process: code that hangs may keep the
-# lock, so that no thread of Python runs. A thread that does run has ten times as long: it may draw a large report.
+# So long after the limit, faulthandler ends the process, which needs no interpreter lock: code that hangs may keep the
+# lock, so that no Python thread runs. A thread that does run gets ten times as long, since it may draw a large report.
 GRACE_SECONDS = 30.0
 
 
@@ -160,7 +160,7 @@ def time_limit(seconds: float, expired: Callable[[], None], stacks: Path | int) 
         try:
             yield
         finally:
-            over.acquire()  # waits for ever where the time is over
+            over.acquire()  # waits for ever if the time is over
             timer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
@@ -181,7 +181,7 @@ _SENT = pytest.StashKey[bool]()
 
 
 def of_item(item: ParityItem) -> dict[str, Any]:
-    """Return the lines of an item's results; a process's first item brings the environment too."""
+    """Return the lines of an item's results; a process's first item also brings the environment."""
     lines: dict[str, Any] = {"results": of_results(item.results)}
     if not item.session.stash.get(_SENT, False):
         item.session.stash[_SENT] = True
@@ -190,7 +190,7 @@ def of_item(item: ParityItem) -> dict[str, Any]:
 
 
 def of_results(results: Sequence[Result]) -> list[str]:
-    """Return a line for each."""
+    """Return a line for each result."""
     from parity.report import record
 
     return [record.result_line(result) for result in results]
@@ -209,9 +209,9 @@ def environment_line(item: ParityItem) -> str:
     return stash[_ENVIRONMENT]
 
 
-# How a process ends that can compare no more: a kernel hangs in it, or one broke its CUDA context.
+# How a process ends that cannot compare any more, because a kernel hangs in it or broke its CUDA context.
 #
-# A worker says so in the report of its last item, and xdist replaces it. Without workers there is nobody to go on.
+# A worker says so in the report of its last item, and xdist replaces it. Without workers, the run ends with it.
 
 
 BROKEN_BY = pytest.StashKey[str]()
@@ -220,7 +220,7 @@ USE_WORKERS = "with -n 1 or more, a new worker takes the place of one that canno
 
 
 def keep_stderr(config: pytest.Config) -> None:
-    """Keep a descriptor of standard error that pytest does not capture later, for what is said last."""
+    """Keep a descriptor of standard error that pytest will not capture, for the last messages."""
     config.stash[STDERR] = os.dup(2)
     config.add_cleanup(lambda: os.close(config.stash[STDERR]))
 
@@ -236,7 +236,7 @@ def is_last(report: pytest.TestReport) -> bool:
 
 
 def told(results: Sequence[Result]) -> str:
-    """Return what pytest shows of an item that ended early: why, or how it failed and why no cause was found."""
+    """Return what pytest shows about an item that ended early: why, or how it failed and why no cause was found."""
     from parity.report import failure
     from parity.report.items import Item
 
@@ -254,7 +254,7 @@ class EndsAfterLastReport:
 
 
 def out_of_time(item: ParityItem, main_thread: int) -> None:
-    """Report an item that hangs, from the thread that watches over it; the process ends when this returns.
+    """Report an item that hangs, from the thread that watches it; the process ends when this returns.
 
     Without workers the run is over with it: then pytest finishes here, and draws its summary and the report.
 
@@ -287,9 +287,9 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         sys.stdout.flush()
 
 
-# What becomes of a run that is asked to end early: it keeps what it compared, and draws its report.
+# A run that is asked to end early keeps what it has compared, and draws its report.
 #
-# Batch systems send SIGTERM some time before they kill; here it counts as Ctrl-C does.
+# Batch systems send SIGTERM some time before they kill a process; here it counts as Ctrl-C.
 
 
 RECORDER = "parity-recorder"
@@ -305,7 +305,7 @@ def heed_sigterm(config: pytest.Config) -> None:
 
 
 def keep_finished_seeds(item: ParityItem) -> None:
-    """Record the seeds that an interrupted item has compared, and that it is not complete.
+    """Record the seeds that an interrupted item has compared, and that the item is not complete.
 
     pytest reports no item that was interrupted. In a worker nobody listens any more; see below.
     """
@@ -318,7 +318,7 @@ def keep_finished_seeds(item: ParityItem) -> None:
 
 
 def record_meanwhile(item: ParityItem) -> None:
-    """Record an item's seeds, the last with its verdict alone, until the item's lines replace them.
+    """Record an item's seeds so far, the last one with its verdict alone, until the item's own lines replace them.
 
     Nobody else can once this process is killed. A worker has its diary, which the controller reads.
     """
@@ -328,11 +328,11 @@ def record_meanwhile(item: ParityItem) -> None:
 
 
 def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:
-    """The same of the items in which workers are, from what they noted of them.
+    """Record the same for the items that workers were in, from what they noted about them.
 
     Args:
-        config: of the process that writes the record.
-        diaries: of the workers.
+        config: that of the process that writes the record.
+        diaries: the workers' diaries.
         reported: ids of the items whose results arrived.
     """
     recorder = config.pluginmanager.getplugin(RECORDER)
@@ -341,7 +341,7 @@ def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diar
         if recorder is None or left is None or left[0].node_id in reported:
             continue
         entry, finished = left
-        complete = [line for line in finished if line.endswith("\n")]  # the worker may be writing another
+        complete = [line for line in finished if line.endswith("\n")]  # the worker may be writing another line
         if complete or entry.has_verdict:
             recorder.record({"environment": entry.environment, "results": [*complete, entry.ended_by(REASON)]})
 

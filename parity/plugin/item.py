@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from parity.te.precision import Precision
 
 
-DETAILS = 2  # how many -v ask for tracebacks
+DETAILS = 2  # so many -v ask for tracebacks
 _MARKS = pytest.StashKey[set[str]]()
 
 
 class ParityError(Exception):
-    """An item has a result that did not pass; the text says all that there is to say."""
+    """Raised if an item has a result that did not pass; its text is the whole message."""
 
 
 class ParityItem(pytest.Item):
     """Compares a case at one precision and size, seed after seed.
 
     Attributes:
-        results: one for each seed that was compared so far; a single one if the precision is not available.
-        verdict: on the seed that is compared now, while the search for the cause of its failure goes on; else None.
+        results: one for each seed that was compared so far; only one if the precision is not available.
+        verdict: the verdict on the seed that is being compared, while the search for the cause of its failure goes on;
+            else None.
         workplace: where this process runs it.
     """
 
@@ -71,11 +72,11 @@ class ParityItem(pytest.Item):
 
     @property
     def limits(self) -> str:
-        """The file with the table of limits, as one writes it from where pytest was started; empty for the packaged."""
+        """The file with the table of limits, relative to where pytest was started; empty for the packaged table."""
         return self._from_start(self.options.calibration) if self.options.calibration else ""
 
     def limits_compared(self) -> tuple[OfPrecision, ...]:
-        """Return the limits against the packaged ones; nothing for the packaged ones."""
+        """Return the limits compared with the packaged ones; nothing for the packaged ones."""
         from parity.judge import differences
         from parity.judge.limits import load
 
@@ -120,7 +121,7 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(result, path=self._path_to_show())
 
     def _compare(self, seed: int, calibration: Table) -> Result:
-        """Return the comparison; what the device does wrong outside of the modules' passes is its result, too.
+        """Return the comparison's result; if the device fails outside of the modules' passes, that is the result.
 
         A failure is noted before the search for its cause begins, whatever becomes of that.
         """
@@ -145,7 +146,7 @@ class ParityItem(pytest.Item):
             if self.kernels.device.type == "cuda":
                 import torch
 
-                torch.cuda.synchronize()  # a kernel's error shows no later than here, in the item that it belongs to
+                torch.cuda.synchronize()  # makes a kernel's error show here, in the item that it belongs to
             return result
         except Exception as error:
             device_error = classify(error)
@@ -158,7 +159,7 @@ class ParityItem(pytest.Item):
             return self.without_comparison(raised, device_error)
 
     def cut_short(self, cause: str) -> Result:
-        """The result of the seed that is next if something ends its comparison now: the verdict, if there is one."""
+        """Return the result of the next seed if something ends its comparison now: the verdict, if there is one."""
         if self.verdict is None:
             return self.without_comparison(cause)
         later = ", and no later seed was compared" if len(self.results) + 1 < len(self.options.seeds) else ""
@@ -166,7 +167,7 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(self.verdict, notes=(*self.verdict.notes, f"{note}: {cause}" if cause else note))
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
-        """Return the result, an error, of the seed that is next."""
+        """Return the result, an error, for the next seed."""
         from parity.result import Result
 
         return Result(
@@ -184,7 +185,7 @@ class ParityItem(pytest.Item):
         )
 
     def skipped(self, reason: str) -> Result:
-        """Return the result of an item that pytest skips, as a mark or a conftest asks for."""
+        """Return the result of an item that pytest skips because of a mark or a conftest."""
         return dataclasses.replace(self.without_comparison(reason.removeprefix("Skipped: ")), status="skipped")
 
     def _time_limit(self) -> AbstractContextManager[None]:
@@ -197,7 +198,7 @@ class ParityItem(pytest.Item):
     def _write_diary(self) -> None:
         from parity.report import record
 
-        entry = self._entry()  # asks the GPU, which answers no more if the comparison breaks it
+        entry = self._entry()  # asks the GPU, which no longer answers if the comparison breaks it
         diary = self.workplace.diary
         if diary is not None:
             diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
@@ -209,7 +210,7 @@ class ParityItem(pytest.Item):
         return Entry(self.nodeid, running, ending.environment_line(self), self.options.timeout)
 
     def _note_verdict(self, verdict: Result) -> None:
-        """Keep a failure where the death of this process does not lose it: a worker's diary, else the record."""
+        """Keep a failure where it survives the death of this process: in a worker's diary, else in the record."""
         self.verdict = dataclasses.replace(verdict, path=self._path_to_show())
         diary = self.workplace.diary
         if diary is not None:
@@ -217,7 +218,7 @@ class ParityItem(pytest.Item):
         ending.record_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return the message alone for a failed comparison; a traceback only for what parity itself did not expect."""
+        """Return only the message for a failed comparison; a traceback only for what parity itself did not expect."""
         if isinstance(excinfo.value, ParityError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
@@ -226,18 +227,18 @@ class ParityItem(pytest.Item):
         return self.path, self.case.line - 1, self.name
 
     def _path_to_show(self) -> str:
-        """Return the file as one writes it from where pytest was started; a report shows no folder above that."""
+        """Return the file relative to where pytest was started; a report shows no folder above that."""
         start = self.config.invocation_params.dir
         return self._from_start(self.path) if self.path.is_relative_to(start) else self.nodeid.split("::")[0]
 
     def _from_start(self, path: Path) -> str:
-        """As one writes it from where pytest was started if it lies below."""
+        """Return the path relative to where pytest was started, if it is below."""
         start = self.config.invocation_params.dir
         return (path.relative_to(start) if path.is_relative_to(start) else path).as_posix()
 
 
 def _register(config: pytest.Config, mark: str) -> None:
-    """Tells pytest of a mark, once: it keeps every line that it is told."""
+    """Tell pytest about a mark, once: it keeps every line that it is told."""
     known = config.stash.setdefault(_MARKS, set())
     if mark not in known:
         known.add(mark)

@@ -1,6 +1,6 @@
-"""How much memory the largest case of a run needs, known before anything is collected: ``python -m ... FILE...``.
+"""Estimate how much memory the largest case of a run needs, before anything is collected: ``python -m ... FILE...``.
 
-A process of its own finds out, on the CPU kernels and without allocating a tensor, so that the controller imports
+This takes a process of its own, on the CPU kernels and without allocating a tensor, so that the controller imports
 neither torch nor TransformerEngine and no GPU is touched.
 """
 
@@ -18,7 +18,7 @@ _LONGEST = 120.0  # seconds; a file of pairs may do anything when it is imported
 
 
 def largest_need(files: Iterable[Path]) -> int | None:
-    """Bytes that the largest comparison of these files' cases takes, about; None where that cannot be told."""
+    """Return about how many bytes the largest comparison of these files' cases takes; None if that cannot be told."""
     command = [sys.executable, "-m", __name__, *map(str, files)]
     environment = {**os.environ, CUDA_VISIBLE_DEVICES: ""}
     try:
@@ -30,7 +30,9 @@ def largest_need(files: Iterable[Path]) -> int | None:
 
 
 def _needs(files: Sequence[str]) -> Iterator[int]:
-    """Of each case at each size; what cannot be imported or does not fit together is told when it is collected."""
+    """Yield the need of each case at each size; what cannot be imported or does not fit is reported
+    when it is collected.
+    """
     from parity import te
     from parity.case import registry
     from parity.case.validate import check_case

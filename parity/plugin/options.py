@@ -16,7 +16,7 @@ from parity.plugin.ending import Diary
 from parity.settings import PRECISION_NAMES, default_seconds, seconds_of
 from parity.user_error import UserError
 
-# What one process of a run works with: its device, its share of that device's memory, and where it keeps its diary.
+# What one process of a run works with: its device, its share of that device's memory, and the place of its diary.
 
 
 KEY = "parity"
@@ -28,9 +28,9 @@ class Workplace:
 
     Attributes:
         worker: xdist's name of the worker; empty for a run without workers.
-        folder: shared by the run's workers; None without workers, or where it cannot be reached.
+        folder: shared by the run's workers; None without workers, or if it cannot be reached.
         device: the device's identifier, or ``cpu``.
-        share: bytes of its memory for each of its workers; None where it is unknown or all of it.
+        share: bytes of its memory for each of its workers; None if it is unknown or all of it.
     """
 
     worker: str = ""
@@ -51,7 +51,7 @@ class Workplace:
 
 
 def of(config: pytest.Config) -> Workplace:
-    """This process's, as the controller described it."""
+    """Return this process's workplace, as the controller described it."""
     given = getattr(config, "workerinput", {})
     if KEY not in given:
         return Workplace(worker=given.get("workerid", ""))
@@ -60,18 +60,18 @@ def of(config: pytest.Config) -> Workplace:
     return Workplace(given["workerid"], folder if folder.is_dir() else None, told["device"], told["share"])
 
 
-# Whether files can be written where they are to go: asked before hours of work, and not after them.
+# Can files be written where they are to go? This is asked before hours of work, and not after them.
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Make sure that files can be put into the folder, which need not be there yet; leaves nothing behind.
+    """Make sure that files can be put into the folder, which need not exist yet; leave nothing behind.
 
     Args:
-        folder: of the files.
-        option: by which the user names it, for the message.
+        folder: the folder for the files.
+        option: the option by which the user names it, for the message.
 
     Raises:
-        UserError: if it is a file, lies below one, or cannot be made or written to.
+        UserError: if it is a file, is below one, or cannot be made or written to.
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -84,11 +84,11 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 def check_file(file: Path, option: str) -> None:
-    """Make sure that the file can be written, be it there already or not.
+    """Make sure that the file can be written, whether it exists already or not.
 
     Args:
-        file: to be written; its folder is made if need be.
-        option: by which the user names it, or its folder, for the message.
+        file: the file to be written; its folder is made if need be.
+        option: the option by which the user names it, or its folder, for the message.
 
     Raises:
         UserError: as ``check_folder``, and if there is a folder or a protected file in its place, or no file can have
@@ -99,7 +99,7 @@ def check_file(file: Path, option: str) -> None:
         file.lstat()
     except FileNotFoundError:
         return
-    except OSError as error:  # as where the name is too long
+    except OSError as error:  # for example because the name is too long
         raise UserError(f"{option}: {file} cannot be written: {error.strerror}") from None
     if file.is_dir():
         raise UserError(f"{option}: {file} is a folder, but a file is due")
@@ -108,18 +108,18 @@ def check_file(file: Path, option: str) -> None:
 
 
 def _why(error: OSError) -> str:
-    # Where no file can be made at all, as in /proc, Linux says that the new one does not exist.
+    # If no file can be made at all, as in /proc, Linux says that the new one does not exist.
     return "no file can be made there" if isinstance(error, FileNotFoundError) else str(error.strerror)
 
 
-# What a run is asked for: the plugin's options, from the command line or pytest's ini file.
+# The plugin's options, from the command line or pytest's ini file.
 
 
 BACKENDS = ("auto", "gpu", "cpu")
 PARITY_BACKEND = "PARITY_BACKEND"
 _LONGEST_NAME = 100
 _MOST_SEEDS = 1_000_000
-_LAST_SEED = 2**63 - 1  # the largest that PyTorch's generators take
+_LAST_SEED = 2**63 - 1  # the largest seed that PyTorch's generators take
 _LONGEST_SECONDS = 1e9  # Python's timers end at nine times that
 
 
@@ -130,12 +130,12 @@ class Options:
     Attributes:
         precisions: names from ``parity.te.precision``; None for all of them.
         backend: whose kernels run.
-        seeds: of every comparison, in this order.
+        seeds: the seeds of every comparison, in this order.
         folder: where the record and the report go.
-        name: of both files, without their endings.
+        name: the name of both files, without their endings.
         calibration: the table of limits; None for the packaged one.
         attention: the attention backend that TransformerEngine has to take, ``all`` for each in turn; ``auto`` lets it
-            choose, but for a case that demands some.
+            choose, except for a case that demands some.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
@@ -162,7 +162,7 @@ class Options:
 
 
 def declare(parser: pytest.Parser) -> None:
-    """Tell pytest of the options; each is also an ini value, ``parity_seeds`` for ``--parity-seeds``."""
+    """Tell pytest about the options; each is also an ini value, ``parity_seeds`` for ``--parity-seeds``."""
     group = parser.getgroup("parity", "parity: PyTorch against TransformerEngine")
     for name, default, metavar, text in (
         ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
@@ -181,9 +181,9 @@ def declare(parser: pytest.Parser) -> None:
 
 
 def read(config: pytest.Config) -> Options:
-    """The options of a run. ``PARITY_BACKEND`` counts where the command line says nothing, before an ini file.
+    """Return the options of a run. ``PARITY_BACKEND`` counts if the command line says nothing, before an ini file.
 
-    A relative report folder is taken from where pytest was started; one from an ini file, from pytest's rootdir.
+    A relative report folder is relative to where pytest was started; one from an ini file, to pytest's rootdir.
 
     Raises:
         UserError: if a value is not valid; the message lists what is.
@@ -211,7 +211,7 @@ def read(config: pytest.Config) -> Options:
 
 
 def _backend(config: pytest.Config, text: str) -> tuple[str, str]:
-    """Return what was asked for, and by which name."""
+    """Return what was asked for, and by which option or variable."""
     asked = os.environ.get(PARITY_BACKEND)
     if asked and config.getoption("parity_backend") is None:
         return asked, PARITY_BACKEND
@@ -236,7 +236,7 @@ def check_files(options: Options) -> None:
         check_calibration(options.calibration, "--parity-calibration")
 
 
-# Each of the following is told by which option the user gave its text: commands and the plugin have their own.
+# Each of the following gets the name of the option that the user gave: commands and the plugin have their own.
 
 
 def check_calibration(file: Path, option: str) -> None:
@@ -309,7 +309,7 @@ def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] 
 
 
 def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
-    """``20`` means the seeds 0 to 19, ``0,3,7`` these three, ``3,`` seed 3 alone, ``100-149`` a range.
+    """Read seeds: ``20`` means 0 to 19, ``0,3,7`` these three, ``3,`` only 3, ``100-149`` a range.
 
     Raises:
         UserError: if the text is none of these.
@@ -333,10 +333,10 @@ def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
 
 
 def parse_timeout(text: str, option: str = "--timeout") -> float:
-    """Seconds; 0 for no limit.
+    """Return seconds; 0 for no limit.
 
     Raises:
-        UserError: if the text is no number of seconds.
+        UserError: if the text is not a number of seconds.
     """
     if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) > _LONGEST_SECONDS:
         raise UserError(
@@ -346,10 +346,10 @@ def parse_timeout(text: str, option: str = "--timeout") -> float:
 
 
 def parse_diagnosis(text: str, option: str = "--diagnosis") -> float | None:
-    """Seconds that a search for a cause may take, 0 for no limit; None for no search.
+    """Return the seconds that a search for a cause may take, 0 for no limit; None for no search.
 
     Raises:
-        UserError: if the text is none of yes, no and a number of seconds.
+        UserError: if the text is not yes, no or a number of seconds.
     """
     if text == "no":
         return None

@@ -1,7 +1,7 @@
-"""Writes each result of a pytest run as it arrives, and draws the report at the end.
+"""Write each result of a pytest run as it arrives, and draw the report at the end.
 
-Of a result that is written, no more is kept than the report shows, and torch is not imported: where xdist's workers
-compare, this process only listens.
+Of a result that is written, only what the report shows is kept, and torch is not imported: if xdist's workers compare,
+this process only listens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Recorder:
     """A pytest plugin for the process that hears of every test: the only one, or xdist's controller.
 
-    It touches no file before the first result of a parity item. What cannot be written any more, as to a full disk, is
-    kept, and goes into a folder for temporary files at the end.
+    It touches no file before the first result of a parity item. What cannot be written any more, for example to a full
+    disk, is kept, and goes into a folder for temporary files at the end.
     """
 
     def __init__(self, options: Options) -> None:
@@ -48,7 +48,7 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         message = uncollected.noted(report)
-        if message and report.nodeid not in self._uncollected:  # each of xdist's workers collects, and tells
+        if message and report.nodeid not in self._uncollected:  # each of xdist's workers collects, and reports it
             from parity.report.record import Uncollected, uncollected_line
 
             self._uncollected[report.nodeid] = Uncollected(report.nodeid, message)
@@ -56,18 +56,18 @@ class Recorder:
                 self._write(uncollected_line(self._uncollected[report.nodeid]))
 
     def record(self, lines: dict[str, Any]) -> None:
-        """Write an item's lines, see ``lines.of_item``, in place of those that were written meanwhile."""
+        """Write an item's lines, see ``ending.of_item``, in place of those that were written meanwhile."""
         from parity.report import record
 
         self._withdraw()
         digest = self._digest or self._begin(lines["environment"])
         for line in lines["results"]:
             self._write(line)
-        if lines["results"]:  # an item of which parity itself failed has none
+        if lines["results"]:  # an item in which parity itself failed has none
             digest.add([record.result_of(line) for line in lines["results"]])
 
     def record_meanwhile(self, environment: str, results: Sequence[str]) -> None:
-        """Write what is known of an item before the end of its comparison, which this process may not live to see.
+        """Write what is known about an item before its comparison ends, which this process may not live to see.
 
         Args:
             environment: the record's first line.
@@ -79,7 +79,7 @@ class Recorder:
         if self._digest is None:
             self._begin(environment)
         if self._begun and not self._unwritten:
-            with suppress(OSError):  # the item's own lines tell of it
+            with suppress(OSError):  # the item's own lines will report it
                 self._meanwhile = self._record.stat().st_size
                 record.append(self._record, "".join(results))
 
@@ -125,12 +125,12 @@ class Recorder:
         terminalreporter.write_line(f"record: {self._record}")
 
     def _write(self, line: str) -> None:
-        """Add a line to the record, which the first one begins."""
+        """Add a line to the record; the first line begins it."""
         from parity.report import record
 
         write = record.append if self._begun else record.start
         if self._unwritten or not self._tried(lambda: write(self._record, line)):
-            self._unwritten.append(line)  # what follows a line that may be half written is kept, too
+            self._unwritten.append(line)  # lines after one that may be half written are kept, too
         else:
             self._begun = True
 

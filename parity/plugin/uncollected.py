@@ -13,53 +13,55 @@ import pytest
 if TYPE_CHECKING:
     from parity.case.case import Case
 
-# What a pair or a file that pytest could not collect says of itself: one message, without a traceback.
+# The message about a pair or a file that pytest could not collect, without a traceback.
 
 
 def message(report: pytest.CollectReport) -> str:
-    """Return what is wrong, beginning with where: a file's line if pytest's text has one, else the id."""
+    """Say what is wrong, beginning with where: a file's line if pytest's text has one, else the id."""
     text = without_traceback(report.longreprtext)
     file = report.nodeid.split("::")[0]
     return text if file in text else f"{_place(file, report.longreprtext) or report.nodeid}: {text}"
 
 
 def without_traceback(text: str) -> str:
-    """The error's own lines where pytest shows a traceback, which it marks with an ``E``; else the text as it is."""
+    """Return the error's own lines if pytest shows a traceback, where it marks them with ``E``; else
+    the text as it is.
+    """
     marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E  ")]
     return "\n".join(marked) or text.strip()
 
 
 def note(report: pytest.CollectReport, start: Path) -> None:
-    """Give a report of a pair, or of a file of them, the message that goes into the record.
+    """Give a report about a pair, or about a file of pairs, the message that goes into the record.
 
     Args:
-        report: of what could not be collected; from xdist's workers the message travels with it.
-        start: the folder that pytest was started in, of which a record tells nothing.
+        report: on what could not be collected; from xdist's workers the message travels with it.
+        start: the folder that pytest was started in, which a record does not name.
     """
     report.parity_uncollected = message(report).replace(f"{start}/", "")  # type: ignore[attr-defined]
 
 
 def noted(report: pytest.CollectReport) -> str:
-    """That message; empty for what is no pair, or was collected."""
+    """Return that message; empty for what is not a pair, or was collected."""
     return str(getattr(report, "parity_uncollected", ""))
 
 
 def _place(file: str, text: str) -> str:
-    """The last line of the file in a traceback as pytest shows it; empty where there is none."""
+    """Return the last line of the file in a traceback as pytest shows it; empty if there is none."""
     lines = re.findall(rf"^(?:.*/)?{re.escape(Path(file).name)}:(\d+): in ", text, re.MULTILINE)
     return f"{file}:{lines[-1]}" if lines else ""
 
 
-# What an id may have meant that names no pair or item: the nearest names that there are.
+# What an id that names no pair or item may have meant: the nearest existing names.
 
 
 def unknown_pairs(arguments: Iterable[str], start: Path, cases: Iterable[Case]) -> Iterator[str]:
     """Yield a sentence for each id of a file of pairs that names none of them.
 
     Args:
-        arguments: of pytest: files, folders and ids.
-        start: folder that relative paths are taken from.
-        cases: those that are declared.
+        arguments: pytest's: files, folders and ids.
+        start: the folder that relative paths are relative to.
+        cases: the declared cases.
     """
     by_file: dict[Path, dict[str, Case]] = {}
     for case in cases:

@@ -27,14 +27,14 @@ from parity.plugin.ending import Diary
 from parity.plugin.options import KEY, Options
 from parity.user_error import UserError
 
-# What xdist's controller does for parity: gives each worker a device, and records what a dead one leaves behind.
+# What xdist's controller does for parity: it gives each worker a device, and records what a dead worker leaves behind.
 
 
 _CPU = "cpu"
 
 
 class Workers:
-    """A pytest plugin for xdist's controller; it knows of tests only what workers report and leave in their diaries."""
+    """A pytest plugin for xdist's controller; it only knows what workers report and leave in their diaries."""
 
     def __init__(self, config: pytest.Config, gpus: Sequence[Device]) -> None:
         self._config, self._gpus = config, gpus
@@ -46,7 +46,7 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Each worker sees its own GPU alone, before it imports anything; so does the worker that replaces it."""
+        """Make each worker see only its own GPU before it imports anything; this also holds for its replacement."""
         if not self._gpus:
             free = host.free_memory()
             self._shares[_CPU] = None if free is None else free // len(specs)
@@ -76,8 +76,9 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
-        """Change xdist's report of a crash: to the teardown that a worker which announced its end left out, else to a
-        failure with a recorded result."""
+        """Change xdist's report of a crash: into the missing teardown of a worker that announced its end, or into a
+        failure with a recorded result.
+        """
         if crashitem in self._announced:
             report.when, report.outcome, report.longrepr = "teardown", "passed", None
         else:
@@ -87,7 +88,9 @@ class Workers:
             self._allow_one_more_worker()
 
     def _allow_one_more_worker(self) -> None:
-        """xdist limits how many it replaces, lest collection kills them for ever; an item kills one only once."""
+        """Raise xdist's limit of replacements, which stops endless crashes in collection; an item kills
+        only one worker.
+        """
         session: Any = self._config.pluginmanager.getplugin("dsession")
         limit = getattr(session, "_max_worker_restart", None)
         if limit is not None and self._config.option.maxworkerrestart is None:
@@ -98,7 +101,7 @@ class Workers:
 
 
 def _record(node_id: str, diary: Diary, report: Any) -> None:
-    """Attach to the report of a crash what the worker had compared, and the comparison that it died of."""
+    """Attach to the report of a crash what the worker had compared, and the comparison that killed it."""
     from parity.report import record
 
     left = diary.read(node_id)
@@ -132,18 +135,18 @@ def _cause_of_death(worker: Any) -> str:
     return f"its worker died: {names.get(-code, f'signal {-code}')}"
 
 
-# How many workers a run has by ``-n auto``, and which GPUs they share; known before anything is collected.
+# How many workers ``-n auto`` starts, and which GPUs they share; decided before anything is collected.
 
 
-# What a worker should find at least. On the GPU: its CUDA context, cuBLAS's workspaces and a case of some GiB. On the
-# host: Python with PyTorch and TE, which is 0.45 GiB without CUDA, and a case.
+# The least memory that a worker should find. On the GPU: its CUDA context, cuBLAS's workspaces and a case of some GiB.
+# On the host: Python with PyTorch and TE, which is 0.45 GiB without CUDA, and a case.
 GPU_BYTES = 8 * 2**30
 HOST_BYTES = 2 * 2**30
 HOST_BYTES_WITH_CUDA = 4 * 2**30
 
 
 def has_cases(config: pytest.Config) -> bool:
-    """Whether a file that pytest was asked for imports parity; how other runs use workers is their own business."""
+    """Return whether a file that pytest was asked for imports parity; other runs may use workers as they like."""
     return next(files_of_cases(config), None) is not None
 
 
@@ -155,7 +158,7 @@ def files_of_cases(config: pytest.Config) -> Iterator[Path]:
 
 
 def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> list[Device]:
-    """Return the GPUs that the run's processes share; none where the CPU kernels run.
+    """Return the GPUs that the run's processes share; none if the CPU kernels run.
 
     Raises:
         UserError: if ``PARITY_DEVICES`` names none of them.
@@ -166,13 +169,13 @@ def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> li
 
 
 def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
-    """Return the workers of ``-n auto``: as many as find a core, memory of the host, and memory of a GPU.
+    """Return the number of workers for ``-n auto``: as many as find a core, memory of the host, and memory of a GPU.
 
     A GPU whose memory is unknown gets one.
 
     Args:
-        gpus: that they share.
-        largest: bytes that the largest case needs; None where it is unknown.
+        gpus: the GPUs that they share.
+        largest: bytes that the largest case needs; None if it is unknown.
     """
     limits = [host.cores()]
     free = host.free_memory()
@@ -190,14 +193,14 @@ def _on(gpu: Device, largest: int) -> int:
 
 
 def _share(free: int, largest: int) -> int:
-    """Return what a worker should find of a GPU: room for the largest case, unless that needs more than half of it.
+    """Return how much of a GPU a worker should find: room for the largest case, unless that needs more than half of it.
 
     Such a case runs alone, which costs the others its time; a GPU with one worker would cost them all of theirs.
     """
     return max(GPU_BYTES, min(largest, free // 2))
 
 
-# Hands xdist's workers the items of one case, size and dtype together: they share golden, which a worker keeps.
+# Give xdist's workers the items of one case, size and dtype together: they share golden, which a worker keeps.
 
 
 # Controllers know items by their ids only, and need not import torch to know the precisions' names.
@@ -205,11 +208,13 @@ _ITEM_ID = re.compile(
     r"(?P<case>.+::[^:\[]+)\[(?P<precision>(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?)-(?P<size>.*?)(?:-(?:flash|fused|unfused))?\]"
 )
 _GROUPS_AT_THE_END = 6  # for each worker: two sizes in three dtypes
-_WITH_A_DTYPE_OF_THEIR_OWN = ("fp32", "fp16")  # of the precisions; all others compute in BF16
+_WITH_A_DTYPE_OF_THEIR_OWN = ("fp32", "fp16")  # all other precisions compute in BF16
 
 
 def group_of(node_id: str) -> str:
-    """``cases/mlp.py::swiglu[bf16-2x64]`` for that case and size in BF16 or FP8; any other test is one of its own."""
+    """Return ``cases/mlp.py::swiglu[bf16-2x64]`` for that case and size in BF16 or FP8; any other test
+    is its own group.
+    """
     match = _ITEM_ID.fullmatch(node_id)
     if not match:
         return node_id
@@ -218,7 +223,7 @@ def group_of(node_id: str) -> str:
 
 
 def first_input(node_id: str) -> int:
-    """Elements of the first input of the item's size, whose label begins with its shape; 0 for any other test."""
+    """Return how many elements the first input has, whose shape begins the size's label; 0 for any other test."""
     match = _ITEM_ID.fullmatch(node_id)
     shape = re.match(r"\d+(x\d+)*", match["size"]) if match else None
     return math.prod(map(int, shape[0].split("x"))) if shape else 0
@@ -232,9 +237,9 @@ def size_of(group: str) -> str:
 class GroupScheduling(LoadScopeScheduling):
     """xdist's scheduling by scope, where a scope is a case at a size in a dtype.
 
-    The largest sizes go first, since what a worker begins last keeps the others waiting at the end. A worker is given
-    all dtypes of a size, whose tensors the processor's cache then holds but once, except at the end: by dtype, what is
-    left divides more evenly.
+    The largest sizes go first, since what a worker begins last keeps the others waiting at the end. A worker gets all
+    dtypes of a size, so that the processor's cache holds its tensors only once. At the end it gets them by dtype, since
+    the rest divides more evenly that way.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
@@ -249,7 +254,7 @@ class GroupScheduling(LoadScopeScheduling):
                     super()._assign_work_unit(node)
 
     def _sort(self) -> None:
-        """The largest first, and see what belongs together."""
+        """Sort the largest first, and note what belongs together."""
         for group in sorted(self.workqueue, key=lambda group: -first_input(next(iter(self.workqueue[group])))):
             self.workqueue.move_to_end(group)
         self._of_size: dict[str, list[str]] = defaultdict(list)
@@ -261,7 +266,7 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker at least two items, a replacement too, since it runs none before it knows the next."""
-        if node not in self.registered_collections:  # it is asked again when it has collected
+        if node not in self.registered_collections:  # the node is asked again when it has collected
             return
         super()._reschedule(node)
         while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
@@ -288,10 +293,10 @@ class GroupScheduling(LoadScopeScheduling):
 
 
 class SchedulingByContent:
-    """Groups where there are parity items, xdist's default where there are none.
+    """Groups if there are parity items, xdist's default if there are none.
 
-    The ids that decide are known only once the first worker has collected; until then both schedulers hear of the
-    workers, afterwards one of them is asked everything.
+    The ids that decide are known only once the first worker has collected. Until then both schedulers are told about
+    the workers, afterwards one of them is asked everything.
     """
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
