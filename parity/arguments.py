@@ -1,6 +1,6 @@
-"""What ``parity.compare`` accepts besides the pair; each function says what is wrong with an argument.
+"""Check what ``parity.compare`` accepts besides the pair; each function says what is wrong with an argument.
 
-Nothing to compare is a mistake, too: an empty list of results would look like one in which everything passed.
+To compare nothing is a mistake, too: an empty list of results would look like one in which everything passed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def checked_precisions(precisions: object) -> list[str]:
 
 
 def checked_seeds(seeds: object) -> list[int]:
-    """Whole numbers from 0, of Python or NumPy, at least one."""
+    """Return the seeds: whole numbers from 0, Python's or NumPy's, at least one."""
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
         raise UserError(f"seeds is a list of whole numbers, such as range(3), not {seeds!r}")
     numbers = list(map(_seed, seeds))
@@ -42,7 +42,7 @@ def checked_seeds(seeds: object) -> list[int]:
 
 
 def check_kinds(backend: object, calibration: object, determinism: object) -> None:
-    """Make sure that the other arguments are of their kinds.
+    """Make sure that the other arguments have the right types.
 
     Raises:
         UserError: if one is not.
@@ -56,7 +56,7 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
 
 
 def checked_diagnosis(diagnose: object, seconds: object) -> float | None:
-    """Seconds that the search for a failure's cause may take, 0 for no limit; None for no search."""
+    """Return the seconds that the search for a failure's cause may take, 0 for no limit; None for no search."""
     if not isinstance(diagnose, bool):
         raise UserError(f"diagnose must be True or False, not {diagnose!r}")
     if seconds is None:

@@ -1,4 +1,4 @@
-"""Runs one case at one precision: the only place where the flow from a case to its result is written down."""
+"""Run one case at one precision: only here is the flow from a case to its result written down."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def compare(
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
     Args:
-        pair: what ``@parity.pair`` made of a function, or a ``parity.Pair`` of modules, which are judged by the
+        pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are judged by the
             weights that they hold unless it says ``fill=True``.
         precisions: names from ``parity.te.precision.PRECISIONS``.
-        seeds: of weights, inputs and output gradients.
-        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels where they can run.
+        seeds: seeds of weights, inputs and output gradients.
+        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
         attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
             turn, or ``auto`` for what the pair demands, else TE's own choice.
         determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
-        diagnose: whether the cause of a failure is searched for; else a result has the verdict alone, without findings.
-        diagnosis_seconds: of real time, after which a search ends with what it has found, and a note says so; 0 for no
+        diagnose: whether to search for the cause of a failure; if not, a result has only the verdict, without findings.
+        diagnosis_seconds: real time after which a search ends with what it has found, and a note says so; 0 for no
             limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
 
     Returns:
@@ -128,7 +128,7 @@ def compare_at(
 ) -> Result:
     """Compare a case at one size, precision and seed, and search for the cause if it fails.
 
-    Never raises for a module that fails: the result's status and reason tell.
+    Never raises because of a module that fails: the result's status and reason tell.
 
     Args:
         diagnosis: seconds of real time that the search may take, 0 for no limit, so that it finds the same on every
@@ -153,7 +153,7 @@ def judge_at(
 
     Args:
         other_kernels: whether what other faithful kernels may do is granted (``parity.numerics.kernel_choices``); a
-            verdict without it tells what that costs.
+            verdict without it shows what that costs.
     """
     began = time.perf_counter()
     asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
@@ -165,7 +165,9 @@ def judge_at(
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
-    """Take the second step of ``compare_at``: the result, with the findings of a failure; ``diagnosis`` as there."""
+    """Take the second step of ``compare_at``: return the result with the findings of a failure;
+    ``diagnosis`` as there.
+    """
     result = judged.result
     if not judged.is_unexplained:
         return result
@@ -185,19 +187,19 @@ class _Ran:
         prepared: golden and what all passes share.
         known: directions of the mistakes that could be made.
         models: the rounding model's tensors, for each way in which faithful kernels compute.
-        candidate: its tensors, in the reference's layout.
+        candidate: the candidate's tensors, in the reference's layout.
         unreached: TE's parameters that no gradient reached.
-        draws: whether it drew random numbers.
+        draws: whether the candidate drew random numbers.
         attention: the attention backends that TE ran.
         determinism: whether the candidate, built again, gives the same bytes; None if it was not asked for.
-        seconds: of processor time that a comparison takes that finds nothing cached.
+        seconds: processor time of a comparison that finds nothing cached.
         changed_inputs: names of the inputs that the candidate changes in place.
-        detached_outputs: of its outputs that require no gradient.
-        numbers: that it returned as Python's.
-        recalled: what its calls have to do with each other.
-        recomputed: a finding where the backward pass computes a layer again under another recipe.
+        detached_outputs: names of its outputs that require no gradient.
+        numbers: the Python numbers that it returned.
+        recalled: what its successive calls show.
+        recomputed: a finding if the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
-        left_out: what to say of TE modules that hold weights and did not run; empty where all did.
+        left_out: what to say about TE modules that hold weights and did not run; empty if all did.
     """
 
     prepared: Prepared
@@ -219,7 +221,7 @@ class _Ran:
 
     @property
     def unlike(self) -> str:
-        """Why a candidate whose numbers are right is none in the reference's place; empty where it is."""
+        """Why a candidate whose numbers are right is not a drop-in replacement; empty if it is."""
         golden = self.prepared.golden
         return (
             effects.written_by_candidate_alone(golden.changed_inputs, self.changed_inputs)
@@ -230,12 +232,12 @@ class _Ran:
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """A result as far as the verdict goes.
+    """A result as far as the verdict.
 
     Attributes:
         result: without findings.
-        unexplained: what a search for the cause needs; None where there is nothing to explain.
-        parts: of a comparison whose outputs are judged apart, each part's.
+        unexplained: what a search for the cause needs; None if there is nothing to explain.
+        parts: the parts' verdicts of a comparison whose outputs are judged apart.
         whole: what was asked for, if the cause is to be looked for in all outputs together first.
     """
 
@@ -251,11 +253,11 @@ class Judged:
 
 
 class _PassRaised(Exception):
-    """A part of the pair raised; the text says which, what, and where, the cause is its error."""
+    """Raised if a part of the pair raised; the text says which part, what, and where, and its cause is that error."""
 
 
 def _judged_in_parts(asked: Asked) -> Judged:
-    """Judge each part of the outputs by itself; the whole as well where a part cannot be compared."""
+    """Judge each part of the outputs by itself, and the whole as well if a part cannot be compared."""
     cases = _parts(asked)
     if len(cases) == 1:
         return _compared(dataclasses.replace(asked, case=cases[0]))
@@ -268,7 +270,7 @@ def _judged_in_parts(asked: Asked) -> Judged:
 
 
 def _explained_in_parts(judged: Judged, seconds: float) -> Result:
-    """Look for the cause of a failure, in the whole first where the larger outputs failed.
+    """Look for the cause of a failure, first in the whole if the larger outputs failed.
 
     What explains these must explain the numbers beside them; a cause of a number alone, or one that the whole does not
     tell, is looked for in the parts that failed.
@@ -390,8 +392,10 @@ def _step(which: str) -> Iterator[None]:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), about a layer that is
-    not computed again as it was before, or a graph that a call before has left; else empty."""
+    """Say what to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), about a layer
+    that is not recomputed as it was computed, or about a graph that an earlier call has left; else return an empty
+    text.
+    """
     if "backward through the graph a second time" in str(error):
         return "the module keeps what it computed in a call before, with its graph: compute it anew in each call"
     if type(error).__name__ == "CheckpointError":
@@ -402,13 +406,13 @@ def _advice(error: BaseException) -> str:
 
 
 def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
-    """Return what the candidate rounds outside of TE's modules, and chooses."""
+    """Return what the candidate rounds outside TE's modules, and what it chooses."""
     precision = asked.precision
     with (
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen() as chosen,
-        plain_calls(precision.dtype) as names,  # last: it asks whose code is around them
+        plain_calls(precision.dtype) as names,  # last, since it asks whose code is around the calls
     ):
         run_again(asked, prepared)
     choices = chosen.of_port(bool(prepared.probed))
@@ -417,7 +421,7 @@ def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
 
 @dataclass(frozen=True)
 class _Verdicts:
-    """On every tensor, after a second look where one was needed.
+    """The verdicts on every tensor, after a second look if one was needed.
 
     Attributes:
         tensors: the verdicts.
@@ -472,7 +476,7 @@ class _Unexplained:
 
     Attributes:
         asked, ran, verdicts: how it came about.
-        seconds: of processor time that the comparison took, which bounds what a search for the cause computes.
+        seconds: processor time that the comparison took, which bounds what a search for the cause computes.
     """
 
     asked: Asked
@@ -498,7 +502,7 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
         from parity.search.held_weights import held_findings
 
         return Judged(asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes))
-    # A part that is detached has no gradients at all, which is told of the whole.
+    # A part that is detached has no gradients at all, which is reported for the whole.
     detached = asked.case.part_of is not None and ran.detached_outputs == asked.case.outputs
     if all(tensor.passed or (detached and tensor.of) for tensor in tensors):
         if proves_nothing(tensors):
@@ -516,13 +520,15 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
 
 
 def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
-    """Whether a candidate that failed in a later call than its first passes where each call is its module's first."""
+    """Return whether a candidate that failed in a later call than its first passes if each call is its
+    module's first.
+    """
     later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
     if asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
         return False
     try:
         alone = run_again(asked, ran.prepared, alone=True)
-    except Exception:  # which tells nothing of its calls; the search for a cause runs it as well
+    except Exception:  # this tells nothing about its calls; the search for a cause runs it as well
         return False
     golden = answerable(golden_truths(ran.prepared), ran.models, alone)
     judged = judge(golden, ran.models, alone, asked.precision, asked.calibration, ran.known)

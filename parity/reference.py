@@ -47,7 +47,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / base**exponents, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, heads, head_dim]``, positions counted from 0, to the same shape."""
+        """Rotate ``[batch, seq, heads, head_dim]``, with positions counted from 0."""
         positions = torch.arange(x.shape[1], device=x.device, dtype=self.inv_freq.dtype)
         return rotate_halves(x, positions[:, None] * self.inv_freq)
 
@@ -75,17 +75,17 @@ def rotate_interleaved(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU's tanh approximation, which is what TE means by GELU (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    """Compute GELU's tanh approximation, which is what TE means by GELU (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """GELU's sigmoid approximation (ibid., section 2)."""
+    """Compute GELU's sigmoid approximation (ibid., section 2)."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """So et al., "Primer", arXiv 2109.08668."""
+    """Compute the squared ReLU (So et al., "Primer", arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
@@ -134,7 +134,7 @@ class NormLinear(nn.Module):
         self.linear = nn.Linear(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         return self.linear(self.norm(x))
 
 
@@ -178,14 +178,14 @@ class CoreAttention(nn.Module):
         return (probabilities @ value).transpose(1, 2).reshape(batch, seq_q, heads * head_dim)
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None) -> Tensor:
-        """Return the same, where the scores would not fit into memory."""
+        """Return the same if the scores would not fit into memory."""
         band = Band(math.inf if self.window is None else self.window, 0 if self.causal else math.inf)
         mask = None if key_is_padding is None else ~key_is_padding[:, None, None, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return blocked_attention.attention(query, key, value, mask, band).transpose(1, 2).flatten(2)
 
     def _hidden(self, seq_q: int, seq_kv: int, device: torch.device) -> Tensor:
-        """``[seq_q, seq_kv]``, True where a query must not see a key."""
+        """Return ``[seq_q, seq_kv]``, True where a query must not see a key."""
         distance = torch.arange(seq_q, device=device)[:, None] - torch.arange(seq_kv, device=device)
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         if self.causal:
@@ -217,7 +217,7 @@ class Attention(nn.Module):
         self.core = CoreAttention(causal=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+        """Map ``[batch, seq, hidden]`` to the same shape."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -246,7 +246,7 @@ class MLP(nn.Module):
         self.activation = POINTWISE[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
+        """Map ``[..., hidden]`` to the same shape."""
         return self.down_proj(self.activation(self.up_proj(self.norm(x))))
 
 
@@ -269,7 +269,7 @@ class GatedMLP(nn.Module):
         self.gated = GATES[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
+        """Map ``[..., hidden]`` to the same shape."""
         h = self.norm(x)
         return self.down_proj(self.gated(self.gate_proj(h), self.up_proj(h)))
 
@@ -300,7 +300,7 @@ class GPTLayer(nn.Module):
         self.mlp = MLP(hidden, ffn, "gelu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+        """Map ``[batch, seq, hidden]`` to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(x)
 
@@ -323,7 +323,7 @@ class LlamaLayer(nn.Module):
         self.mlp = SwiGLUMLP(hidden, ffn, eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+        """Map ``[batch, seq, hidden]`` to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(x)
 

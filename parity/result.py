@@ -1,4 +1,4 @@
-"""What a comparison finds, as plain data that goes into JSON and back unchanged."""
+"""Hold what a comparison finds, as plain data that goes into JSON and back unchanged."""
 
 from __future__ import annotations
 
@@ -246,14 +246,14 @@ class Result:
 
 
 def label_of(kind: Kind, name: str) -> str:
-    """``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
+    """Return ``output``, ``probed output``, ``d input`` or ``d up_proj.weight``."""
     if kind.endswith("gradient"):
         return f"d {name}"
     return name if kind == "output" else f"probed {name}"
 
 
 def item_name(case: str, precision: str, size_label: str, forced_attention: str = "") -> str:
-    """``attention_causal_mha[bf16-2x128x8x64-fused]``; without the last part where TE chooses its attention."""
+    """Return ``attention_causal_mha[bf16-2x128x8x64-fused]``; without the last part if TE chooses its attention."""
     forced = f"-{forced_attention}" if forced_attention else ""
     return f"{case}[{precision}-{size_label}{forced}]"
 
@@ -281,7 +281,7 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def _encode(value: Any) -> Any:
-    """JSON has no numbers for NaN and the infinities: write ``{"float": "nan"}``."""
+    """Replace NaN and the infinities, for which JSON has no numbers, by ``{"float": "nan"}`` and the like."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, dict):

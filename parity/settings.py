@@ -7,13 +7,13 @@ import re
 
 from parity.user_error import UserError
 
-# The precisions' names, for whoever need not know what they mean, and so need not import torch.
+# The precisions' names, for code that need not know what they mean, and so need not import torch.
 
 
 PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
-# How long the search for the cause of a failure may take in real time, where nothing else is asked for.
+# How long the search for the cause of a failure may take in real time by default.
 
 
 SECONDS = 30.0
@@ -22,7 +22,7 @@ _LONGEST = 1e9
 
 
 def default_seconds() -> float:
-    """Return what the environment's variable says, for machines on which a search takes longer; 0 for no limit.
+    """Return what the environment variable says, for machines on which a search takes longer; 0 for no limit.
 
     Raises:
         UserError: if it is no number of seconds.
@@ -37,5 +37,5 @@ def default_seconds() -> float:
 
 
 def seconds_of(text: str) -> float | None:
-    """Return the number of seconds that a text is; None if it is none."""
+    """Return the number of seconds in a text; None if it is not one."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) <= _LONGEST else None

@@ -9,16 +9,16 @@ __all__ = [
     "UserError",
 ]
 
-# The one exception whose text is meant for the person who made the mistake, and what is no mistake of theirs.
+# The one exception whose text is meant for the user who made the mistake, and what is not a mistake of theirs.
 
 
 INTERRUPTS = (KeyboardInterrupt, GeneratorExit)
-"""What is no mistake in a user's code where that raises it; ``sys.exit()`` and ``pytest.skip()`` are."""
+"""These are not mistakes if a user's code raises them; ``sys.exit()`` and ``pytest.skip()`` are."""
 
 
 # An exception in one line, for a cell of a table.
 
 
 def one_line(error: BaseException) -> str:
-    """Its type and the first line of its message."""
+    """Return its type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -324,7 +324,7 @@ def _listed(text: str) -> list[str]:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character of a report or a name
     try:
@@ -347,5 +347,5 @@ def main() -> None:
 
 
 def _print_no_more() -> None:
-    """Python would try once more at its end."""
+    """Send what Python still has to print to nowhere, as it would try once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Plants the zoo's bugs from the command line and writes the report."""
+"""Plant the zoo's bugs from the command line and write the report."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def run(
     """Judge every chosen bug and the right ports of its hosts; what the record beside the report has is kept.
 
     Args:
-        pattern: of bugs' names, as a shell's.
+        pattern: a pattern of bugs' names, as in a shell.
         precisions: names; none for each that this machine runs.
-        sizes: of ``SIZES``; none for both.
+        sizes: names in ``SIZES``; none for both.
         seeds: how many of each size, from 0, or how many of all.
-        workers: processes.
-        out: the report, whose record has its name with ``.jsonl``.
+        workers: how many processes.
+        out: the report; its record has the same name with ``.jsonl``.
 
     Returns:
         The report's path.

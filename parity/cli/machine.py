@@ -21,11 +21,11 @@ from parity.report import environment
 from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
 
-# Says what this machine and each kind of GPU can run, on which kernels, and why not the rest.
+# Say what this machine and each kind of GPU can run, on which kernels, and why not the rest.
 
 
 Availability = dict[str, str]
-# Older than any that TE asks for, to hear what it asks for.
+# Older than any version that TE asks for, so that TE says what it asks for.
 _OLD_CUDA, _OLD_CUBLASLT = "11.0", 110000
 
 
@@ -34,9 +34,9 @@ class Diagnosis:
     """What was found on this machine.
 
     Attributes:
-        versions: what, and which version or what is wrong with it.
+        versions: the version of each part, or what is wrong with it.
         real: by precision's name, ``yes`` or the reason why TE's compiled kernels cannot run it here.
-        emulated: the same by the name of each GPU that the CPU kernels emulate, which is what TE says of a real one.
+        emulated: the same by the name of each GPU that the CPU kernels emulate: what TE says about a real one.
         libraries: the versions of CUDA and its libraries that TE finds on emulated GPUs.
     """
 
@@ -67,7 +67,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Ask PyTorch, TransformerEngine and the machine; nothing that is missing makes it fail."""
+    """Ask PyTorch, TransformerEngine and the machine; missing parts do not make it fail."""
     from parity import te
     from parity.te.precision import PRECISIONS
 
@@ -81,7 +81,7 @@ def diagnose() -> Diagnosis:
 
 
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
-    """By precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
+    """Return, by precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
     from parity import te
     from parity.te.precision import PRECISIONS, why_unavailable
 
@@ -117,13 +117,15 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
 
 
 def _with_needs(answer: str, *on_older: str) -> str:
-    """Return what runs, with what TE says where a library is older; what does not run, with its reason."""
+    """Return what runs, with what TE says if a library is older; what does not run, with its reason."""
     said = [older.partition(": ")[2] for older in on_older if older != "yes"]
     return answer if answer != "yes" or not said else f"yes: {' '.join(dict.fromkeys(said))}"
 
 
 def te_range(version: str | None) -> str:
-    """Whether the CPU kernels serve a version of TE: ``2.20.2 (CPU kernels serve 2.14 to 2.20)``, or what is wrong."""
+    """Say whether the CPU kernels serve a version of TE: ``2.20.2 (CPU kernels serve 2.14 to 2.20)``,
+    or what is wrong.
+    """
     from packaging.version import Version
 
     from parity.cpu.versions import NEWEST, OLDEST
@@ -161,7 +163,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "pytest-xdist", environment.version("pytest-xdist") or "not installed"
 
 
-# Measures throughput from the command line.
+# Measure throughput from the command line.
 
 
 SIZES = ("auto", "large", "declared")
@@ -178,21 +180,21 @@ def run(
     minutes: float | None,
     folder: Path,
 ) -> Path:
-    """Measure the built-in workloads, or those of files; returns the report's path.
+    """Measure the built-in workloads, or those in files; return the report's path.
 
     Args:
         paths: files of pairs, measured at the sizes that they declare; none for the built-in workloads.
         precisions: names separated by commas; empty for all.
         backend: ``auto``, ``gpu`` or ``cpu``.
         sizes: a name in ``SIZES``; ``auto`` is ``large`` on a GPU and ``declared`` on a CPU.
-        keyword: words separated by commas, of which a workload's name has to contain one.
+        keyword: words separated by commas; a workload's name has to contain one.
         compiled: ``all``, ``none``, or names of precisions in which the plain module is also compiled.
         repeats, minutes: see ``command.Settings``.
-        folder: of the report.
+        folder: the folder for the report.
 
     Raises:
-        UserError: for an unknown precision, backend or choice of sizes, a file that is none of pairs, and a keyword
-            that no workload has.
+        UserError: for an unknown precision, backend or choice of sizes, a file without pairs, and a
+            keyword that matches no workload.
     """
     if sizes not in SIZES:
         raise UserError(f"--sizes is {sizes!r}, but must be one of {', '.join(SIZES)}")

@@ -17,11 +17,11 @@ from parity.suggest import suggest_map
 from parity.suggest.suggestion import explain, python
 from parity.user_error import UserError
 
-# Draws reports of runs from their records.
+# Draw reports of runs from their records.
 
 
 def draw(file: Path, output: Path | None) -> bool:
-    """Draw the report of a run; whether everything that the run was to compare passed.
+    """Draw the report of a run; return whether everything that the run was to compare passed.
 
     Args:
         file: the run's record.
@@ -41,13 +41,13 @@ def draw(file: Path, output: Path | None) -> bool:
 
 
 def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool:
-    """Draw what changed since another run; whether no item newly fails.
+    """Draw what has changed since another run; return whether no item newly fails.
 
     Args:
         file: the run's record.
         older: the other run's.
         output: the report; None for one beside the record.
-        factor: by which a margin has to change to be told.
+        factor: a margin has to change by this factor to be reported.
 
     Raises:
         UserError: if a record cannot be read, or the report cannot be written.
@@ -61,7 +61,7 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
 
 
 def _read(file: Path) -> Record:
-    """Return the record; what of it is damaged is told, and what is left."""
+    """Return the record; say what in it is damaged, and what is left."""
     run = record.read(file)
     if run.damaged:
         first, last = run.damaged[0], run.damaged[-1]
@@ -83,16 +83,16 @@ def _write(target: Path, text: str, records: Sequence[Path]) -> None:
         raise UserError(f"cannot write {target}: {error.strerror}") from None
 
 
-# Finds the pair whose weight map is to be suggested, and prints the suggestion.
+# Find the pair whose weight map is to be suggested, and print the suggestion.
 
 
 def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_runs: int) -> bool:
-    """Print a map for one pair; whether it fits and nothing is left open.
+    """Print a map for one pair; return whether it fits and nothing is left open.
 
     Args:
-        target: ``my_pairs.py::my_mlp``, or the file alone where it declares one pair.
+        target: ``my_pairs.py::my_mlp``, or only the file if it declares one pair.
         size: which of the case's sizes, from 0.
-        seed: of weights and inputs.
+        seed: the seed of weights and inputs.
         backend: ``auto``, ``gpu`` or ``cpu``.
         keep: whether the entries that the pair has stay.
         max_runs: how many alternatives are run at most.

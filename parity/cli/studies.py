@@ -1,4 +1,4 @@
-"""Runs numerical studies from the command line."""
+"""Run numerical studies from the command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CHANGES_TOLD = 5
 
 
 def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], folder: Path | None) -> None:
-    """Run studies one after the other, each with its report.
+    """Run studies one after another, each with its report.
 
     Args:
-        names: of ``catalogue.STUDIES``; none prints what there is.
+        names: names in ``catalogue.STUDIES``; none prints what there is.
         quick: use small settings; the reports then go to ``reports/studies/quick`` by default.
-        again: do not use results that other code computed, but compute them again.
+        again: compute again what other code computed, instead of using it.
         options: ``field=value`` of a study's settings.
-        folder: of reports and records.
+        folder: the folder for reports and records.
 
     Raises:
         UserError: for an unknown study or option, for options of several studies at once, and for a folder that cannot
@@ -64,7 +64,7 @@ def _make(folder: Path) -> None:
 
 
 def _look_after(path: Path, code: record.Code, again: bool) -> None:
-    """Tell which results of a record are of other code; or remove them, so that they are computed again."""
+    """Say which results in a record are from other code, or remove them so that they are computed again."""
     outdated = record.outdated(path, code)
     if outdated is None:
         return

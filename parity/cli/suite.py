@@ -22,14 +22,14 @@ from parity.user_error import UserError
 if TYPE_CHECKING:
     from parity.case.case import Case, Size
 
-# Which files of pairs a run compares: those that are named, or the default suite.
+# The files of pairs that a run compares: those that are named, or the default suite.
 
 
 GROUP = "parity.pairs"
 
 
 def files(paths: Sequence[str] | None) -> list[str]:
-    """Files and pytest ids to compare.
+    """Return the files and pytest ids to compare.
 
     Args:
         paths: files, folders, or ids such as ``my_pairs.py::mlp[bf16-2x64]``; None or none for the default suite, which
@@ -51,7 +51,7 @@ def files(paths: Sequence[str] | None) -> list[str]:
 
 
 def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
-    """Files of pairs that are known to agree: those that are named, or the default suite and the zoo's hosts.
+    """Return files of pairs that are known to agree: those that are named, or the default suite and the zoo's hosts.
 
     Raises:
         UserError: as ``files``.
@@ -82,7 +82,7 @@ def cases(paths: Sequence[str] | None) -> list[Case]:
 
 
 def table(found: Iterable[Case]) -> str:
-    """Cases with their sizes, precisions and places, for a terminal."""
+    """Return a table of cases with their sizes, precisions and places, for a terminal."""
     rows = [
         (case.name, "\n".join(map(_size, case.sizes)), ", ".join(case.precisions or ("all",)), _place(case))
         for case in found
@@ -110,7 +110,7 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _default_files() -> Iterator[str]:
-    """In a checkout its own cases, whether another copy is installed or not."""
+    """Yield the files of the default suite; in a checkout its own cases, whether another copy is installed or not."""
     cases = checkout()
     entry_points = [
         entry_point
@@ -124,7 +124,7 @@ def _default_files() -> Iterator[str]:
 
 
 def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
-    """Return the file of a module, or those of a package that import parity."""
+    """Return the file of a module, or those of a package's files that import parity."""
     try:
         spec = util.find_spec(entry_point.module)
     except ImportError:
@@ -140,7 +140,7 @@ def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
 
 
 def _from_here(file: Path) -> str:
-    """Relative to the current folder where the file is below it."""
+    """Return the file relative to the current folder if it is below."""
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
@@ -152,13 +152,13 @@ def _place(case: Case) -> str:
     return f"{_from_here(case.path.resolve())}:{case.line}"
 
 
-# Runs pytest for ``parity run``, and turns its exit codes into parity's.
+# Run pytest for ``parity run``, and turn its exit codes into parity's.
 
 
 PASSED, FAILED, MISTAKE = 0, 1, 2
-# pytest would rewrite its plugins' asserts; parity is imported before, and has none.
+# pytest would rewrite its plugins' asserts; parity is already imported, and has none.
 _NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
-# A pair or a file that is wrong costs no other; in workers pytest goes on in any case.
+# A wrong pair or file does not cost the others; in workers pytest always goes on.
 _OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors")
 
 
@@ -166,7 +166,7 @@ class _CollectionErrors:
     """A pytest plugin that keeps what could not be collected, each as one message without a traceback.
 
     Attributes:
-        messages: of what failed, by id.
+        messages: the messages, by id.
         skipped: files that skip themselves, each with its reason.
     """
 
@@ -188,10 +188,10 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
 
     Args:
         files: paths or pytest ids.
-        arguments: further arguments of pytest.
+        arguments: further arguments for pytest.
 
     Returns:
-        0 if everything passed, 1 if something failed, 2 if nothing could be run, or a pair or a file could not be
+        0 if everything passed, 1 if something failed, 2 if nothing could be run, or if a pair or a file could not be
         collected, whatever became of the others; then a sentence on stderr says why.
     """
     errors = _CollectionErrors()
@@ -219,7 +219,7 @@ def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
 
 
 def _unknown(files: Sequence[str]) -> Iterator[str]:
-    """Yield what ids may have meant that workers did not find: these import the files, and this process does not."""
+    """Yield what ids may have meant that workers did not find: workers import the files, and this process does not."""
     ids = [file for file in files if "::" in file]
     if not ids:
         return
@@ -231,7 +231,7 @@ def _unknown(files: Sequence[str]) -> Iterator[str]:
     yield from unknown_pairs(ids, Path.cwd(), registry.cases())
 
 
-# The options of ``parity run`` as the plugin's, each checked under the name by which the user gave it.
+# The options of ``parity run``, turned into the plugin's; each is checked under the name that the user gave.
 
 
 def as_plugins(
@@ -246,7 +246,7 @@ def as_plugins(
     report: Path | None,
     name: str | None,
 ) -> list[str]:
-    """Arguments of pytest; what the user left out is left out.
+    """Return arguments for pytest, without what the user left out.
 
     Raises:
         UserError: if a value is not valid; names the option of ``parity run``.
@@ -286,7 +286,7 @@ def as_plugins(
 
 
 def workers(text: str) -> list[str]:
-    """Return the argument of pytest-xdist for so many processes, or ``auto``.
+    """Return pytest-xdist's argument for so many processes, or ``auto``.
 
     Raises:
         UserError: if it is neither.

@@ -1,1 +1,1 @@
-"""What a machine has and allows, asked without torch: GPUs, cores, memory, files."""
+"""Ask what a machine has and allows, without torch: GPUs, cores, memory, files."""

@@ -1,7 +1,7 @@
 """Find out which GPUs a run may use, how its processes share them, and how much memory is free.
 
 NVIDIA's management library (NVML) lists the GPUs: it creates no CUDA context, needs no torch, and knows every MIG
-slice, where CUDA shows a process one.
+slice, while CUDA shows a process only one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from parity.machine import host
 from parity.user_error import UserError
 
 # The GPUs that a run may use, and how its processes share them.
-#
-# NVIDIA's management library (NVML) lists them: it creates no CUDA context, needs no torch, and knows every MIG slice,
-# where CUDA shows a process one.
 
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -33,13 +30,13 @@ class Device:
     """A GPU, or a MIG slice of one.
 
     Attributes:
-        identifier: what ``CUDA_VISIBLE_DEVICES`` calls it: an index, or the UUID of a GPU or of a slice.
+        identifier: its name in ``CUDA_VISIBLE_DEVICES``: an index, or the UUID of a GPU or of a slice.
         name: the GPU's product name.
-        uuid: of the GPU or slice; empty where NVML could not be asked.
-        free: bytes that no process held when it was listed; None where NVML could not be asked or does not tell.
-        slices: of a GPU in MIG mode, where a process uses a slice in place of the whole.
-        processes: how many may use it at once: 1 in the mode for exclusive processes, 0 where the mode forbids CUDA, or
-            is MIG and there is no slice; None for any number.
+        uuid: the UUID of the GPU or slice; empty if NVML could not be asked.
+        free: bytes that no process held when it was listed; None if NVML could not be asked or does not tell.
+        slices: those of a GPU in MIG mode, of which a process uses one in place of the whole.
+        processes: how many may use it at once: 1 in the mode for exclusive processes; 0 if the mode forbids CUDA, or is
+            MIG and there is no slice; None for any number.
     """
 
     identifier: str
@@ -51,7 +48,7 @@ class Device:
 
 
 def chosen(environment: Mapping[str, str]) -> list[Device]:
-    """The devices for a run: those of ``CUDA_VISIBLE_DEVICES`` that ``PARITY_DEVICES`` names, or all of them.
+    """Return the devices for a run: those of ``CUDA_VISIBLE_DEVICES`` that ``PARITY_DEVICES`` names, or all of them.
 
     ``PARITY_DEVICES`` counts the visible devices from 0, as PyTorch does, or names them by UUID or its beginning.
 
@@ -83,7 +80,7 @@ def _named(token: str, devices: Sequence[Device], asked: str) -> Device:
 
 
 def visible(environment: Mapping[str, str]) -> list[Device]:
-    """Return the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, but for those that no process may use.
+    """Return the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, without those that no process may use.
 
     As in CUDA, an empty value leaves none, the first entry that names no device ends the list, and one that is named
     twice leaves none. Unset, it leaves every GPU, and where a GPU is in MIG mode, each of its slices.
@@ -108,8 +105,8 @@ def _usable(devices: Iterable[Device]) -> list[Device]:
 
 
 def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
-    """Return the device that CUDA understands by an entry of ``CUDA_VISIBLE_DEVICES``; of a GPU in MIG mode, the first
-    slice.
+    """Return the device that CUDA takes an entry of ``CUDA_VISIBLE_DEVICES`` for; for a GPU in MIG
+    mode, its first slice.
 
     An index stays the identifier: CUDA may count GPUs of different models in another order than NVML, and only CUDA's
     own reading of it is what the user chose.
@@ -126,7 +123,7 @@ def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
 
 
 def list_devices() -> list[Device] | None:
-    """Return every GPU of the machine, from NVML; None where it cannot be asked.
+    """Return every GPU of the machine, from NVML; None if that cannot be asked.
 
     It needs the package nvidia-ml-py and the library of NVIDIA's driver, which a container may leave out though CUDA
     works in it.
@@ -149,7 +146,7 @@ def list_devices() -> list[Device] | None:
 
 
 def _slices(pynvml: Any, gpu: Any) -> tuple[Device, ...]:
-    """In the order of their indices, between which slices that were given up leave gaps."""
+    """Return the slices in the order of their indices, among which removed slices leave gaps."""
     try:
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
     except pynvml.NVMLError:  # the GPU has no MIG mode
@@ -168,7 +165,7 @@ def _described(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Dev
 
 
 def _processes(pynvml: Any, handle: Any) -> int | None:
-    """See ``Device``; any number where the driver does not tell, as of a slice."""
+    """Return how many processes may use it, see ``Device``; any number if the driver does not tell, as for a slice."""
     try:
         mode = pynvml.nvmlDeviceGetComputeMode(handle)
     except pynvml.NVMLError:
@@ -187,7 +184,9 @@ def _is_in_mig_mode(pynvml: Any, handle: Any) -> bool:
 
 
 def _free(pynvml: Any, handle: Any) -> int | None:
-    """None of a GPU that has no memory of its own, and of one that a container may use only by its slices."""
+    """Return the free bytes; None for a GPU without memory of its own, or one that a container may use
+    only by its slices.
+    """
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
     except pynvml.NVMLError:
@@ -195,7 +194,7 @@ def _free(pynvml: Any, handle: Any) -> int | None:
 
 
 def _counted_by_torch(value: str | None) -> list[Device]:
-    """Without NVML, as many as PyTorch counts; how much memory they have stays unknown."""
+    """Return, without NVML, as many devices as PyTorch counts; their memory stays unknown."""
     import torch
 
     count = torch.cuda.device_count()
@@ -204,7 +203,7 @@ def _counted_by_torch(value: str | None) -> list[Device]:
 
 
 def spread(devices: Sequence[Device], processes: int) -> list[Device]:
-    """Return a device for each process: always one of those where the free memory for each process would be largest.
+    """Return a device for each process: always one where the free memory per process would be largest.
 
     Raises:
         UserError: if the devices may not be used by so many processes.
@@ -224,14 +223,14 @@ def spread(devices: Sequence[Device], processes: int) -> list[Device]:
     return places
 
 
-# What ``nvidia-smi``, the command of NVIDIA's driver, answers.
+# Answers of ``nvidia-smi``, the command of NVIDIA's driver.
 
 
 _LONGEST_ANSWER = 20  # seconds
 
 
 def ask(arguments: Sequence[str]) -> str | None:
-    """Its standard output; None where it is not there, fails, or takes too long."""
+    """Return its standard output; None if the command is missing, fails, or takes too long."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_LONGEST_ANSWER, check=True
@@ -241,7 +240,7 @@ def ask(arguments: Sequence[str]) -> str | None:
     return done.stdout
 
 
-# How much memory can be had, of the GPU that is in use, or of the machine.
+# How much memory is free on the GPU in use, or on the machine.
 
 
 def free() -> int | None:
@@ -254,15 +253,17 @@ def free() -> int | None:
 
 
 def in_words(number: int | None) -> str:
-    """``3.2 GiB``."""
+    """Return bytes as ``3.2 GiB``."""
     return "an unknown amount" if number is None else f"{number / 2**30:.1f} GiB"
 
 
-# Whether TransformerEngine's compiled kernels are installed; importing neither them nor torch.
+# Are TransformerEngine's compiled kernels installed? This imports neither them nor torch.
 
 
 def is_installed() -> bool:
-    """Whether there is a module ``transformer_engine_torch``, on its own or, as in a build from source, inside TE."""
+    """Return whether there is a module ``transformer_engine_torch``, by itself or, in a build from
+    source, inside TE.
+    """
     return util.find_spec("transformer_engine_torch") is not None or _is_shipped_inside()
 
 

@@ -1,4 +1,4 @@
-"""What this process may take of its machine: cores, and memory that is free."""
+"""Find out what this process may use of its machine: cores, and free memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def workers() -> int:
 
 
 def share_to_keep(free: int) -> int:
-    """Of so many free bytes, those that this process may keep only to be faster: an eighth, shared by the workers."""
+    """Return how many of so many free bytes this process may keep just for speed: an eighth, shared by the workers."""
     return free // (8 * workers())
 
 
 def free_memory(root: Path = _ROOT) -> int | None:
-    """Bytes that can be had without swapping, within the limit of a container; None where the system does not tell.
+    """Return the bytes that can be had without swapping, within a container's limit; None if the system does not tell.
 
     Args:
         root: the folder that holds ``proc`` and ``sys``.

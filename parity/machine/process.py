@@ -16,21 +16,21 @@ from typing import Any
 
 from parity.machine import host
 
-# The memory of tensors: what a process has freed is kept for its next ones, and it comes in large pages.
+# The memory of tensors: what a process frees is kept for its next tensors, and it comes in large pages.
 #
-# A comparison allocates and frees tensors of the same sizes over and over. By itself glibc gives the memory of large
-# ones back each time, and the kernel clears every page that it hands out again: a tenth of a large comparison's time.
-# Pages of 2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons.
+# A comparison allocates and frees tensors of the same sizes over and over. By default, glibc gives the memory of large
+# tensors back each time, and the kernel clears every page that it hands out again: a tenth of a large comparison's
+# time. Pages of 2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons.
 
 
-# ``malloc.h`` of glibc: how much may be free at the heap's end before it is given back, and how many blocks may lie
+# From ``malloc.h`` of glibc: how much may be free at the heap's end before it is given back, and how many blocks may be
 # outside of the heap, from where they are always given back.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_LARGEST = 2**31 - 1  # that ``mallopt`` takes
+_LARGEST = 2**31 - 1  # the largest value that ``mallopt`` takes
 
 
 def use_huge_pages() -> None:
-    """Ask the kernel for large pages where a tensor has 2 MiB or more, unless the environment says otherwise.
+    """Ask the kernel for large pages for tensors of 2 MiB or more, unless the environment says otherwise.
 
     PyTorch looks when it allocates its first tensor (``THP_MEM_ALLOC_ENABLE``, ``c10/core/impl/alloc_cpu.cpp`` of
     2.13); later it is too late, and changes nothing.
@@ -42,7 +42,8 @@ def keep_freed() -> bool:
     """Keep what is freed from now on, up to a share of the machine's memory.
 
     Returns:
-        Whether that was possible: the C library is glibc, the environment says nothing else of its heap, and the system
+        Whether that was possible: the C library is glibc, the environment says nothing else about its
+        heap, and the system
         tells how much memory is free.
     """
     libc, free = _glibc(), host.free_memory()
@@ -53,7 +54,7 @@ def keep_freed() -> bool:
 
 
 def give_back() -> None:
-    """Give back what is free now; for another process that needs the memory."""
+    """Give back what is free now, for another process that needs the memory."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
@@ -68,15 +69,15 @@ def _glibc() -> Any:
     return libc if hasattr(libc, "gnu_get_libc_version") else None
 
 
-# Imports that Python's garbage collector leaves alone: modules live as long as the process.
+# Keep imports out of Python's garbage collection, since modules live as long as the process.
 #
-# PyTorch and TE make some 350,000 objects when they are imported. Without this, the collector goes over them a dozen
-# times while they are made, and again whenever a comparison has left enough garbage.
+# PyTorch and TE create some 350,000 objects when they are imported. Without this, the collector goes over them a dozen
+# times meanwhile, and again whenever a comparison has left enough garbage.
 
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Nothing is collected within the context; what exists at its end is never looked at again."""
+    """Within the context, collect nothing; what exists at its end is never looked at again."""
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -90,17 +91,20 @@ def lasting() -> Iterator[None]:
 
 
 def _unfreeze_for_triton() -> None:
-    """Triton's extension counts at exit what was never freed, and complains; to free all takes more than a second."""
+    """Unfreeze at exit, where Triton's extension counts what was never freed, and complains; freeing
+    all takes over a second.
+    """
     if "triton" in sys.modules:
         gc.unfreeze()
 
 
-# Processes that share out work, each started anew and computing in one thread, and that end with what started them.
+# Processes that share work. Each is started anew, computes in one thread, and ends with the process that started it.
 
 
 @contextmanager
 def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of so many; where its user is interrupted or raises, what runs in it is ended, and nothing more begins.
+    """Yield a pool of so many processes; if its user is interrupted or raises, end what runs in it, and
+    begin nothing more.
 
     They are started anew, since TE's modules hold locks and caches that a fork would copy half-used.
     """
@@ -119,7 +123,7 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that started these ends them."""
+    """Ignore Ctrl-C, which reaches every process of a terminal; the process that started these ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
