@@ -397,9 +397,9 @@ def _advice(error: BaseException) -> str:
     text.
     """
     if "backward through the graph a second time" in str(error):
-        return "the module keeps what it computed in a call before, with its graph: compute it anew in each call"
+        return "the module keeps what it computed in an earlier call, with its graph: compute it anew in each call"
     if type(error).__name__ == "CheckpointError":
-        return "torch.utils.checkpoint computes again outside of te.autocast: where a recipe is on, use te.checkpoint"
+        return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
     if "FP8 execution requires" not in str(error):
         return ""
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"

@@ -212,7 +212,7 @@ def test_weights_of_another_layout_are_the_first_finding(pair, weights, named, e
     ("pair", "parameter", "told"),
     [
         (linear, "bias", '"bias" holds'),
-        (swiglu, "layer_norm_weight", '"layer_norm_weight" holds 0 throughout, as it was constructed'),
+        (swiglu, "layer_norm_weight", '"layer_norm_weight" holds 0 throughout, as when it was constructed'),
         (two_layers, "1.weight", '"1.weight" holds nothing like it, as if it had never been loaded'),
     ],
 )

@@ -75,7 +75,7 @@ def test_two_places_with_one_name_are_both_named():
     with pytest.raises(UserError) as caught:
         registry.pair("mlp", sizes=[{"hidden": 8}])(factory)
     assert f"{first.path}:{first.line}" in str(caught.value)
-    assert f"{first.path}:{first.line + 2}: pair 'mlp' is declared already" in str(caught.value)
+    assert f"{first.path}:{first.line + 2}: pair 'mlp' is already declared" in str(caught.value)
     assert registry.cases() == [first]
 
 
@@ -103,8 +103,8 @@ def test_a_function_typed_again_in_a_notebook_replaces_the_case():
         ("", {}, "a name consists of"),
         ("mlp", {"sizes": []}, "sizes is empty"),
         ("mlp", {"sizes": {"hidden": 8}}, "sizes is a list of dicts"),
-        ("mlp", {"sizes": [8]}, "size 8 is no dict"),
-        ("mlp", {"sizes": [{"hidden": 8}, {"hidden": 8}]}, "is there twice"),
+        ("mlp", {"sizes": [8]}, "size 8 is not a dict"),
+        ("mlp", {"sizes": [{"hidden": 8}, {"hidden": 8}]}, "is listed twice"),
         ("mlp", {"sizes": [{"ffn": 8}]}, "lacks hidden, which the factory requires"),
         ("mlp", {"sizes": [{"hidden": 8, "seq": 2}]}, "has seq, which the factory does not take"),
         ("mlp", {"sizes": [{"hidden": 8, "te": 2}]}, "has te, which the factory does not take"),
@@ -253,7 +253,7 @@ def test_a_helpers_own_pairs_stay_its_own_with_two_files_that_import_it(write):
 def test_one_name_for_two_pairs_of_one_line_is_told(write):
     write("declare_helper.py", HELPER)
     path = write("mine.py", "from declare_helper import declare\n\nfor n in 'aba':\n    declare(n)\n")
-    with pytest.raises(UserError, match=f"{path}:4: pair 'a' is declared already at {path}:4; rename one of them"):
+    with pytest.raises(UserError, match=f"{path}:4: pair 'a' is already declared at {path}:4; rename one of them"):
         registry.load_file(path)
 
 
@@ -261,7 +261,7 @@ def test_one_name_for_pairs_of_two_files_with_one_helper_is_told_with_both_files
     write("declare_helper.py", HELPER)
     one, two = (write(f"{n}.py", "from declare_helper import declare\n\ndeclare('a')\n") for n in ("one", "two"))
     registry.load_file(one)
-    with pytest.raises(UserError, match=f"{two}:3: pair 'a' is declared already at {one}:3"):
+    with pytest.raises(UserError, match=f"{two}:3: pair 'a' is already declared at {one}:3"):
         registry.load_file(two)
 
 

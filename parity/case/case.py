@@ -148,7 +148,7 @@ def as_case(pair: Case | Pair) -> Case:
     if isinstance(pair, Case):
         return pair
     if not isinstance(pair, Pair):
-        raise UserError(f"what @parity.pair made of a function is due, or a parity.Pair, not {type(pair).__name__}")
+        raise UserError(f"expected a parity.Pair or a function decorated with @parity.pair, not {type(pair).__name__}")
     return Case("pair", lambda te: _copied(pair), sizes=({},), vary_constants=False, path=Path("pair"))
 
 
@@ -160,7 +160,7 @@ def _copied(pair: Pair) -> Pair:
         return copied
     except Exception as error:
         raise UserError(
-            f"its modules cannot be copied, as each comparison needs its own (copy.deepcopy raised "
+            f"its modules cannot be copied, but each comparison needs its own (copy.deepcopy raised "
             f"{type(error).__name__}: {error}); build them in a function under @parity.pair"
         ) from error
 

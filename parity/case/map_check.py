@@ -111,7 +111,7 @@ def lines(problems: Iterable[Problem]) -> list[str]:
         found.append(text if not kind or kind in told else f"{text}; {problem.advice}")
         told.add(kind)
     hidden = len(found) - MOST_LINES
-    return found if hidden <= 1 else [*found[:MOST_LINES], f"and {hidden} more of such problems"]
+    return found if hidden <= 1 else [*found[:MOST_LINES], f"and {hidden} more problems like these"]
 
 
 def _short(text: str) -> str:
@@ -175,7 +175,7 @@ def tied_in_entry(
         return
     for name in names(left):
         if (first := reference.others.tied.get(name)) is not None:
-            text = f'"{name}" is no reference parameter of its own: it is tied to "{first}"'
+            text = f'"{name}" is not a reference parameter of its own: it is tied to "{first}"'
             if isinstance(right, str) and right in candidate.shapes and isinstance(weights.get(first), str):
                 yield f"{text}, and TE has both apart: {fill_both(weights, first, right)} in place of both entries"
             else:
@@ -184,7 +184,8 @@ def tied_in_entry(
         if (first := candidate.others.tied.get(name)) is not None:
             mapped = any(first in names(other) for other in weights.values() if isinstance(other, SIDES))
             advice = UNTIED if mapped else "map that"
-            yield f'"{name}" is no TE parameter of its own: it is tied to "{first}"{", " if mapped else "; "}{advice}'
+            tied = f'"{name}" is not a TE parameter of its own: it is tied to "{first}"'
+            yield f"{tied}{', ' if mapped else '; '}{advice}"
 
 
 def tied_elsewhere(name: str, shape: Shape, there: Parameters, here: Parameters) -> str | None:
@@ -250,8 +251,9 @@ def _told(in_reference: str, apart: list[str]) -> str:
     """Say what becomes of parameters that are apart."""
     shown = ", ".join(f'"{name}"' for name in dict.fromkeys(apart))
     return (
-        f"in the reference {in_reference}, and the candidate holds it apart, in {shown}: equal now, these drift apart "
-        "in training, as each gets its own share of the gradient; tie them, or add up their gradients before each step"
+        f"in the reference {in_reference}, but the candidate holds it apart, in {shown}: these are equal now, but "
+        "drift apart in training, as each gets its own share of the gradient; tie them, or add up their gradients "
+        "before each step"
     )
 
 
@@ -483,7 +485,7 @@ def _entry_problems(
     if holds(right, Constant):
         yield f"{entry}: a constant stands for what the reference lacks, so it belongs on the left"
     if holds(left, Copies):
-        yield f"{entry}: copies are TE parameters that hold the same of the reference's, so they belong on the right"
+        yield f"{entry}: copies are TE parameters that hold one of the reference's, so they belong on the right"
     if not known:
         return
     shapes = f"({_describe_shapes(left, reference_shapes)}; {_describe_shapes(right, candidate_shapes)})"
@@ -497,7 +499,7 @@ def _entry_problems(
         if len(left_shape) == 2 and left_shape == right_shape[::-1]:
             advice = "; is one the transpose() of the other?"
         elif math.prod(left_shape) == math.prod(right_shape):
-            advice = "; rearrange() gives as many elements another shape"
+            advice = "; rearrange() gives the same elements another shape"
         yield f"{entry}: the left side is {left_shape}, the right side {right_shape} {shapes}{advice}"
 
 
@@ -505,8 +507,8 @@ def _unknown_names(side: Side, module: Parameters) -> Iterator[str]:
     for name in names(side) if isinstance(side, SIDES) else ():
         if name in module.others.buffers:
             yield (
-                f'"{name}" is no {module.kind} parameter of its own: it is a buffer, and buffers are not mapped; give '
-                "both modules the same in the factory"
+                f'"{name}" is not a {module.kind} parameter of its own: it is a buffer, and buffers are not mapped; '
+                "give both modules the same in the factory"
             )
         elif name not in module.shapes and name not in module.others.tied:
             close = _closest(name, module.shapes)

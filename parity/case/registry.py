@@ -69,9 +69,9 @@ def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ..
     parameters = _parameters_after_te(factory)
     for i, size in enumerate(chosen):
         if not isinstance(size, Mapping) or not all(isinstance(key, str) for key in size):
-            raise UserError(f"size {size!r} is no dict with names as keys")
+            raise UserError(f"size {size!r} is not a dict with names as keys")
         if any(are_same(size, other) for other in chosen[:i]):
-            raise UserError(f"size {dict(size)!r} is there twice")
+            raise UserError(f"size {dict(size)!r} is listed twice")
         _check_accepts(parameters, size)
     return tuple(dict(size) for size in chosen)
 
@@ -107,7 +107,7 @@ def checked_marks(marks: object) -> tuple[str, ...]:
     chosen = _strings("marks", marks)
     for mark in chosen:
         if not mark.isidentifier():
-            raise UserError(f"mark {mark!r} is no valid name of a pytest mark")
+            raise UserError(f"mark {mark!r} is not a valid name of a pytest mark")
     return chosen
 
 
@@ -327,7 +327,7 @@ def _register(case: Case, place: Place) -> None:
     other = _CASES.get(case.name)
     if other is not None and not _same_declaration(case, place, other):
         raise UserError(
-            f"{case.path}:{case.line}: pair {case.name!r} is declared already at {other.path}:{other.line}; "
+            f"{case.path}:{case.line}: pair {case.name!r} is already declared at {other.path}:{other.line}; "
             "rename one of them"
         )
     _CASES[case.name] = case

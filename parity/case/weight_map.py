@@ -100,7 +100,7 @@ class Transpose:
     def shape(self, parts: Sequence[Shape]) -> Shape:
         (part,) = parts
         if len(part) < 2:
-            raise MisfitError(f"{part} has no two dimensions to exchange")
+            raise MisfitError(f"{part} has fewer than two dimensions to exchange")
         return (*part[:-2], part[-1], part[-2])
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
@@ -551,7 +551,7 @@ def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
         sizes: of axes that do not follow from the shape.
     """
     if not isinstance(pattern, str) or pattern.count("->") != 1:
-        raise WeightMapError(f'rearrange() needs a pattern "before -> after" as einops has it, not {pattern!r}')
+        raise WeightMapError(f'rearrange() needs a pattern "before -> after" as in einops, not {pattern!r}')
     _positive("rearrange", **sizes)
     return Rearrange(_sides("rearrange", term), pattern, tuple(sizes.items()))
 

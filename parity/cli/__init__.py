@@ -47,7 +47,7 @@ def run(
     seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
-    workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto: what the machine holds.")] = "auto",
+    workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for as many as fit.")] = "auto",
     timeout: Annotated[str | None, typer.Option(help="Seconds for an item at one seed, 0 for no limit [600].")] = None,
     diagnosis: Annotated[str | None, typer.Option(help="yes, no, or seconds for a failure's cause [30].")] = None,
     calibration: Annotated[Path | None, typer.Option(help="A table of limits that parity calibrate made.")] = None,
@@ -76,12 +76,12 @@ def list_cases(paths: Paths = None) -> None:
 
 @app.command(name="suggest-map")
 def suggest_map(
-    target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE where it declares one pair.")],
+    target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.")],
     size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     backend: BackendName = "auto",
-    afresh: Annotated[bool, typer.Option("--afresh", help="Disregard the entries that the pair has.")] = False,
-    max_runs: Annotated[int, typer.Option(help="How many alternatives are run at most.", min=1)] = 300,
+    afresh: Annotated[bool, typer.Option("--afresh", help="Ignore the entries that the pair has.")] = False,
+    max_runs: Annotated[int, typer.Option(help="Run at most so many alternatives.", min=1)] = 300,
 ) -> None:
     """Propose a weight map for a pair that has none, or complete it; exit code 1 if something is left open."""
     from parity.cli import reports
@@ -94,7 +94,7 @@ def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
     against: Annotated[Path | None, typer.Option(help="An older run's JSON lines: draw what changed since.")] = None,
-    factor: Annotated[float, typer.Option(min=1.0, help="With --against: margins that changed more are told.")] = 1.5,
+    factor: Annotated[float, typer.Option(min=1.0, help="With --against: report margins that changed more.")] = 1.5,
 ) -> None:
     """Draw the report of a run again, or what changed since another run; exit code 1 if one fails, or newly fails."""
     from parity.cli import reports
@@ -116,7 +116,7 @@ def execute(
     script: Annotated[Path, typer.Argument(help="A Python script that imports TransformerEngine.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
 ) -> None:
-    """Run a TransformerEngine script as it is on the CPU kernels; where it says cuda, the CPU is meant."""
+    """Run a TransformerEngine script as it is on the CPU kernels; cuda in it means the CPU."""
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
@@ -139,12 +139,12 @@ def calibrate(
     precision: Precisions = None,
     backend: BackendName = "auto",
     seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "4",
-    draws: Annotated[int, typer.Option(min=0, help="Random kernels a case, precision and seed.")] = 2,
+    draws: Annotated[int, typer.Option(min=0, help="Random kernels per case, precision and seed.")] = 2,
     workers: Processes = CORES,
     output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("parity-calibration.json"),
     report: Annotated[Path | None, typer.Option(help="Markdown that shows the fit.")] = None,
     accept_wider: Annotated[
-        bool, typer.Option("--accept-wider", help="Write limits, too, that lie far outside of the packaged ones.")
+        bool, typer.Option("--accept-wider", help="Also write limits far outside the packaged ones.")
     ] = False,
 ) -> None:
     """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
@@ -168,7 +168,7 @@ def false_alarms(
     precision: Precisions = None,
     backend: BackendName = "auto",
     seeds: Annotated[str, typer.Option(help="100-149, or as for parity run; a size is drawn for each.")] = "100-103",
-    own: Annotated[int, typer.Option(min=0, help="For so many of the seeds, the cases' own sizes, too.")] = 1,
+    own: Annotated[int, typer.Option(min=0, help="Use the cases' own sizes, too, at so many of the seeds.")] = 1,
     workers: Processes = CORES,
     out: ReportFile = Path("reports/false_alarms.md"),
 ) -> None:
@@ -194,10 +194,12 @@ def false_alarms(
 @app.command()
 def kernels(
     keyword: Annotated[str, typer.Option("-k", help="Only kernels whose name and variant contain this text.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     report: Annotated[Path, typer.Option(help="The table.")] = Path("reports/kernel-table.md"),
     reference: Annotated[str, typer.Option(help="gpu, or cpu to try the command without one.")] = "gpu",
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="After this, draw what was compared.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Minutes after which what was compared is drawn.")
+    ] = None,
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
     from parity.lab.kernel_table import command
@@ -216,7 +218,7 @@ def throughput(
     precisions: Precisions = None,
     backend: BackendName = "auto",
     sizes: Annotated[
-        str, typer.Option(help="Of the built-in cases: large, declared, or auto for large on a GPU.")
+        str, typer.Option(help="Sizes of the built-in cases: large, declared, or auto for large on a GPU.")
     ] = "auto",
     keyword: Annotated[
         str, typer.Option("-k", help="Only workloads whose name contains one of these: mlp,linear")
@@ -225,7 +227,7 @@ def throughput(
     compiled: Annotated[
         str, typer.Option(help="Precisions in which the plain module is also compiled; all, or none.")
     ] = "all",
-    minutes: Annotated[float | None, typer.Option(min=0, help="After which nothing more is begun.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Minutes after which nothing more is begun.")] = None,
     output: Annotated[Path, typer.Option("-o", "--out", help="Folder of the report.")] = Path("reports/throughput"),
 ) -> None:
     """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
@@ -239,7 +241,7 @@ def throughput(
 def gpu_report(
     folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
     minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
-    quick: Annotated[bool, typer.Option("--quick", help="A small part of each step.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a small part of each step.")] = False,
     backend: BackendName = "auto",
     only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",
 ) -> None:
@@ -252,7 +254,7 @@ def gpu_report(
 
 @app.command()
 def study(
-    names: Annotated[list[str] | None, typer.Argument(help="Which studies; without any, shows what there is.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Studies to run; without any, list them.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Compute again what other code computed.")] = False,
@@ -288,7 +290,7 @@ def zoo(
 
 @app.command()
 def kernel_freedoms(
-    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0.")] = 1,
     workers: Processes = CORES,
     out: ReportFile = Path("reports/kernel_freedoms.md"),
 ) -> None:
@@ -303,7 +305,7 @@ def kernel_freedoms(
 @lab.command()
 def same(
     old: Annotated[Path, typer.Argument(help="A record (JSON lines), or a folder of records.")],
-    new: Annotated[Path, typer.Argument(help="What another version of parity recorded of the same runs.")],
+    new: Annotated[Path, typer.Argument(help="What another version of parity recorded for the same runs.")],
 ) -> None:
     """Tell whether two versions computed the same numbers and said the same words; exit code 1 if not."""
     from parity.lab import same as ruler

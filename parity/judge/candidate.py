@@ -109,8 +109,8 @@ def told(recalled: Recalled, evidence: str) -> Finding:
     where = f" in {', '.join(recalled.changed)}" if recalled.changed else ""
     return finding(
         _TITLE,
-        f"the candidate remembers its last call{where}: called again, {evidence}; let each call compute from its own "
-        "inputs and the weights alone, and forget the rest where it begins",
+        f"the candidate remembers its last call{where}: called again, {evidence}; let each call compute only from its "
+        "own inputs and the weights, and forget the rest when it begins",
     )
 
 
@@ -232,7 +232,7 @@ class TeModules:
         more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
         return (
             f"TransformerEngine's modules hold weights and did not run: {', '.join(named)}{more}; call the modules, or "
-            "leave to plain PyTorch modules what TransformerEngine is not to compute"
+            "use plain PyTorch modules for what TransformerEngine is not meant to compute"
         )
 
 

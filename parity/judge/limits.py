@@ -30,8 +30,8 @@ def describe() -> str:
     """Return how limits are set, in two sentences."""
     return (
         "Each tensor is judged by several statistics of its error: the norm, the largest element, the worst row and "
-        "slice, what leans, what resembles a known mistake; on Gaussian and on probing inputs. A limit is what a "
-        "faithful port exceeds so rarely that a whole run of the default suite raises a false alarm less often than "
+        "slice, what leans one way, what resembles a known mistake; on Gaussian and on probing inputs. A faithful port "
+        "exceeds a limit so rarely that a whole run of the default suite raises a false alarm less often than "
         f"once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs."
     )
 
@@ -135,7 +135,7 @@ def _exp(exponent: float) -> float:
 def too_few(count: int) -> str:
     """Say why so many tensors are not enough."""
     return (
-        f"{count} different tensors cannot tell what one in a million does; give cases that have at least "
+        f"{count} different tensors cannot show what happens once in a million times; give cases that have at least "
         f"{FEWEST_TENSORS} of each kind"
     )
 
@@ -223,7 +223,8 @@ def load(file: Path) -> Table:
     except OSError as error:
         raise UserError(f"cannot read the calibration table {file}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no calibration table: {_wrong(error)}; make one with: parity calibrate") from None
+        wrong = f"{file} is not a calibration table: {_wrong(error)}"
+        raise UserError(f"{wrong}; make one with: parity calibrate") from None
     for key, law in laws.items():
         why = why_no_limit(key, law)
         if why:
@@ -237,11 +238,11 @@ def why_no_limit(key: Key, law: Law) -> str:
     for field in dataclasses.fields(law):
         value = getattr(law, field.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            return f"{what} has the {field.name} {value!r}, which is no number"
+            return f"{what} has the {field.name} {value!r}, which is not a number"
         if value < 0 and field.name != "center":
             return f"{what} has the {field.name} {value:g}, which is below 0"
     if law.tensors != int(law.tensors) or law.tensors < 2:
-        return f"{what} was measured on {law.tensors:g} tensors, of which none can be told"
+        return f"{what} was measured on {law.tensors:g} tensors, which tells nothing"
     limit = law.limit(key[2])
     if not 0 < limit < _PASSES_ALL:
         return f"{what} would be {limit:.2g}, where {'nothing passes' if limit <= 0 else 'everything would pass'}"
@@ -255,7 +256,7 @@ def _wrong(error: Exception) -> str:
         return "it is not text"
     if isinstance(error, KeyError):
         return f"it lacks {error.args[0]!r}"
-    return "its JSON is laid out otherwise"
+    return "its JSON has another layout"
 
 
 def packaged() -> Table:

@@ -44,7 +44,7 @@ from parity.trace.trace import optimizers_recorded
 # lose is expected as well.
 
 
-BY_CHANCE = "no farther than chance moves a faithful computation"
+BY_CHANCE = "within what rounding can do by chance"
 LOOKS = 8
 # Half of them run as each kind of kernel.
 DRAWS = 16

@@ -120,8 +120,8 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
         "mask",
         f"hidden scores of {_TES_HIDDEN_SCORE:g}",
         f"keep scores far above {_TES_HIDDEN_SCORE:g}, which TE's unfused attention gives to hidden keys (normalise "
-        "queries and keys, or take a fused backend, in 16 bits): here a query's other scores are below, and it sees "
-        "what is hidden",
+        "queries and keys, or take a fused backend, in 16 bits): here a query's other scores are below that, so it "
+        "sees hidden keys",
         _with(hidden_score=_TES_HIDDEN_SCORE),
     )
 

@@ -160,7 +160,7 @@ def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Containe
             yield Hypothesis(
                 "layer-repeated",
                 f"{stack.what}{stack.numbers[instead]} for {missing}",
-                f"call TE's {missing}; {stack.what}{stack.numbers[instead]} computes again in the place",
+                f"call TE's {missing}; {stack.what}{stack.numbers[instead]} computes again in its place",
                 module,
                 read=_reading(
                     stack, [instead if place in idle else place for place in range(len(stack.numbers))], shapes
@@ -390,7 +390,7 @@ def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[st
         yield Hypothesis(
             "norm-missing",
             f"norms of {named} left out",
-            f"call the norms that the reference has as {named}{more}; what they are given is passed on",
+            f"call the norms that the reference has as {named}{more}; their inputs are passed on as they are",
             module,
             tuple(edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)) for norm in bare),
         )

@@ -169,8 +169,8 @@ def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
     yield _mask_mistake(
         "padding-mask",
         f"padding taken to be {other}, queries too",
-        f"{right}: padding is the {end} keys of a sequence; it is taken to be the {other} ones, as where lengths alone "
-        'are counted (attn_mask_type="padding", cu_seqlens): give TE attn_mask_type="arbitrary" and the mask, or move '
+        f"{right}: padding is the {end} keys of a sequence; it is taken to be the {other} ones, as if only lengths "
+        'were counted (attn_mask_type="padding", cu_seqlens): give TE attn_mask_type="arbitrary" and the mask, or move '
         f"the padding to the {other} places",
         lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1), queries_too=True),
     )

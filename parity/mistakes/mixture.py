@@ -161,7 +161,7 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         "routing-weights",
         "routing weights missing",
         "weight what the experts return by the router's probabilities (merging_probs of moe_unpermute); it is summed "
-        "as it is",
+        "unweighted",
         lambda one: _weighted(one, torch.ones_like),
     )
     yield Mistake(
@@ -191,13 +191,13 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
     yield Mistake(
         "routing-bias",
         "routing bias in the weights",
-        right + "for the choice alone; the weights are of scores with the bias",
+        right + "for the choice alone; the weights come from scores with the bias",
         lambda one: _taken_from(one, one.biasing.outputs[0]) if one.biasing and one.source == one.unbiased else (),
     )
     yield Mistake(
         "routing-bias",
         "routing bias not in the weights",
-        right + "in the weights too; they are of scores without the bias",
+        right + "in the weights too; they come from scores without the bias",
         _weights_without_bias,
     )
     yield Mistake(
@@ -215,7 +215,7 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
     yield Mistake(
         "routing-bias",
         "routing bias added to the logits",
-        right + "for the choice; it is added to the logits, of which the scores are made",
+        right + "for the choice; it is added to the logits, from which the scores are computed",
         _biased_logits,
     )
 

@@ -167,8 +167,8 @@ def joined_token_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothe
             yield Hypothesis(
                 "operation",
                 f"parts of {what} exchanged, and where they are read in {rank} dimensions",
-                f"join the parts of {what} in the reference's order; they are in the other one, and are read there, "
-                "while what goes by position (a table, a rotation) is as it was",
+                f"join the parts of {what} in the reference's order; they are in the other order, and are read "
+                "there, while tables and rotations by position are as before",
                 module,
                 (edit(call, call.inputs, _exchanged(call)), *edits),
                 scope="call",

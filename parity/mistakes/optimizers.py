@@ -188,9 +188,8 @@ def _of_adam(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
     yield _kind(module, "epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
     for which in range(2):
         yield from _betas(module, which, right["betas"])
-    yield _kind(
-        module, "amsgrad", "keeps no maximum, or one", "take amsgrad as the reference has it", _flipped("amsgrad")
-    )
+    repair = f"give TE amsgrad={right['amsgrad']}"
+    yield _kind(module, "amsgrad", "has the opposite", repair, _flipped("amsgrad"))
     yield from _numbers(module, "eps", right, OPTIMIZER_EPS, "its eps")
 
 

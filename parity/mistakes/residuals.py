@@ -132,7 +132,7 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
     yield Mistake(
         "residual-placement",
         "branch missing",
-        "add what the branch computes; the residual stream passes by alone",
+        "add what the branch computes; only the residual stream is passed on",
         lambda one: _sum_of(one, one.stream),
     )
     yield Mistake(
@@ -170,7 +170,7 @@ def _order_of_blocks(
         yield Hypothesis(
             "residual-placement",
             "layer's input missing from its output",
-            "add the layer's input to its output; it reaches it through the branches alone",
+            "add the layer's input to its output; it gets there through the branches alone",
             module,
             tuple(bypassed),
         )
@@ -298,7 +298,7 @@ def _all_branches(terms: Sequence[_Term], module: nn.Module, factor: float) -> H
     return Hypothesis(
         "factor",
         f"each branch times {factor:.4g}",
-        "add to the residual stream what attention and MLP return, multiplied by no number, as the reference does; "
+        "add to the residual stream what attention and MLP return, unscaled, as the reference does; "
         f"they are multiplied by {factor:.4g}",
         module,
         tuple(edit for term in terms for edit in term.edits(factor)),
@@ -348,7 +348,7 @@ def _times(trace: Trace, terms: Sequence[_Term], module: nn.Module, factor: floa
     return Hypothesis(
         "factor",
         f"{what} times {factor:.4g}",
-        f"add {what}{others} as the reference does, multiplied by no number; it is multiplied by {factor:.4g}",
+        f"add {what}{others} unscaled, as the reference does; it is multiplied by {factor:.4g}",
         module,
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="all" if terms[0].value in terms[0].call.outputs else "call",
@@ -434,7 +434,7 @@ def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothe
         yield Hypothesis(
             "parallel-block",
             f"{one} beside {other}{others}",
-            f"compute {other} of the sum with {one}, as the reference does{others}; both are computed of one input",
+            f"compute {other} from the sum with {one}, as the reference does{others}; both are computed from one input",
             module,
             tuple(_side_by_side(*pair) for pair in pairs),
             scope="call",

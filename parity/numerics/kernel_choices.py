@@ -147,7 +147,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
     """
     if gpu not in _ALL_GPUS or precision not in PRECISION_NAMES:
         raise ValueError(
-            f"no kernels are known of {gpu!r} at {precision!r}; GPUs are {', '.join(_ALL_GPUS)}, precisions "
+            f"no kernels are known for {gpu!r} at {precision!r}; GPUs are {', '.join(_ALL_GPUS)}, precisions "
             f"{', '.join(PRECISION_NAMES)}"
         )
     return tuple(choice for choice in CHOICES if gpu in choice.gpus and precision in choice.precisions)

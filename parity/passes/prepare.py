@@ -284,7 +284,7 @@ def _check_complete(reference: nn.Module, known: Container[str]) -> None:
     new = [name for name, _ in reference.named_parameters() if name not in known]
     if new:
         raise UserError(
-            f"the reference makes its parameter {new[0]} in its first call, when weights are mapped already; make it "
+            f"the reference creates its parameter {new[0]} in its first call, after weights were mapped; create it "
             "in the constructor, or call the reference once in the factory"
         )
 

@@ -126,7 +126,7 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
     """
     for name, moved in _moved(golden, again):
         raise NothingToJudge(
-            f"the reference draws random numbers (PAR253 not-reproducible): with others its {name} moves by "
+            f"the reference draws random numbers (PAR253 not-reproducible): with other numbers its {name} moves by "
             f"{moved:.2g} of its norm, so that nothing can be compared with it; switch off what draws them in both "
             "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
         )
@@ -249,7 +249,7 @@ def remarks(
         tensor.label for tensor in tensors if tensor.numel and not (tensor.errors.golden_rms or tensor.errors.max_abs)
     ]
     if zero:
-        yield f"0 in the reference and in the candidate, which proves nothing of it: {', '.join(zero)}"
+        yield f"0 in the reference and in the candidate, which proves nothing about it: {', '.join(zero)}"
     lost = [tensor.label for tensor in _lost(tensors)]
     if lost:
         yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
@@ -303,7 +303,7 @@ def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
     if in_tf32 and all(tensor.errors.relative_l2 < _WITHOUT_TF32 * tensor.expected.relative_l2 for tensor in in_tf32):
         yield (
             f"more accurate than expected: less than {_WITHOUT_TF32:.0%} of the error that TF32 costs, as if its FP32 "
-            f"GEMMs were true FP32 and no TF32 ones: {', '.join(tensor.label for tensor in in_tf32)}"
+            f"GEMMs ran in true FP32, not in TF32: {', '.join(tensor.label for tensor in in_tf32)}"
         )
 
 

@@ -75,8 +75,8 @@ def check_folder(folder: Path, option: str) -> None:
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        below = "" if existing == folder else f", which lies below {existing}"
-        raise UserError(f"{option} is {folder}{below}: that is a file, but a folder is due")
+        below = "" if existing == folder else f", which is below {existing}"
+        raise UserError(f"{option} is {folder}{below}: that is a file, but should be a folder")
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".parity-", dir=existing))
     except OSError as error:
@@ -102,7 +102,7 @@ def check_file(file: Path, option: str) -> None:
     except OSError as error:  # for example because the name is too long
         raise UserError(f"{option}: {file} cannot be written: {error.strerror}") from None
     if file.is_dir():
-        raise UserError(f"{option}: {file} is a folder, but a file is due")
+        raise UserError(f"{option}: {file} is a folder, but should be a file")
     if file.exists() and not os.access(file, os.W_OK):
         raise UserError(f"{option}: {file} is write-protected")
 

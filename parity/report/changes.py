@@ -183,7 +183,7 @@ def _facts(run: Record) -> dict[str, str]:
 
 def _told_of(kind: Kind, factor: float) -> Iterator[str]:
     if kind == "margin":
-        yield f"The verdict is as before, and the margin is not: it changed by more than {factor:g} times."
+        yield f"The verdict is the same, but the margin changed by more than {factor:g} times."
 
 
 def _table(changes: Sequence[Change]) -> str:

@@ -248,7 +248,7 @@ def _uncollected(run: Digest) -> Iterator[str]:
     """Yield what the tables lack, and why."""
     if run.uncollected:
         yield "## Not collected"
-        yield "Of these nothing was compared; what is wrong with them is to be mended first."
+        yield "None of these was compared; fix what is wrong with them first."
     for each in run.uncollected.values():
         yield f"`{each.node_id}`:"
         yield _fence(each.message.splitlines())

@@ -75,7 +75,7 @@ def detached_path_findings(
             yield finding(
                 "gradient-path-missing",
                 f"gradients lack what comes back through {path.described}; without that they all agree. Look there "
-                "for detach, no_grad, or what is made a new tensor",
+                "for detach, no_grad, or a tensor that is created anew",
             )
             return
 
@@ -283,8 +283,8 @@ def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
     yield finding(
         "gradient-scale",
         f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
-        f"what they should be, and right but for that; look for what scales the gradient behind {where or 'these'}, "
-        "or of a branch. What comes before is wrong for that reason",
+        f"what they should be, and otherwise right; look for what scales the gradient behind {where or 'these'}, "
+        "or that of a branch. Gradients before it are wrong for that reason",
     )
 
 
@@ -301,9 +301,9 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
         return
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
     what = (
-        "0; nothing flows back there, as behind detach, no_grad or what is made a new tensor"
+        "0; nothing flows back there, as after detach, no_grad, or a tensor that is created anew"
         if factor == 0.0
-        else f"{readable(factor)} times what it should be, and right but for that; "
+        else f"{readable(factor)} times what it should be, and otherwise right; "
         "divide by it (a loss scale, a number of tokens or ranks)"
     )
     yield finding("gradient-scale", f"{which} is {what}")

@@ -114,10 +114,10 @@ def _as_it_is(name: str, prepared: Prepared) -> str:
     """Say what a parameter holds if no other reading of the map explains it."""
     held, expected = prepared.unlike[name].double(), prepared.candidate_weights[name].double()
     if held.numel() > 1 and bool((held == held.flatten()[0]).all()):
-        return f'"{name}" holds {held.flatten()[0]:g} throughout, as it was constructed'
+        return f'"{name}" holds {held.flatten()[0]:g} throughout, as when it was constructed'
     for other, tensor in prepared.candidate_weights.items():
         if other != name and tensor.shape == held.shape and _are_same(held, tensor):
-            return f'"{name}" holds what "{other}" is to hold'
+            return f'"{name}" holds what "{other}" should hold'
     cosine = torch.nn.functional.cosine_similarity(held.flatten(), expected.flatten(), 0).item()
     factor = math.copysign((held.norm() / expected.norm()).item(), cosine) if bool(expected.any()) else 0.0
     if factor and abs(cosine) > 1 - _SAME**2 / 2 and abs(factor - 1) > _SAME:

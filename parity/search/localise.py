@@ -57,7 +57,7 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
                 return
             yield finding(
                 "output-scale",
-                f"{result.label} is {readable(factor)} times what it should be, and right but for that; look for a "
+                f"{result.label} is {readable(factor)} times what it should be, and otherwise right; look for a "
                 "scale that is applied twice or not at all",
             )
 
@@ -80,7 +80,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     yield finding(
         "loss-scale",
         f"{', '.join(one.label for one in outputs)} and every gradient are {readable(factor)} times what they should "
-        "be, and right but for that; look for a sum in the place of a mean, or for a number of tokens, sequences, "
+        "be, and otherwise right; look for a sum in the place of a mean, or for a number of tokens, sequences, "
         "microbatches or ranks by which the loss is divided on one side alone",
     )
 

@@ -90,8 +90,8 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
         return []
     share, _, mistake = nearest
     message = (
-        f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to the reference that rounds so "
-        f"than to one that rounds as {failure.precision.name} does. {mistake.repair}"
+        f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to a reference that rounds like "
+        f"this than to one that rounds as {failure.precision.name} does. {mistake.repair}"
     )
     return [finding(mistake.title, message)]
 

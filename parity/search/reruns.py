@@ -210,7 +210,7 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
         if all(_is_nearly_right(failure, output, rows) for output, rows in kept.items()) and _agrees(failure, kept):
             yield finding(
                 "hidden-rows",
-                f"the candidate agrees, gradients included, but for rows that the input {name} hides, where TE's "
+                f"the candidate agrees, gradients included, except in rows that the input {name} hides, where TE's "
                 "attention computes nothing that can be compared. If nobody reads them, zero them in both outputs: "
                 f"give the pair a call_reference and a call_candidate that return {_zeroed(failure, name)}",
             )
@@ -226,8 +226,8 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
         if shares and min(shares) > _MOST:
             yield finding(
                 "hidden-rows",
-                f"{min(shares):.0%} of the outputs' error is in rows that the input {name} hides, of which a port may "
-                "make what it likes, and gradients have their share of it. Zero them in both outputs first: give the "
+                f"{min(shares):.0%} of the outputs' error is in rows that the input {name} hides, where a port may "
+                "compute anything, and which reaches the gradients. Zero them in both outputs first: give the "
                 f"pair a call_reference and a call_candidate that return {_zeroed(failure, name)}",
             )
             return
@@ -352,10 +352,10 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
             apart = relative_l2(moved, norm_of(golden))
             yield finding(
                 "not-reproducible",
-                f"the candidate draws random numbers: with others {result.label} moves by {apart:.2g} of its norm, "
-                f"where the error is {result.errors.relative_l2:.2g}. Switch off what draws them, in a module or in "
-                "forward (functional dropout, stochastic depth, added noise), or draw them once and give them to both "
-                "modules as an input",
+                f"the candidate draws random numbers: with other numbers {result.label} moves by {apart:.2g} of its "
+                f"norm, where the error is {result.errors.relative_l2:.2g}. Switch off what draws them, in a module or "
+                "in forward (functional dropout, stochastic depth, added noise), or draw them once and give them to "
+                "both modules as an input",
             )
             return
 
@@ -512,7 +512,7 @@ def unread_inputs(failed: Sequence[TensorResult], candidate: Tensors) -> Iterato
                 "PAR004",
                 "no-gradient",
                 f"no gradient flows back to the input {tensor.name}: the candidate computes without it, or detaches "
-                "it; is it passed on to TE's module, as encoder_output say, and not another in its place?",
+                "it; is it passed on to TE's module (as encoder_output, say), and not something else in its place?",
             )
 
 

@@ -417,7 +417,7 @@ def _check_golden(golden: Mapping[str, Tensor]) -> None:
         if not output.isfinite().all():
             raise UserError(f"the reference's {name} is not finite in FP64; look at the weights and inputs")
         if not output.any():
-            raise UserError(f"the reference's {name} is all zero on these inputs, which tells no map from another")
+            raise UserError(f"the reference's {name} is all zero on these inputs, so no map can be told from another")
 
 
 def _worst_error(outputs: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> float:

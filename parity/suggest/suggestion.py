@@ -108,7 +108,7 @@ def explain(suggestion: Suggestion) -> str:
     lines = list(suggestion.problems)
     for outcome, heading in (
         ("settled", "settled by running both modules in FP32, by the relative L2 error of the outputs:"),
-        ("tied", "NOT settled by running both modules, as the first is no clear best:"),
+        ("tied", "NOT settled by running both modules, as the first is not clearly the best:"),
         ("not run", "NOT settled, the likeliest by name and shape first; errors of those that were run:"),
     ):
         decisions = [decision for decision in suggestion.decisions if decision.outcome == outcome]

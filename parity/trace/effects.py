@@ -68,7 +68,7 @@ def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[st
     names, have, they = (", ".join(detached), *(("have", "they are") if len(detached) > 1 else ("has", "it is")))
     return (
         f"{names} of the candidate {have} no gradient, where the reference's {have} one: {they} detached, or computed "
-        "under no_grad, so that nothing is trained by it"
+        "under no_grad, so it trains nothing"
     )
 
 

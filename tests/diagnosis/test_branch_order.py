@@ -64,7 +64,7 @@ def test_branches_in_the_other_order_are_told_by_their_last_layers(precision):
 def test_branches_side_by_side_are_told(precision):
     finding = result("beside", precision).findings[0]
     assert finding.title == "parallel-block"
-    assert "both are computed of one input" in finding.message
+    assert "both are computed from one input" in finding.message
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])

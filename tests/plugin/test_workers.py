@@ -92,7 +92,7 @@ LIMIT = "(--parity-timeout, or --timeout of parity run)"
         ),
         (
             "hangs_for_good",
-            f"ran longer than 3 s {LIMIT}, and let no thread of Python run; its worker",
+            f"ran longer than 3 s {LIMIT}, and let no Python thread run; its worker",
         ),
     ],
 )

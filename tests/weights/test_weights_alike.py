@@ -100,7 +100,7 @@ def test_of_very_many_problems_the_first_are_told_and_the_rest_counted():
     names = [f"{letter}_{other}" for letter in "abcdefgh" for other in "abcdefgh"]
     found = problems({"x": "y"}, {"x": (1,), **dict.fromkeys(names, (4,))}, {"y": (1,)})
     assert len(found) == MOST_LINES + 1
-    assert found[-1] == f"and {len(names) - MOST_LINES} more of such problems"
+    assert found[-1] == f"and {len(names) - MOST_LINES} more problems like these"
 
 
 def test_of_an_entry_with_very_many_names_the_ends_are_told():
@@ -108,7 +108,7 @@ def test_of_an_entry_with_very_many_names_the_ends_are_told():
     weights: dict[Side, Side] = {experts(*names): "fc1.weight"}
     (found,) = problems(weights, dict.fromkeys(names, (4, 8)), {"fc1.weight": (64, 8, 4)})
     assert found.startswith('experts("experts.0.w1.weight", "experts.1.w1.weight", ')
-    assert found.endswith("; fc1.weight (64, 8, 4)); rearrange() gives as many elements another shape")
+    assert found.endswith("; fc1.weight (64, 8, 4)); rearrange() gives the same elements another shape")
     assert len(found) < MOST_LETTERS + 10
 
 

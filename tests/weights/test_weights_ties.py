@@ -26,7 +26,7 @@ def problem(weights: dict[Side, Side], reference: OtherNames, candidate: OtherNa
 
 def test_a_head_that_the_reference_ties_comes_with_the_entry_that_fills_both_of_tes():
     told = problem(ALL, TIED, APART)
-    assert f'"{HEAD}" is no reference parameter of its own: it is tied to "{TOKENS}", and TE has both apart' in told
+    assert f'"{HEAD}" is not a reference parameter of its own: it is tied to "{TOKENS}", and TE has both apart' in told
     assert f'write "{TOKENS}": copies("{TOKENS}", "{HEAD}") in place of both entries' in told
 
 
