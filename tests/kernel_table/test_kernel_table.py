@@ -12,8 +12,7 @@ from parity import te
 from parity.cpu import cuda
 from parity.lab.kernel_table import command, table
 from parity.lab.kernel_table.bench import KernelCall
-from parity.lab.kernel_table.catalogue import select
-from parity.lab.kernel_table.measure import Outcome
+from parity.lab.kernel_table.measure import Outcome, select
 from parity.lab.kernel_table.table import Comparison, Distance, compare, draw, fraction, ulps
 from parity.report import environment
 from parity.user_error import UserError

@@ -16,8 +16,7 @@ from parity import te
 from parity.cpu import cuda, extension
 from parity.lab.kernel_table import measure
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
-from parity.lab.kernel_table.catalogue import CALLS, NOT_CALLED, select
-from parity.lab.kernel_table.measure import Outcome
+from parity.lab.kernel_table.measure import CALLS, NOT_CALLED, Outcome, select
 from parity.lab.kernel_table.table import Distance, compare
 from parity.user_error import UserError
 

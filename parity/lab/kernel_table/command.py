@@ -17,7 +17,7 @@ import torch
 
 from parity import te
 from parity.cpu import cuda
-from parity.lab.kernel_table import catalogue, measure, table
+from parity.lab.kernel_table import measure, table
 from parity.lab.kernel_table.measure import Outcome
 from parity.lab.kernel_table.table import Comparison, compare, draw
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
@@ -151,7 +151,7 @@ def compare_backends(
         seed: of the inputs.
         ends: ``time.monotonic()`` after which no more calls are made.
     """
-    calls = catalogue.select(keyword)
+    calls = measure.select(keyword)
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / name for name in ("reference", "candidate")]
         for place in places:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from parity.lab.kernel_table.bench import KernelCall
-from parity.lab.kernel_table.catalogue import NOT_CALLED
-from parity.lab.kernel_table.measure import Outcome
+from parity.lab.kernel_table.measure import NOT_CALLED, Outcome
 from parity.numerics.errors import relative_l2
 from parity.report.environment import Environment, to_json
 from parity.report.numbers import markdown_table, short

@@ -1,4 +1,4 @@
-"""Fused optimizers over three steps, and the kernels on lists of tensors that gradient clipping and scaling use."""
+"""Make the calls of optimizers and of losses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from parity.lab.kernel_table.bench import DTYPES, Bench, KernelCall
+
+# Fused optimizers over three steps, and the kernels on lists of tensors that gradient clipping and scaling use.
+
 
 _LENGTHS = (5000, 33, 70000)  # more than one chunk, and less than one vector
 _STEPS, _CHUNK = 3, 2048 * 32
@@ -32,7 +35,7 @@ _SGDS: dict[str, dict[str, Any]] = {
 }
 
 
-def calls() -> Iterator[KernelCall]:
+def optimizers() -> Iterator[KernelCall]:
     for variant, (dtype, options) in _ADAMS.items():
         run = partial(_step, optimizer="FusedAdam", dtype=dtype, options={"lr": 0.01, "weight_decay": 0.1, **options})
         yield KernelCall("Optimizers", "FusedAdam", variant, _SHAPES, run)
@@ -109,3 +112,27 @@ def _scales(bench: Bench, power: bool) -> Mapping[str, Any]:
     kernel = bench.tex.multi_tensor_compute_scale_and_scale_inv
     kernel(_CHUNK, _flag(bench), [amaxes, scales, inverses], 448.0, power, 0.0)
     return {"scale": torch.cat(scales), "scale_inv": torch.cat(inverses)}
+
+
+# Cross-entropy by TE's Triton kernels, which overwrite the logits by their gradient.
+
+
+_BATCH, _SEQUENCE, _VOCABULARY = 2, 64, 1000
+_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
+
+
+def losses() -> Iterator[KernelCall]:
+    for text, dtype in _DTYPES.items():
+        for smoothing in (0.0, 0.1):
+            run = partial(_cross_entropy, dtype=dtype, smoothing=smoothing)
+            variant = f"{text}, label smoothing {smoothing}"
+            shapes = str([_BATCH, _SEQUENCE, _VOCABULARY])
+            yield KernelCall("Losses", "parallel_cross_entropy", variant, shapes, run)
+
+
+def _cross_entropy(bench: Bench, dtype: torch.dtype, smoothing: float) -> Mapping[str, Any]:
+    logits = bench.normal(_BATCH, _SEQUENCE, _VOCABULARY, dtype=dtype, scale=3.0).requires_grad_()
+    target = bench.integers(_BATCH, _SEQUENCE, high=_VOCABULARY, dtype=torch.int64)
+    loss = bench.te.parallel_cross_entropy(logits.clone(), target, smoothing, False, None)
+    (gradient,) = torch.autograd.grad(loss, logits, bench.normal(*loss.shape, dtype=loss.dtype))
+    return {"loss": loss.detach(), "gradient": gradient}

@@ -1,0 +1,209 @@
+"""Make the calls of attention and of what surrounds it: softmaxes, RoPE, packed sequences, the cache of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from parity.lab.kernel_table.bench import DTYPES, E4M3, HALF, Bench, KernelCall
+from parity.te.attention_backend import AttentionBackend, attention_backends
+
+# The fused softmaxes and RoPE, forward and backward.
+
+
+_BATCH, _ROPE_HEADS, _SEQUENCE, _FEATURES = 2, 4, 128, 64
+_SCALE = 0.13
+_SOFTMAXES = ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked")
+_SHAPES_OF_TOKENS = {
+    "SBHD": (_SEQUENCE, _BATCH, _ROPE_HEADS, _FEATURES),
+    "BSHD": (_BATCH, _SEQUENCE, _ROPE_HEADS, _FEATURES),
+}
+
+
+def softmaxes_and_rope() -> Iterator[KernelCall]:
+    for softmax in _SOFTMAXES:
+        for text, dtype in HALF.items():
+            for direction in ("forward", "backward"):
+                run = partial(_softmax, softmax=softmax, dtype=dtype, direction=direction)
+                shapes = str(list(_scores(softmax)))
+                yield KernelCall("Softmax", f"{softmax}_softmax_{direction}", text, shapes, run)
+    for direction in ("forward", "backward"):
+        for text, dtype in DTYPES.items():
+            for layout, shape in _SHAPES_OF_TOKENS.items():
+                for interleaved in (False, True):
+                    variant = f"{text}, {layout}, {'interleaved' if interleaved else 'halves'}"
+                    run = partial(_rope, direction=direction, dtype=dtype, layout=layout, interleaved=interleaved)
+                    yield KernelCall("RoPE", f"fused_rope_{direction}", variant, str(list(shape)), run)
+        for text, dtype in DTYPES.items():
+            for layout, shape in _SHAPES_OF_TOKENS.items():
+                run = partial(_joint_rope, direction=direction, dtype=dtype, layout=layout)
+                yield KernelCall("RoPE", f"fused_qkv_rope_{direction}", f"{text}, {layout}", str(list(shape)), run)
+
+
+def _scores(softmax: str) -> tuple[int, ...]:
+    square = (_SEQUENCE, _SEQUENCE)
+    return (_BATCH * _ROPE_HEADS, *square) if "upper_triang" in softmax else (_BATCH, _ROPE_HEADS, *square)
+
+
+def _softmax(bench: Bench, softmax: str, dtype: torch.dtype, direction: str) -> Mapping[str, Any]:
+    """The backward pass takes probabilities of the same kernels' forward."""
+    scores = bench.normal(*_scores(softmax), dtype=dtype, scale=4.0)
+    mask = (bench.coin(_BATCH, 1, _SEQUENCE, _SEQUENCE),) if softmax == "scaled_masked" else ()
+    probabilities = getattr(bench.tex, f"{softmax}_softmax_forward")(scores, *mask, _SCALE)
+    if direction == "forward":
+        return {"probabilities": probabilities}
+    grad = bench.normal(*_scores(softmax), dtype=dtype)
+    return {"gradient": getattr(bench.tex, f"{softmax}_softmax_backward")(grad, probabilities, _SCALE)}
+
+
+def _rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str, interleaved: bool) -> Mapping[str, Any]:
+    tokens = bench.normal(*_SHAPES_OF_TOKENS[layout], dtype=dtype)
+    tex_layout = getattr(bench.tex.NVTE_QKV_Format, f"NVTE_{layout}")
+    kernel = getattr(bench.tex, f"fused_rope_{direction}")
+    angles = bench.angles(_SEQUENCE, _FEATURES)
+    return {"result": kernel(tokens, angles, None, tex_layout, interleaved, None, 1, 0)}
+
+
+def _joint_rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str) -> Mapping[str, Any]:
+    """Two query heads, a key and a value in each group of the joint tensor."""
+    *tokens, groups, _ = _SHAPES_OF_TOKENS[layout]
+    split = [2 * _FEATURES, _FEATURES, _FEATURES]
+    angles = bench.angles(_SEQUENCE, _FEATURES)
+    tex_layout = getattr(bench.tex.NVTE_QKV_Format, f"NVTE_{layout}")
+    layout_arguments = (split, tex_layout, False, 1, 0)
+    if direction == "forward":
+        joint = bench.normal(*tokens, groups, sum(split), dtype=dtype)
+        return dict(
+            zip("qkv", bench.tex.fused_qkv_rope_forward(joint, angles, angles, None, *layout_arguments), strict=True)
+        )
+    gradients = [bench.normal(*tokens, groups * (size // _FEATURES), _FEATURES, dtype=dtype) for size in split]
+    return {"gradient": bench.tex.fused_qkv_rope_backward(*gradients, angles, angles, *layout_arguments)}
+
+
+# Attention by TE's unfused and by cuDNN's fused kernels, forward and backward, through ``DotProductAttention``.
+#
+# What a padded query gets means nothing and is taken as 0 on both sides. Flash-attention is a package of its own, of
+# which there are no CPU kernels.
+
+
+_HEADS = 8
+_BACKENDS: dict[AttentionBackend, tuple[str, ...]] = {"unfused": ("FP32", "BF16", "FP16"), "fused": ("BF16", "FP16")}
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What TE is told; ``options`` go into its call."""
+
+    groups: int = _HEADS
+    name: str = "no_mask"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+_MASKS = {
+    "no mask": _Mask(),
+    "causal": _Mask(name="causal"),
+    "causal, GQA": _Mask(2, "causal"),
+    "causal, MQA": _Mask(1, "causal"),
+    "window": _Mask(2, "causal", (("window_size", (32, 0)),)),
+    "padding": _Mask(name="padding"),
+}
+
+
+def attention() -> Iterator[KernelCall]:
+    for backend, dtypes in _BACKENDS.items():
+        for text in dtypes:
+            for name, mask in _MASKS.items():
+                run = partial(_attend, backend=backend, dtype=DTYPES[text], mask=mask)
+                shapes = str([_BATCH, _SEQUENCE, _HEADS, _FEATURES])
+                yield KernelCall("Attention", f"DotProductAttention, {backend}", f"{text}, {name}", shapes, run)
+
+
+def _attend(bench: Bench, backend: AttentionBackend, dtype: torch.dtype, mask: _Mask) -> Mapping[str, Any]:
+    heads = (_HEADS, mask.groups, mask.groups)
+    inputs = [bench.normal(_BATCH, _SEQUENCE, n, _FEATURES, dtype=dtype).requires_grad_() for n in heads]
+    grad = bench.normal(_BATCH, _SEQUENCE, _HEADS * _FEATURES, dtype=dtype)
+    is_padding = bench.padding([_SEQUENCE, _SEQUENCE - 37], _SEQUENCE)
+    options = dict(mask.options)
+    if mask.name == "padding":
+        options["attention_mask"] = is_padding[:, None, None, :]
+        grad = grad.masked_fill(is_padding[:, :, None], 0.0)
+    with attention_backends(backend):
+        module = bench.te.DotProductAttention(
+            _HEADS,
+            _FEATURES,
+            num_gqa_groups=mask.groups,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type=mask.name,
+        )
+        context = module(*inputs, **options)
+        gradients = torch.autograd.grad(context, inputs, grad)
+    results = dict(zip(("context", "dq", "dk", "dv"), (context.detach(), *gradients), strict=True))
+    if mask.name != "padding":
+        return results
+    return {
+        name: x.masked_fill(is_padding.view(*is_padding.shape, *[1] * (x.dim() - 2)), 0.0)
+        for name, x in results.items()
+    }
+
+
+# Kernels that move numbers and compute none: transposes, packed sequences, the cache of keys and values.
+
+
+_SEQUENCES, _LONGEST, _PACKED_HEADS, _PACKED_FEATURES = 3, 64, 4, 32
+_LENGTHS = (64, 17, 40)
+_CACHED, _NEW, _CACHE = (5, 0, 31), (1, 9, 4), 64
+
+
+def layouts() -> Iterator[KernelCall]:
+    yield KernelCall("Layouts", "fp8_transpose", "E4M3", "[256, 384]", _fp8_transpose)
+    for text, dtype in HALF.items():
+        run = partial(_swap, dtype=dtype)
+        yield KernelCall("Layouts", "swap_first_dims", text, "[64, 3, 128]", run)
+        lengths = f"lengths {list(_LENGTHS)} of {_LONGEST}"
+        run = partial(_pack, dtype=dtype)
+        yield KernelCall("Layouts", "convert_bshd_to_thd, convert_thd_to_bshd", text, lengths, run)
+        run = partial(_cache, dtype=dtype)
+        yield KernelCall("Layouts", "copy_to_kv_cache", text, f"{list(_NEW)} after {list(_CACHED)}", run)
+
+
+def _fp8_transpose(bench: Bench) -> Mapping[str, Any]:
+    codes = bench.integers(256, 384, high=0x7F, dtype=torch.uint8)
+    return {"transpose": bench.tex.fp8_transpose(codes, getattr(bench.tex.DType, E4M3), out=None)}
+
+
+def _swap(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    return {"swapped": bench.tex.swap_first_dims(bench.normal(64, 3, 128, dtype=dtype), out=None)}
+
+
+def _cumulative(bench: Bench, lengths: tuple[int, ...]) -> torch.Tensor:
+    return bench.fixed([sum(lengths[:i]) for i in range(len(lengths) + 1)], torch.int32)
+
+
+def _pack(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    tokens, ends = (
+        bench.normal(_SEQUENCES, _LONGEST, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype),
+        _cumulative(bench, _LENGTHS),
+    )
+    packed = bench.tex.convert_bshd_to_thd(tokens, ends, sum(_LENGTHS))
+    unpacked = bench.tex.convert_thd_to_bshd(packed, ends, _SEQUENCES, _LONGEST)
+    is_padding = bench.padding(_LENGTHS, _LONGEST)
+    return {"packed": packed, "unpacked": unpacked.masked_fill(is_padding[:, :, None, None], 0.0)}
+
+
+def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    """New tokens, packed, go behind those that each sequence has in a cache without pages."""
+    fresh = [bench.normal(sum(_NEW), _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
+    caches = [bench.normal(_SEQUENCES, _CACHE, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
+    ends = tuple(old + new for old, new in zip(_CACHED, _NEW, strict=True))
+    layout = bench.tex.NVTE_QKV_Format.NVTE_THD
+    pages = bench.fixed(range(_SEQUENCES), torch.int32)
+    bench.tex.copy_to_kv_cache(
+        *(*fresh, *caches, pages, _cumulative(bench, _NEW), _cumulative(bench, ends), layout),
+        *(_SEQUENCES, max(_NEW), _CACHE, 1, True),
+    )
+    return {"keys": caches[0], "values": caches[1]}

@@ -1,0 +1,267 @@
+"""Make the calls of what stands between the GEMMs of a layer: norms, activations, mixtures of experts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.lab.kernel_table.bench import DTYPES, E5M2, Bench, KernelCall
+
+# LayerNorm and RMSNorm, forward and backward; the backward pass takes the statistics of the same kernels' forward.
+
+
+_NORM_ROWS, _NORM_COLUMNS, _EPSILON = 256, 1024, 1e-5
+_NORM_SHAPES = f"[{_NORM_ROWS}, {_NORM_COLUMNS}]"
+
+
+def norms() -> Iterator[KernelCall]:
+    for norm in ("layernorm", "rmsnorm"):
+        for text, dtype in DTYPES.items():
+            for centered in (False, True):
+                variant = f"{text}, gamma - 1" if centered else text
+                forward = partial(_norm_forward, norm=norm, dtype=dtype, centered=centered, quantizer=None)
+                backward = partial(_norm_backward, norm=norm, dtype=dtype, centered=centered)
+                yield KernelCall("Norms", f"{norm}_fwd", variant, _NORM_SHAPES, forward)
+                yield KernelCall("Norms", f"{norm}_bwd", variant, _NORM_SHAPES, backward)
+        if norm == "rmsnorm":
+            for text, dtype in DTYPES.items():
+                yield KernelCall(
+                    "Norms", "rmsnorm_bwd_add", text, _NORM_SHAPES, partial(_norm_backward_and_add, dtype=dtype)
+                )
+        for quantizer in ("fp8_delayed", "fp8_current", "mxfp8"):
+            run = partial(_norm_forward, norm=norm, dtype=torch.bfloat16, centered=False, quantizer=quantizer)
+            yield KernelCall("Norms", f"{norm}_fwd", f"BF16 to {quantizer}", _NORM_SHAPES, run, quantizer)
+
+
+def _norm_forward(
+    bench: Bench, norm: str, dtype: torch.dtype, centered: bool, quantizer: str | None
+) -> Mapping[str, Any]:
+    x, gamma, beta, _ = _norm_inputs(bench, dtype)
+    caster = bench.quantizer(quantizer) if quantizer else None
+    results = _normalize(bench, norm, (x, gamma, beta), caster, dtype, centered)
+    return dict(zip(("z", "mu", "rsigma"), results, strict=True))
+
+
+def _norm_backward(bench: Bench, norm: str, dtype: torch.dtype, centered: bool) -> Mapping[str, Any]:
+    x, gamma, beta, dz = _norm_inputs(bench, dtype)
+    _, mu, rsigma = _normalize(bench, norm, (x, gamma, beta), None, dtype, centered)
+    statistics = (mu, rsigma) if norm == "layernorm" else (rsigma,)
+    results = getattr(bench.tex, f"{norm}_bwd")(dz, x, *statistics, gamma, 0, centered)
+    return dict(zip(("dx", "dgamma", "dbeta"), results, strict=False))
+
+
+def _norm_backward_and_add(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    x, gamma, beta, dz = _norm_inputs(bench, dtype)
+    _, _, rsigma = _normalize(bench, "rmsnorm", (x, gamma, beta), None, dtype, False)
+    residual = bench.normal(_NORM_ROWS, _NORM_COLUMNS, dtype=dtype)
+    results = bench.tex.rmsnorm_bwd_add(dz, x, residual, rsigma, gamma, 0, False)
+    return dict(zip(("dx", "dgamma"), results, strict=True))
+
+
+def _norm_inputs(bench: Bench, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    x, dz = (bench.normal(_NORM_ROWS, _NORM_COLUMNS, dtype=dtype, scale=2.0) for _ in range(2))
+    gamma, beta = (bench.normal(_NORM_COLUMNS, dtype=dtype) for _ in range(2))
+    return x, gamma, beta, dz
+
+
+def _normalize(
+    bench: Bench, norm: str, inputs: tuple[torch.Tensor, ...], quantizer: Any, dtype: torch.dtype, centered: bool
+) -> Any:
+    taken = inputs if norm == "layernorm" else inputs[:2]
+    kernel = getattr(bench.tex, f"{norm}_fwd")
+    return kernel(*taken, _EPSILON, None, quantizer, bench.dtype(dtype), 0, centered)
+
+
+# Activations and their gradients, plain and gated, in each dtype; to FP8, and with a bias gradient, for some.
+
+
+_ROWS, _COLUMNS = 256, 512
+_PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
+_GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
+_SCALED = {"srelu": 1, "swiglu": 2, "situglu": 2, "clamped_swiglu": 2}  # by name, how wide the input is
+_TO_FP8 = ("gelu", "swiglu")
+_WITH_BIAS = ("gelu", "silu", "relu", "qgelu", "srelu")
+
+
+def activations() -> Iterator[KernelCall]:
+    for text, dtype in DTYPES.items():
+        for name in (*_PLAIN, *_GATED):
+            yield _activation(name, text, partial(_forward, name=name, dtype=dtype))
+            yield _activation(_gradient_of(name), text, partial(_backward, name=name, dtype=dtype))
+        for name in _SCALED:
+            yield _activation(f"scaled_{name}", text, partial(_scaled, name=name, dtype=dtype))
+    for quantizer in ("fp8_delayed", "fp8_current", "mxfp8"):
+        for name in _TO_FP8:
+            for kernel, run in ((name, _forward), (_gradient_of(name), _backward)):
+                bound = partial(run, name=name, dtype=torch.bfloat16, quantizer=quantizer)
+                yield _activation(kernel, f"BF16 to {quantizer}", bound, quantizer)
+        for name in _WITH_BIAS:
+            run = partial(_with_bias, name=name, quantizer=quantizer)
+            yield _activation(f"dbias_d{name}", f"BF16 to {quantizer}", run, quantizer)
+
+
+def _activation(kernel: str, variant: str, run: Any, quantizer: str | None = None) -> KernelCall:
+    return KernelCall("Activations", kernel, variant, f"{_ROWS} rows, {_COLUMNS} results each", run, quantizer)
+
+
+def _gradient_of(name: str) -> str:
+    return "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
+
+
+def _input(bench: Bench, name: str, dtype: torch.dtype) -> torch.Tensor:
+    return bench.normal(_ROWS, 2 * _COLUMNS if name in _GATED else _COLUMNS, dtype=dtype, scale=3.0)
+
+
+def _forward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None = None) -> Mapping[str, Any]:
+    caster = bench.quantizer(quantizer) if quantizer else None
+    return {"result": getattr(bench.tex, name)(_input(bench, name, dtype), caster)}
+
+
+def _backward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None = None) -> Mapping[str, Any]:
+    x, grad = _input(bench, name, dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
+    caster = bench.quantizer(quantizer, E5M2) if quantizer else None
+    return {"gradient": getattr(bench.tex, _gradient_of(name))(grad, x, caster)}
+
+
+def _scaled(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    """Return each row's result times a number of its own, such as its router's probability; forward and backward."""
+    x, grad = bench.normal(_ROWS, _SCALED[name] * _COLUMNS, dtype=dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
+    scales = bench.normal(_ROWS).abs()
+    result = getattr(bench.tex, f"scaled_{name}")(x, scales, None)
+    gradient, scale_gradient = getattr(bench.tex, f"scaled_{_gradient_of(name)}")(grad, x, scales, None)
+    return {"result": result, "gradient": gradient, "scale gradient": scale_gradient}
+
+
+def _with_bias(bench: Bench, name: str, quantizer: str) -> Mapping[str, Any]:
+    x, grad = _input(bench, name, torch.bfloat16), bench.normal(_ROWS, _COLUMNS, dtype=torch.bfloat16)
+    kernel = getattr(bench.tex, f"dbias_d{name}")
+    bias_gradient, gradient = kernel(grad, x, bench.quantizer(quantizer, E5M2))
+    return {"bias gradient": bias_gradient, "gradient": gradient}
+
+
+# Mixtures of experts: routing, moving tokens to experts and back, padding, and the loss that balances experts.
+
+
+_TOKENS, _EXPERTS, _CHOSEN, _HIDDEN = 256, 16, 4, 128
+_SIZES, _PADDED_SIZES = (100, 7, 0, 149), (112, 16, 0, 160)
+_MOVING_SHAPES = f"[{_TOKENS}, {_HIDDEN}], {_CHOSEN} of {_EXPERTS} experts"
+_ROUTING_SHAPES = f"[{_TOKENS}, {_EXPERTS}], {_CHOSEN} chosen"
+
+
+def mixtures() -> Iterator[KernelCall]:
+    for text, dtype in DTYPES.items():
+        for kind in ("mask", "index"):
+            run = partial(_permute, kind=kind, dtype=dtype)
+            yield KernelCall(
+                "Mixture of experts", "moe_permute, moe_unpermute", f"{text}, {kind} map", _MOVING_SHAPES, run
+            )
+        run = partial(_permute_with_probs, dtype=dtype)
+        yield KernelCall("Mixture of experts", "moe_permute_with_probs", text, _MOVING_SHAPES, run)
+        run = partial(_sort_chunks, dtype=dtype)
+        yield KernelCall("Mixture of experts", "moe_sort_chunks_by_index_with_probs", text, _MOVING_SHAPES, run)
+        run = partial(_pad, dtype=dtype)
+        sizes = f"{list(_SIZES)} rows to {list(_PADDED_SIZES)}"
+        yield KernelCall("Mixture of experts", "fused_multi_row_padding, _unpadding", text, sizes, run)
+        for function in ("softmax", "sigmoid", "sqrtsoftplus"):
+            run = partial(_route, function=function, dtype=dtype)
+            name = "fused_topk_with_score_function"
+            yield KernelCall("Mixture of experts", name, f"{text}, {function}", _ROUTING_SHAPES, run)
+            run = partial(_scores, function=function, dtype=dtype)
+            name = "fused_compute_score_for_moe_aux_loss"
+            yield KernelCall("Mixture of experts", name, f"{text}, {function}", _ROUTING_SHAPES, run)
+    for text in ("FP32", "BF16"):
+        for graph_safe in (False, True):
+            run = partial(_auxiliary_loss, dtype=DTYPES[text], graph_safe=graph_safe)
+            variant = f"{text}, the number of tokens in a tensor" if graph_safe else text
+            yield KernelCall("Mixture of experts", "fused_moe_aux_loss", variant, _ROUTING_SHAPES, run)
+
+
+def _choices(bench: Bench) -> Tensor:
+    """INT64 ``[tokens, chosen]``: experts, no two alike for a token."""
+    return bench.orders(_TOKENS, _EXPERTS)[:, :_CHOSEN].contiguous()
+
+
+def _mask(choices: Tensor) -> Tensor:
+    empty = torch.zeros(_TOKENS, _EXPERTS, dtype=torch.int32, device=choices.device)
+    return empty.scatter(1, choices, 1)
+
+
+def _permute(bench: Bench, kind: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    """There and back, with probabilities that merge a token's rows."""
+    choices = _choices(bench)
+    x, grad = (bench.normal(_TOKENS, _HIDDEN, dtype=dtype) for _ in range(2))
+    x.requires_grad_()
+    probs = bench.normal(_TOKENS, _EXPERTS if kind == "mask" else _CHOSEN).abs().requires_grad_()
+    routing = _mask(choices) if kind == "mask" else choices.int()
+    rows, row_id_map = bench.te.moe_permute(x, routing, num_out_tokens=_TOKENS * _CHOSEN, map_type=kind)
+    shape = {"restore_shape": x.shape} if kind == "mask" else {}
+    merged = bench.te.moe_unpermute(rows, row_id_map, merging_probs=probs, map_type=kind, **shape)
+    dx, dprobs = torch.autograd.grad(merged, (x, probs), grad)
+    return {"rows": rows.detach(), "merged": merged.detach(), "dx": dx, "dprobs": dprobs}
+
+
+def _permute_with_probs(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    x = bench.normal(_TOKENS, _HIDDEN, dtype=dtype).requires_grad_()
+    mask = _mask(_choices(bench))
+    probs = (bench.normal(_TOKENS, _EXPERTS).abs() * mask).requires_grad_()
+    count = _TOKENS * _CHOSEN
+    rows, row_probs, _ = bench.te.moe_permute_with_probs(x, probs, mask, num_out_tokens=count)
+    grads = bench.normal(count, _HIDDEN, dtype=dtype), bench.normal(count)
+    dx, dprobs = torch.autograd.grad((rows, row_probs), (x, probs), grads)
+    return {"rows": rows.detach(), "row probs": row_probs.detach(), "dx": dx, "dprobs": dprobs}
+
+
+def _sort_chunks(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    x = bench.normal(_TOKENS, _HIDDEN, dtype=dtype).requires_grad_()
+    probs = bench.normal(_TOKENS).abs()
+    sizes, order = bench.fixed(_SIZES, torch.int32), bench.fixed((2, 0, 3, 1), torch.int32)
+    rows, row_probs = bench.te.moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    (dx,) = torch.autograd.grad(rows, x, bench.normal(_TOKENS, _HIDDEN, dtype=dtype))
+    return {"rows": rows.detach(), "row probs": row_probs.detach(), "dx": dx}
+
+
+def _pad(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    x = bench.normal(sum(_SIZES), _HIDDEN, dtype=dtype)
+    padded = torch.empty(sum(_PADDED_SIZES), _HIDDEN, dtype=dtype, device=bench.device)
+    back = torch.empty_like(x)
+    bench.tex.fused_multi_row_padding(x, padded, list(_SIZES), list(_PADDED_SIZES))
+    bench.tex.fused_multi_row_unpadding(padded, back, list(_PADDED_SIZES), list(_SIZES))
+    return {"padded": padded, "unpadded": back}
+
+
+def _router() -> Any:
+    return importlib.import_module("transformer_engine.pytorch.router")
+
+
+def _logits(bench: Bench, dtype: torch.dtype) -> Tensor:
+    """No two alike for a token in any dtype, so that who is chosen does not hang on the last bit."""
+    return (bench.orders(_TOKENS, _EXPERTS) / 4 - 2).to(dtype).requires_grad_()
+
+
+def _route(bench: Bench, function: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    logits = _logits(bench, dtype)
+    topk = _router().fused_topk_with_score_function
+    probs, routing_map = topk(logits, _CHOSEN, False, None, None, 2.5, function, None)
+    (gradient,) = torch.autograd.grad(probs, logits, bench.normal(_TOKENS, _EXPERTS, dtype=probs.dtype))
+    return {"probs": probs.detach(), "routing map": routing_map, "gradient": gradient}
+
+
+def _scores(bench: Bench, function: str, dtype: torch.dtype) -> Mapping[str, Any]:
+    logits = _logits(bench, dtype)
+    routing_map, scores = _router().fused_compute_score_for_moe_aux_loss(logits, _CHOSEN, function)
+    (gradient,) = torch.autograd.grad(scores, logits, bench.normal(_TOKENS, _EXPERTS, dtype=scores.dtype))
+    return {"scores": scores.detach(), "routing map": routing_map, "gradient": gradient}
+
+
+def _auxiliary_loss(bench: Bench, dtype: torch.dtype, graph_safe: bool) -> Mapping[str, Any]:
+    probs = bench.normal(_TOKENS, _EXPERTS, dtype=dtype).abs().requires_grad_()
+    counts = bench.integers(_EXPERTS, high=9, dtype=torch.int64)
+    tokens = bench.fixed([_TOKENS], torch.int64)[0] if graph_safe else _TOKENS
+    loss = _router().fused_moe_aux_loss(probs, counts, tokens, _EXPERTS, _CHOSEN, 0.01)
+    (gradient,) = torch.autograd.grad(loss, probs)
+    return {"loss": loss.detach(), "gradient": gradient}
