@@ -17,10 +17,8 @@ from measuring import Measure, machine, median, parser, processor_seconds, repor
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.case import SIZES
-from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.lab.zoo.planting import Bug, planted
+from parity.lab.zoo.catalogue import BUGS, HOSTS
+from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.runner import occurs
 from parity.lab.zoo.trial import Trial
 from parity.passes.prepare import forget

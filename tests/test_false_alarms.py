@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parity.lab import false_alarms
 from parity.lab.calibration.right_ports import QUANTIZED_MULTIPLE, like
 from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import HOSTS
 from parity.plugin.options import parse_seeds
 
 PAIRS = """

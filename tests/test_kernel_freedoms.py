@@ -14,7 +14,7 @@ from parity.case.case import Case
 from parity.cases import attention, layer, linear, mlp, norm
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import kernel_choices
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import HOSTS
 from parity.numerics.kernel_choices import CHOICES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU kernels alone have these options")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parity.lab.zoo import catalogue, runner
-from parity.lab.zoo.hosts.case import SIZES
+from parity.lab.zoo.planting import SIZES
 from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
 

@@ -7,7 +7,7 @@ import pytest
 import parity
 from parity.lab.calibration import drawn_models, right_ports
 from parity.lab.calibration.drawn_models import MODELS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import HOSTS
 from parity.te.precision import PRECISIONS
 
 

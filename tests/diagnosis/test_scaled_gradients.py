@@ -7,8 +7,7 @@ import pytest
 from torch import nn
 
 import parity
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
 from parity.search.localise import readable
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.cpu import tensor_cores
-from parity.lab.zoo.hosts.mlp import ComposedMLP
+from parity.lab.zoo.hosts.linear import ComposedMLP
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import UNFUSED
 from parity.numerics.plain import CAST, plain_calls

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import te
 from parity.case.validate import check_case
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import HOSTS
 from parity.mistakes.catalogue import calls_of, subtle_hypotheses
 from parity.mistakes.trial import outputs_under
 from parity.passes.prepare import prepare

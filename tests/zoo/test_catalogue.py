@@ -10,10 +10,8 @@ from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.cpu import tensor_cores
 from parity.lab.zoo import rivals
-from parity.lab.zoo.catalogue import BUGS, chosen, subject
-from parity.lab.zoo.hosts.case import SIZES
-from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.lab.zoo.planting import Bug, planted
+from parity.lab.zoo.catalogue import BUGS, HOSTS, chosen, subject
+from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.passes.prepare import Prepared, prepare
 from parity.te.precision import PRECISIONS, Precision
 from parity.user_error import UserError

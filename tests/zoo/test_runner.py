@@ -9,8 +9,7 @@ from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
 from parity.lab.zoo import runner
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
 from parity.lab.zoo.trial import CLEAN, Trial, from_json, judge, to_json
 from parity.te.precision import PRECISIONS

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from parity.case.case import Case, Pair, Rng
 from parity.case.weight_map import Side, under
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import HOSTS
 
 COUNT = 60
 SIZE = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4, groups=2)

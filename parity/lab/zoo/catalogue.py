@@ -1,27 +1,33 @@
-"""Every planted bug, and which of them a run is to plant."""
+"""All right ports, every planted bug, and which of them a run is to plant."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
 
-from parity.lab.zoo.bugs import (
-    activation,
-    attention,
-    layer,
-    mixture,
-    norm,
-    optimizer,
-    quantization,
-    rope,
-    training,
-    weights,
-)
+from parity.case.case import Case
+from parity.lab.zoo.bugs import attention as attention_bugs
+from parity.lab.zoo.bugs import layer as layer_bugs
+from parity.lab.zoo.bugs import quantization, weights
+from parity.lab.zoo.bugs import training as training_bugs
+from parity.lab.zoo.hosts import attention, layer, linear, training
 from parity.lab.zoo.planting import Bug
 from parity.user_error import UserError
 
-_SUBJECTS = (weights, norm, activation, rope, attention, layer, mixture, training, optimizer, quantization)
+HOSTS: dict[str, Case] = {case.name: case for page in (linear, attention, layer, training) for case in page.HOSTS}
 
-BUGS: dict[str, Bug] = {bug.name: bug for module in _SUBJECTS for bug in module.BUGS}
+_BY_SUBJECT: dict[str, tuple[Bug, ...]] = {
+    "weights": weights.BUGS,
+    "norm": layer_bugs.NORM_BUGS,
+    "activation": layer_bugs.ACTIVATION_BUGS,
+    "rope": attention_bugs.ROPE_BUGS,
+    "attention": attention_bugs.ATTENTION_BUGS,
+    "layer": layer_bugs.LAYER_BUGS,
+    "mixture": layer_bugs.MIXTURE_BUGS,
+    "training": training_bugs.TRAINING_BUGS,
+    "optimizer": training_bugs.OPTIMIZER_BUGS,
+    "quantization": quantization.BUGS,
+}
+BUGS: dict[str, Bug] = {bug.name: bug for found in _BY_SUBJECT.values() for bug in found}
 
 
 def chosen(pattern: str) -> tuple[Bug, ...]:
@@ -37,5 +43,5 @@ def chosen(pattern: str) -> tuple[Bug, ...]:
 
 
 def subject(bug: Bug) -> str:
-    """Return the file that has it, e.g. ``rope``."""
-    return next(module.__name__.rpartition(".")[2] for module in _SUBJECTS if bug in module.BUGS)
+    """Return what the bug is about, e.g. ``rope``."""
+    return next(subject for subject, bugs in _BY_SUBJECT.items() if bug in bugs)

@@ -17,8 +17,7 @@ from parity.case.validate import check_case
 from parity.comparison import judge_at
 from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
 from parity.judge.limits import packaged
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
 from parity.lab.zoo.runner import Plan, hosts_of
 from parity.lab.zoo.trial import CLEAN, Trial, at_size

@@ -1,13 +1,12 @@
-"""What a planted bug is, and the ways in which it gets into a candidate.
-
-Its constructor, its weights, its weight map.
-"""
+"""Declare right ports, and say what a planted bug is and how it gets in: by constructor, weight map or call."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +16,63 @@ from torch import Tensor, nn
 from parity.case.case import Case, Pair
 from parity.case.weight_map import Side, WeightMap
 from parity.reference import Attention
+
+# A right port: a case that no registry knows, whose modules can be constructed otherwise.
+
+
+SIZES = ("small", "large")
+# Of modules that no recipe quantizes: under one they compute what they compute in BF16.
+UNQUANTIZED = ("fp32", "bf16", "fp16")
+
+
+def host(
+    name: str, small: dict[str, Any], large: dict[str, Any], precisions: tuple[str, ...] | None = None
+) -> Callable[[Callable[..., Pair]], Case]:
+    """Declare the decorated factory as a host with two sizes, in the order of ``SIZES``."""
+
+    def declare(factory: Callable[..., Pair]) -> Case:
+        return Case(name, factory, sizes=(small, large), precisions=precisions, path=Path(inspect.getfile(factory)))
+
+    return declare
+
+
+@dataclass(frozen=True)
+class Construction:
+    """A call that built a module."""
+
+    build: Callable[..., nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def construct(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """``build(*args, **kwargs)``, which ``reconstructed`` can vary."""
+    module = build(*args, **kwargs)
+    module._construction = Construction(build, args, kwargs)  # type: ignore[assignment]
+    return module
+
+
+def reconstructed(module: nn.Module, **changes: Any) -> nn.Module:
+    """Return a new module like one that ``construct`` built, but for some keyword arguments.
+
+    Raises:
+        TypeError: if ``construct`` did not build it.
+    """
+    construction = construction_of(module)
+    return construct(construction.build, *construction.args, **{**construction.kwargs, **changes})
+
+
+def construction_of(module: nn.Module) -> Construction:
+    """Return the call of ``construct`` that built a module.
+
+    Raises:
+        TypeError: if there was none.
+    """
+    construction = getattr(module, "_construction", None)
+    if not isinstance(construction, Construction):
+        raise TypeError(f"{type(module).__name__} was not built by construct()")
+    return construction
+
 
 # What a planted bug is.
 
@@ -61,47 +117,6 @@ def planted(bug: Bug, host: Case) -> Case:
     The case keeps the host's name, since the reference and so the expected error are the host's.
     """
     return dataclasses.replace(host, factory=lambda te, **size: bug.plant(host.build(te, size), te))
-
-
-# Modules that remember how they were constructed, so that the same one can be had with another argument.
-
-
-@dataclass(frozen=True)
-class Construction:
-    """A call that built a module."""
-
-    build: Callable[..., nn.Module]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def construct(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """``build(*args, **kwargs)``, which ``reconstructed`` can vary."""
-    module = build(*args, **kwargs)
-    module._construction = Construction(build, args, kwargs)  # type: ignore[assignment]
-    return module
-
-
-def reconstructed(module: nn.Module, **changes: Any) -> nn.Module:
-    """Return a new module like one that ``construct`` built, but for some keyword arguments.
-
-    Raises:
-        TypeError: if ``construct`` did not build it.
-    """
-    construction = construction_of(module)
-    return construct(construction.build, *construction.args, **{**construction.kwargs, **changes})
-
-
-def construction_of(module: nn.Module) -> Construction:
-    """Return the call of ``construct`` that built a module.
-
-    Raises:
-        TypeError: if there was none.
-    """
-    construction = getattr(module, "_construction", None)
-    if not isinstance(construction, Construction):
-        raise TypeError(f"{type(module).__name__} was not built by construct()")
-    return construction
 
 
 # The ways in which a mistake gets into a candidate: its constructor, its weight map, its call, its inner modules.

@@ -15,8 +15,7 @@ import torch
 
 from parity import te
 from parity.lab import record
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import Bug
 from parity.lab.zoo.trial import CLEAN, Trial, Verdict, from_json, judge, to_json
 from parity.machine.process import processes

@@ -22,10 +22,8 @@ from parity.comparison import compare_at
 from parity.cpu import tensor_cores
 from parity.judge.limits import Table, packaged
 from parity.lab.zoo import rivals
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.case import SIZES
-from parity.lab.zoo.hosts.catalogue import HOSTS
-from parity.lab.zoo.planting import Bug, planted
+from parity.lab.zoo.catalogue import BUGS, HOSTS
+from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.rivals import Tensors
 from parity.passes.build import cast
 from parity.passes.prepare import Prepared, forget, prepare

@@ -1,17 +1,162 @@
-"""Layers and models wired otherwise."""
+"""Layers and models wired otherwise, with other norms, other activations, and tokens sent to other experts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.case.case import Pair
+from parity.lab.zoo.hosts.layer import Route, TEMixture, TEModel, route, weights_in
 from parity.lab.zoo.hosts.linear import LowRankLinear
-from parity.lab.zoo.hosts.model import TEModel
-from parity.lab.zoo.planting import Bug, Plant, both, constructed_with, edited, with_output
+from parity.lab.zoo.planting import Bug, Call, Plant, both, called, constructed_with, edited, with_inputs, with_output
+
+# Norms with another epsilon, another kind, or another place of rounding.
+
+
+def _centred(x: Tensor) -> tuple[Tensor]:
+    return (x - x.mean(-1, keepdim=True),)
+
+
+def _scaled_by_bf16_statistics(module: Any, x: Tensor, output: Tensor) -> Tensor:
+    """Return what the norm returns if its reciprocal root mean square was rounded to BF16."""
+    rms = x.detach().float().square().mean(-1, keepdim=True).add(module.eps).sqrt()
+    rounded = rms.reciprocal().bfloat16().float()
+    return (output.float() * (rounded * rms)).to(output.dtype)
+
+
+def _rounding_before_weight(call: Call) -> Call:
+    """Hugging Face's ``LlamaRMSNorm``: normalise in FP32, round to the input's dtype, then multiply by the weight."""
+
+    def mistaken(module: Any, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
+        return module.weight * normed.to(x.dtype)
+
+    return mistaken
+
+
+def _eps_bug(eps: float, right: str, hosts: tuple[str, ...]) -> Bug:
+    return Bug(
+        f"eps-{eps:g}-for-{right}",
+        f"The norm's eps is {eps:g} where the reference has {right}.",
+        hosts,
+        constructed_with(eps=eps),
+        "norm-eps",
+    )
+
+
+NORM_BUGS = (
+    _eps_bug(1e-6, "1e-05", ("rmsnorm", "layernorm", "swiglu_mlp")),
+    _eps_bug(1e-8, "1e-05", ("rmsnorm", "swiglu_mlp")),
+    _eps_bug(1e-12, "1e-05", ("layernorm", "gelu_mlp")),
+    _eps_bug(1e-5, "1e-06", ("rmsnorm_of_embeddings",)),
+    _eps_bug(1e-12, "1e-06", ("rmsnorm_of_embeddings",)),
+    Bug(
+        "eps-1e-06-in-a-layer",
+        "Both norms of a layer have eps 1e-6 where the reference has 1e-5.",
+        ("llama_layer",),
+        constructed_with(layernorm_epsilon=1e-6),
+        "norm-eps",
+    ),
+    Bug(
+        "layernorm-for-rmsnorm",
+        "The norm subtracts the mean.",
+        ("rmsnorm", "swiglu_mlp"),
+        with_inputs(_centred),
+        "norm-kind",
+    ),
+    Bug(
+        "norm-statistics-in-bf16",
+        "The norm's statistics are rounded to BF16.",
+        ("rmsnorm",),
+        with_output(_scaled_by_bf16_statistics),
+        "norm-statistics",
+    ),
+    Bug(
+        "norm-rounds-before-weight",
+        "The normed value is rounded before it is multiplied by the weight, where TE rounds once after.",
+        ("rmsnorm",),
+        called(_rounding_before_weight),
+        "norm-rounding",
+        precisions=("bf16", "fp16"),
+    ),
+)
+
+
+# Another activation than the reference's, or the right one with other constants.
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _with_activation(activation: object) -> Plant:
+    def edit(module: nn.Module) -> None:
+        module.activation = activation  # type: ignore[assignment]
+
+    return edited(edit)
+
+
+def _clamped(**params: float) -> Plant:
+    """TE's default is a limit of 7 and an alpha of 1.702, as gpt-oss has them."""
+    return constructed_with(activation_params={"limit": 7.0, "alpha": 1.702, **params})
+
+
+def _activation_bug(name: str, summary: str, host: str, plant: Plant) -> Bug:
+    return Bug(name, summary, (host,), plant, "activation")
+
+
+ACTIVATION_BUGS = (
+    _activation_bug(
+        "gelu-tanh-for-erf",
+        "GELU is TE's tanh approximation where the reference has PyTorch's default.",
+        "erf_gelu_mlp",
+        _with_activation(_gelu_tanh),
+    ),
+    _activation_bug(
+        "quick-gelu-for-erf", "GELU is the sigmoid approximation.", "erf_gelu_mlp", _with_activation(_quick_gelu)
+    ),
+    _activation_bug(
+        "quick-gelu-for-gelu", "activation='qgelu' for 'gelu'.", "gelu_mlp", constructed_with(activation="qgelu")
+    ),
+    _activation_bug("silu-for-gelu", "activation='silu' for 'gelu'.", "gelu_mlp", constructed_with(activation="silu")),
+    _activation_bug("relu-for-gelu", "activation='relu' for 'gelu'.", "gelu_mlp", constructed_with(activation="relu")),
+    _activation_bug(
+        "geglu-for-swiglu", "activation='geglu' for 'swiglu'.", "swiglu_mlp", constructed_with(activation="geglu")
+    ),
+    _activation_bug(
+        "sigmoid-for-silu-gate",
+        "activation='glu' for 'swiglu': the gate itself is not multiplied in.",
+        "swiglu_mlp",
+        constructed_with(activation="glu"),
+    ),
+    _activation_bug(
+        "swiglu-not-clamped",
+        "activation='swiglu' for 'clamped_swiglu'.",
+        "clamped_swiglu_mlp",
+        constructed_with(activation="swiglu"),
+    ),
+    _activation_bug(
+        "swiglu-limit-wrong", "The clamped SwiGLU's limit is 10 for 7.", "clamped_swiglu_mlp", _clamped(limit=10.0)
+    ),
+    _activation_bug(
+        "swiglu-alpha-wrong", "The clamped SwiGLU's alpha is 1 for 1.702.", "clamped_swiglu_mlp", _clamped(alpha=1.0)
+    ),
+)
+
+
+# Layers and models wired otherwise.
+
 
 LAYERS = ("gpt_layer", "llama_layer")
 
@@ -48,7 +193,7 @@ def _without_residual(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
     return output - x
 
 
-def _scaled(scale: Callable[[float], float]) -> Plant:
+def _low_rank_scaled(scale: Callable[[float], float]) -> Plant:
     def edit(module: nn.Module) -> None:
         assert isinstance(module, LowRankLinear)
         module.scale = scale(module.scale)
@@ -56,7 +201,7 @@ def _scaled(scale: Callable[[float], float]) -> Plant:
     return edited(edit)
 
 
-BUGS = (
+LAYER_BUGS = (
     Bug(
         "sequence-first-for-batch-first",
         "attn_input_format='sbhd', the default, for inputs that are batch first.",
@@ -110,14 +255,14 @@ BUGS = (
         "low-rank-scale-missing",
         "LoRA's alpha over its rank was left out.",
         ("low_rank_linear",),
-        _scaled(lambda scale: 1.0),
+        _low_rank_scaled(lambda scale: 1.0),
         "factor",
     ),
     Bug(
         "low-rank-scale-by-root-of-rank",
         "LoRA's alpha is divided by the root of its rank, as rank-stabilised LoRA does.",
         ("low_rank_linear",),
-        _scaled(lambda scale: scale * 4.0),
+        _low_rank_scaled(lambda scale: scale * 4.0),
         "factor",
     ),
     Bug(
@@ -140,5 +285,78 @@ BUGS = (
         ("tied_model", "model_with_loss"),
         _on_model(_untie),
         "embeddings-not-tied",
+    ),
+)
+
+
+# Mixtures of experts whose tokens are weighed or sent otherwise.
+
+
+MIXTURE = ("mixture",)
+
+
+def _weighed(weights_of: Route) -> Plant:
+    def edit(module: nn.Module) -> None:
+        assert isinstance(module, TEMixture)
+        module.weights_of = weights_of
+
+    return edited(edit)
+
+
+def _not_divided(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    shares, experts = logits.softmax(dim=-1).topk(chosen, dim=-1)
+    return shares, experts
+
+
+def _sigmoids(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    shares, experts = logits.sigmoid().topk(chosen, dim=-1)
+    return shares / shares.sum(dim=-1, keepdim=True), experts
+
+
+def _all_ones(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    shares, experts = route(logits, chosen)
+    return torch.ones_like(shares), experts
+
+
+def _experts_reversed(pair: Pair, te: ModuleType) -> Pair:
+    assert isinstance(pair.candidate, TEMixture)
+    return dataclasses.replace(pair, weights=weights_in(reversed(range(pair.candidate.experts))))
+
+
+MIXTURE_BUGS = (
+    Bug(
+        "routing-weights-not-divided",
+        "The chosen experts' weights are not divided by their sum.",
+        MIXTURE,
+        _weighed(_not_divided),
+        "routing-weights",
+    ),
+    Bug(
+        "routing-weights-by-sigmoid",
+        "The router's scores are sigmoids, as in DeepSeek-V3, where the reference's are a softmax.",
+        MIXTURE,
+        _weighed(_sigmoids),
+        "routing-weights",
+    ),
+    Bug(
+        "routing-weights-missing",
+        "The experts' results are summed as they are; the router gets no gradient.",
+        MIXTURE,
+        _weighed(_all_ones),
+        "routing-weights",
+    ),
+    Bug(
+        "one-expert-too-few",
+        "Each token goes to its first expert alone.",
+        MIXTURE,
+        constructed_with(chosen=1),
+        "top-k",
+    ),
+    Bug(
+        "experts-reversed",
+        "The experts' weights are in the reverse order of the router's rows.",
+        MIXTURE,
+        _experts_reversed,
+        "experts-permuted",
     ),
 )

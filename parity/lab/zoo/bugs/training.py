@@ -1,16 +1,23 @@
-"""Mistakes of a training step that the forward pass does not show."""
+"""Mistakes of a training step that the forward pass does not show, and of an optimizer's settings and arithmetic."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
-from parity.lab.zoo.hosts.model import TEModel, WithLoss
-from parity.lab.zoo.hosts.training import LEARNING_RATE, STEPS, Microbatched, Stepped
+from parity.case.case import Pair
+from parity.lab.zoo.hosts.layer import TEModel, WithLoss
+from parity.lab.zoo.hosts.training import ADAM_SETTINGS, LEARNING_RATE, STEPS, Microbatched, Stepped, Trained
 from parity.lab.zoo.planting import STORED_IN_16_BITS, Bug, Call, Plant, called, edited
+
+# Mistakes of a training step that the forward pass does not show.
+
 
 # By which losses are multiplied in FP16 training, at the low end so that FP16 itself does not overflow here.
 LOSS_SCALE = 128.0
@@ -103,7 +110,7 @@ def _accumulated_in_bf16(call: Call) -> Call:
 
 STEPPED = ("stepped_linear",)
 MICROBATCHED = ("microbatched_linear",)
-BUGS = (
+TRAINING_BUGS = (
     Bug(
         "loss-over-all-tokens",
         "The loss is divided by the number of all tokens, padding included.",
@@ -175,5 +182,72 @@ BUGS = (
         _with_step(_step_without_master),
         "master-weights",
         precisions=STORED_IN_16_BITS,
+    ),
+)
+
+
+# Mistakes in the settings of TE's optimizer, and in its arithmetic.
+
+
+TRAINED = ("trained_linear",)
+
+
+def _with(**changes: Any) -> Plant:
+    """Return the port with other settings of FusedAdam."""
+    return _by(
+        lambda te, weights: te.optimizers.FusedAdam(weights, **{**ADAM_SETTINGS, "master_weights": True, **changes})
+    )
+
+
+def _by(optimizer: Callable[[Any, Iterable[nn.Parameter]], Optimizer]) -> Plant:
+    def plant(pair: Pair, te: Any) -> Pair:
+        assert isinstance(pair.candidate, Trained)
+        pair.candidate.optimizer = lambda weights: optimizer(te, weights)
+        return pair
+
+    return plant
+
+
+def _with_epsilon_hat(te: Any, weights: Iterable[nn.Parameter]) -> Optimizer:
+    """``(sqrt(v) + eps) / sqrt(1 - beta2**t)``, the shorter form at the end of section 2 of arXiv 1412.6980."""
+    optimizer: Optimizer = te.optimizers.FusedAdam(weights, **ADAM_SETTINGS, master_weights=True)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            step = group.get("step", 0) + 1
+            group["eps"] = optimizer.defaults["eps"] / math.sqrt(1.0 - group["betas"][1] ** step)
+
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer
+
+
+OPTIMIZER_BUGS = (
+    Bug(
+        "decay-added-to-gradient",
+        "FusedAdam(adam_w_mode=False) where the reference has AdamW: the decay is divided by the second moment's root.",
+        TRAINED,
+        _with(adam_w_mode=False),
+        "optimizer",
+    ),
+    Bug(
+        "moments-bias-uncorrected",
+        "FusedAdam(bias_correction=False): first steps are those of moments that began at 0.",
+        TRAINED,
+        _with(bias_correction=False),
+        "optimizer",
+    ),
+    Bug(
+        "betas-of-another-optimizer",
+        "FusedAdam has the betas (0.9, 0.95), as language models are trained with, for PyTorch's (0.9, 0.999).",
+        TRAINED,
+        _with(betas=(0.9, 0.95)),
+        "optimizer",
+    ),
+    Bug(
+        "epsilon-before-correction",
+        "The optimizer adds eps to the second moment's root before it corrects its bias (epsilon hat).",
+        TRAINED,
+        _by(_with_epsilon_hat),
+        "optimizer",
     ),
 )

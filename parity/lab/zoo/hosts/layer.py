@@ -1,21 +1,29 @@
-"""Whole transformer layers."""
+"""Whole layers, mixtures of experts, and a language model of one layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from parity import reference
-from parity.case.case import Pair
-from parity.case.weight_map import WeightMap, copies, stack
-from parity.lab.zoo.hosts.case import host
-from parity.lab.zoo.planting import construct
+from parity.case import weight_map
+from parity.case.case import Pair, Rng
+from parity.case.weight_map import Side, WeightMap, copies, stack, under
+from parity.lab.zoo.planting import UNQUANTIZED, construct, host
+from parity.reference import LlamaLayer
 
-SMALL = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4)
-LARGE = dict(batch=2, seq=128, hidden=256, ffn=512, heads=8)
+# Whole transformer layers.
+
+
+SMALL_LAYER = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4)
+LARGE_LAYER = dict(batch=2, seq=128, hidden=256, ffn=512, heads=8)
 
 GPT_WEIGHTS: WeightMap = {
     f"{left}.{kind}": f"{right}_{kind}" if separator else f"{right}.{kind}"
@@ -67,7 +75,7 @@ class ParallelLayer(nn.Module):
         return x + self.attention(normed) + self.down_proj(F.gelu(self.up_proj(normed), approximate="tanh"))
 
 
-@host("gpt_layer", SMALL, LARGE)
+@host("gpt_layer", SMALL_LAYER, LARGE_LAYER)
 def gpt_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **_: Any) -> Pair:
     return Pair(
         reference=reference.GPTLayer(hidden, ffn, heads),
@@ -77,7 +85,7 @@ def gpt_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **_: Any) -> Pa
     )
 
 
-@host("parallel_layer", SMALL, LARGE)
+@host("parallel_layer", SMALL_LAYER, LARGE_LAYER)
 def parallel_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **_: Any) -> Pair:
     return Pair(
         reference=ParallelLayer(hidden, ffn, heads),
@@ -87,7 +95,7 @@ def parallel_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **_: Any) 
     )
 
 
-@host("llama_layer", SMALL | dict(groups=2), LARGE | dict(groups=2))
+@host("llama_layer", SMALL_LAYER | dict(groups=2), LARGE_LAYER | dict(groups=2))
 def llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int, **_: Any) -> Pair:
     rope = te.RotaryPositionEmbedding(hidden // heads)
 
@@ -115,4 +123,206 @@ def _te_layer(te: ModuleType, hidden: int, ffn: int, heads: int, **others: Any) 
     return construct(te.TransformerLayer, hidden, ffn, heads, attn_input_format="bshd", **no_dropout, **others)
 
 
-HOSTS = (gpt_layer, parallel_layer, llama_layer)
+# A mixture of SwiGLU experts.
+
+
+SMALL_MIXTURE = dict(tokens=64, hidden=64, ffn=96, experts=4)
+LARGE_MIXTURE = dict(tokens=256, hidden=256, ffn=384, experts=8)
+CHOSEN = 2
+Route = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+# Of the router's weights: at their initial ones all experts weigh about the same.
+ROUTER_STD = 1.0
+
+
+class Mixture(nn.Module):
+    """Experts whose weights are stacked; the weights of the two that a token is sent to sum up to 1, as in Mixtral."""
+
+    def __init__(self, hidden: int, ffn: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, experts, bias=False)
+        nn.init.normal_(self.router.weight, std=ROUTER_STD)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, hidden).normal_(std=hidden**-0.5))
+        self.down = nn.Parameter(torch.empty(experts, hidden, ffn).normal_(std=ffn**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to the same."""
+        shares, chosen = route(self.router(x), CHOSEN)
+        result = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            token, place = torch.where(chosen == expert)
+            gate, up = F.linear(x[token], gate_up).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, down)
+            result = result.index_add(0, token, y * shares[token, place, None])
+        return result
+
+
+class TEMixture(nn.Module):
+    """The same with TE's grouped layers and permutation.
+
+    Attributes:
+        weights_of: from the router's logits ``[tokens, experts]`` to weights and experts ``[tokens, chosen]``.
+    """
+
+    def __init__(self, te: ModuleType, hidden: int, ffn: int, experts: int, chosen: int = CHOSEN) -> None:
+        super().__init__()
+        self.te, self.experts, self.chosen = te, experts, chosen
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.fc1 = te.GroupedLinear(experts, hidden, 2 * ffn, bias=False)
+        self.fc2 = te.GroupedLinear(experts, ffn, hidden, bias=False)
+        self.weights_of: Route = route
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to the same."""
+        shares, chosen = self.weights_of(self.router(x), self.chosen)
+        rows, places = self.te.moe_permute(x, chosen.int(), num_out_tokens=chosen.numel(), map_type="index")
+        splits = torch.bincount(chosen.flatten(), minlength=self.experts).tolist()
+        gate, up = self.fc1(rows, splits).chunk(2, dim=-1)
+        y = self.fc2(F.silu(gate) * up, splits)
+        return self.te.moe_unpermute(y, places, shares.float(), map_type="index")
+
+
+def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    """Of the softmax of ``[tokens, experts]`` the largest, divided by their sum: weights and experts."""
+    shares, experts = logits.softmax(dim=-1).topk(chosen, dim=-1)
+    return shares / shares.sum(dim=-1, keepdim=True), experts
+
+
+@host("mixture", SMALL_MIXTURE, LARGE_MIXTURE, precisions=UNQUANTIZED)
+def mixture(te: ModuleType, hidden: int, ffn: int, experts: int, **_: Any) -> Pair:
+    """FP8 would need as many tokens of each expert as its kernels' tiles hold."""
+    return Pair(
+        reference=Mixture(hidden, ffn, experts),
+        candidate=construct(TEMixture, te, hidden, ffn, experts),
+        weights=weights_in(range(experts)),
+        inputs=lambda rng, tokens: rng.normal(tokens, hidden),
+    )
+
+
+def weights_in(order: Iterable[int]) -> weight_map.WeightMap:
+    """Return the map that fills TE's experts in this order."""
+    order = list(order)
+    return {
+        "router.weight": "router.weight",
+        "gate_up": weight_map.experts(*(f"fc1.weight{expert}" for expert in order)),
+        "down": weight_map.experts(*(f"fc2.weight{expert}" for expert in order)),
+    }
+
+
+# A language model of one Llama layer with tied embeddings, returning logits or a loss.
+
+
+SMALL_MODEL = dict(batch=2, seq=32, vocabulary=96, hidden=64, ffn=128, heads=4, groups=2)
+LARGE_MODEL = dict(batch=2, seq=128, vocabulary=256, hidden=256, ffn=512, heads=8, groups=2)
+EMBEDDING_STD = 0.5
+# Of labels that do not count, as in ``F.cross_entropy``.
+IGNORED = -100
+
+
+class Model(nn.Module):
+    """Embeddings, a layer, a norm, and the embeddings again as output projection."""
+
+    def __init__(self, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        nn.init.normal_(self.tokens.weight, std=EMBEDDING_STD)
+        self.layer = LlamaLayer(hidden, ffn, heads, groups)
+        self.norm = nn.RMSNorm(hidden, eps=1e-5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``."""
+        return F.linear(self.norm(self.layer(self.tokens(tokens))), self.tokens.weight)
+
+
+class TEModel(nn.Module):
+    """The same of TE's modules.
+
+    Attributes:
+        frequencies: from a length to RoPE's phases, ``[length, 1, 1, head_dim]``, FP32. No submodule, so that casting
+            the model does not round the frequencies, as it did in TransformerEngine issue 1245.
+        tie: from the embeddings to the output projection's weight.
+        final_norm: from the last layer's output to what the output projection reads.
+    """
+
+    def __init__(self, te: ModuleType, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.frequencies = partial(te.RotaryPositionEmbedding(hidden // heads))
+        self.layer = te_llama_layer(te, hidden, ffn, heads, groups)
+        self.norm = te.RMSNorm(hidden)
+        self.head = te.Linear(hidden, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        self.tie: Callable[[Tensor], Tensor] = lambda weight: weight
+        self.final_norm: Callable[[Tensor], Tensor] = lambda x: self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Shapes as ``Model``'s."""
+        x = self.layer(self.tokens(tokens), rotary_pos_emb=self.frequencies(tokens.shape[1]))
+        return functional_call(self.head, {"weight": self.tie(self.tokens.weight)}, (self.final_norm(x),))
+
+
+class WithLoss(nn.Module):
+    """A model whose output is its loss, ``[1]``.
+
+    Attributes:
+        reduce: from the losses of the tokens that count, ``[batch, seq]`` with 0 elsewhere, and where they are, to
+            a number.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.reduce = mean_of_counted
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Both ``[batch, seq]``; labels that are ``IGNORED`` do not count."""
+        logits = self.model(tokens)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return self.reduce(losses.view(labels.shape), labels != IGNORED).view(1)
+
+
+def mean_of_counted(losses: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean over the tokens that count."""
+    return losses.sum() / counts.sum()
+
+
+@host("tied_model", SMALL_MODEL, LARGE_MODEL)
+def tied_model(te: ModuleType, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int, **_: Any) -> Pair:
+    return Pair(
+        reference=Model(vocabulary, hidden, ffn, heads, groups),
+        candidate=TEModel(te, vocabulary, hidden, ffn, heads, groups),
+        weights=_weights(""),
+        inputs=lambda rng, batch, seq: rng.integers(batch, seq, high=vocabulary),
+    )
+
+
+@host("model_with_loss", SMALL_MODEL, LARGE_MODEL)
+def model_with_loss(te: ModuleType, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int, **_: Any) -> Pair:
+    def inputs(rng: Rng, batch: int, seq: int) -> tuple[Tensor, Tensor]:
+        labels = rng.integers(batch, seq, high=vocabulary)
+        lengths = torch.arange(1, batch + 1)[:, None] * seq // (batch + 1)
+        return rng.integers(batch, seq, high=vocabulary), labels.masked_fill(torch.arange(seq) >= lengths, IGNORED)
+
+    return Pair(
+        reference=WithLoss(Model(vocabulary, hidden, ffn, heads, groups)),
+        candidate=WithLoss(TEModel(te, vocabulary, hidden, ffn, heads, groups)),
+        weights=_weights("model."),
+        inputs=inputs,
+    )
+
+
+def _weights(prefix: str) -> dict[Side, Side]:
+    """Return the map of a model whose parameters' names begin with a prefix."""
+    return under(
+        {**under(LLAMA_WEIGHTS, "layer."), "tokens.weight": "tokens.weight", "norm.weight": "norm.weight"}, prefix
+    )
+
+
+HOSTS = (
+    gpt_layer,
+    parallel_layer,
+    llama_layer,
+    mixture,
+    tied_model,
+    model_with_loss,
+)

@@ -1,4 +1,4 @@
-"""Linear layers, with and without a norm in front."""
+"""Linear layers with what stands around them: norms, MLPs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parity import reference
 from parity.case.case import Pair
-from parity.lab.zoo.hosts.case import host
-from parity.lab.zoo.planting import construct
+from parity.case.weight_map import WeightMap, shift, stack
+from parity.lab.zoo.planting import UNQUANTIZED, construct, host
 from parity.reference import NormLinear
 
-SMALL = dict(batch=2, seq=32, width=64, out=96)
-LARGE = dict(batch=2, seq=128, width=256, out=384)
-LOW_RANK = (SMALL | dict(rank=16), LARGE | dict(rank=16))
+# Linear layers, with and without a norm in front.
+
+
+SMALL_LINEAR = dict(batch=2, seq=32, width=64, out=96)
+LARGE_LINEAR = dict(batch=2, seq=128, width=256, out=384)
+LOW_RANK = (SMALL_LINEAR | dict(rank=16), LARGE_LINEAR | dict(rank=16))
 ALPHA = 32.0
 SQUARE = (dict(batch=2, seq=32, width=64), dict(batch=2, seq=128, width=256))
 
@@ -35,7 +40,7 @@ class LowRankLinear(nn.Module):
         return self.base(x) + self.scale * self.up(self.down(x))
 
 
-@host("linear", SMALL, LARGE)
+@host("linear", SMALL_LINEAR, LARGE_LINEAR)
 def linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
     return Pair(
         reference=nn.Linear(width, out),
@@ -55,7 +60,7 @@ def square_linear(te: ModuleType, width: int, **_: Any) -> Pair:
     )
 
 
-@host("norm_linear", SMALL, LARGE)
+@host("norm_linear", SMALL_LINEAR, LARGE_LINEAR)
 def norm_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
     return Pair(
         reference=NormLinear(nn.LayerNorm(width), width, out),
@@ -80,4 +85,168 @@ def low_rank_linear(te: ModuleType, width: int, out: int, rank: int, **_: Any) -
     )
 
 
-HOSTS = (linear, square_linear, norm_linear, low_rank_linear)
+# Norms by themselves.
+
+
+NORMS = (dict(batch=2, seq=32, width=128), dict(batch=2, seq=128, width=512))
+# Standard deviation of embeddings in GPT-2 and Llama when training begins: what the first norm reads.
+EMBEDDING_STD = 0.02
+
+
+@host("layernorm", *NORMS, precisions=UNQUANTIZED)
+def layernorm(te: ModuleType, width: int, **_: Any) -> Pair:
+    return Pair(
+        reference=nn.LayerNorm(width),
+        candidate=construct(te.LayerNorm, width),
+        weights={"weight": "weight", "bias": "bias"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width, mean=0.5),
+    )
+
+
+@host("rmsnorm", *NORMS, precisions=UNQUANTIZED)
+def rmsnorm(te: ModuleType, width: int, **_: Any) -> Pair:
+    return Pair(
+        reference=nn.RMSNorm(width, eps=1e-5),
+        candidate=construct(te.RMSNorm, width),
+        weights={"weight": "weight"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width),
+    )
+
+
+@host("rmsnorm_of_embeddings", *NORMS, precisions=UNQUANTIZED)
+def rmsnorm_of_embeddings(te: ModuleType, width: int, **_: Any) -> Pair:
+    return Pair(
+        reference=nn.RMSNorm(width, eps=1e-6),
+        candidate=construct(te.RMSNorm, width, eps=1e-6),
+        weights={"weight": "weight"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width, std=EMBEDDING_STD),
+    )
+
+
+@host("zero_centered_rmsnorm", *NORMS, precisions=UNQUANTIZED)
+def zero_centered_rmsnorm(te: ModuleType, width: int, **_: Any) -> Pair:
+    return Pair(
+        reference=nn.RMSNorm(width, eps=1e-5),
+        candidate=construct(te.RMSNorm, width, zero_centered_gamma=True),
+        weights={shift("weight", -1.0): "weight"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, width),
+    )
+
+
+# A norm and an MLP: fused in one TE module, and composed of two where TE has no such activation.
+
+
+SMALL_MLP = dict(batch=2, seq=32, hidden=64, ffn=128)
+LARGE_MLP = dict(batch=2, seq=128, hidden=256, ffn=512)
+# Of the first layer's weights where activations must reach the limit of a clamped SwiGLU, 7.
+CLAMPING_GAIN = 10.0
+
+PLAIN_WEIGHTS: WeightMap = {
+    "norm.weight": "layer_norm_weight",
+    "norm.bias": "layer_norm_bias",
+    "up_proj.weight": "fc1_weight",
+    "up_proj.bias": "fc1_bias",
+    "down_proj.weight": "fc2_weight",
+    "down_proj.bias": "fc2_bias",
+}
+GATED_WEIGHTS: WeightMap = {
+    "norm.weight": "layer_norm_weight",
+    stack("gate_proj.weight", "up_proj.weight"): "fc1_weight",
+    "down_proj.weight": "fc2_weight",
+}
+
+
+class ErfMLP(nn.Module):
+    """``down(gelu(up(layer_norm(x))))`` with PyTorch's default GELU, as in BERT."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up_proj = nn.Linear(hidden, ffn)
+        self.down_proj = nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to the same."""
+        return self.down_proj(F.gelu(self.up_proj(self.norm(x))))
+
+
+class ComposedMLP(nn.Module):
+    """TE's two linear layers with any activation between them."""
+
+    def __init__(self, te: ModuleType, hidden: int, ffn: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1 = te.LayerNormLinear(hidden, ffn)
+        self.fc2 = te.Linear(ffn, hidden)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to the same."""
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+@host("gelu_mlp", SMALL_MLP, LARGE_MLP)
+def gelu_mlp(te: ModuleType, hidden: int, ffn: int, **_: Any) -> Pair:
+    return Pair(
+        reference=reference.MLP(hidden, ffn, "gelu"),
+        candidate=construct(te.LayerNormMLP, hidden, ffn),
+        weights=PLAIN_WEIGHTS,
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+@host("erf_gelu_mlp", SMALL_MLP, LARGE_MLP)
+def erf_gelu_mlp(te: ModuleType, hidden: int, ffn: int, **_: Any) -> Pair:
+    return Pair(
+        reference=ErfMLP(hidden, ffn),
+        candidate=ComposedMLP(te, hidden, ffn, F.gelu),
+        weights={
+            "norm.weight": "fc1.layer_norm_weight",
+            "norm.bias": "fc1.layer_norm_bias",
+            "up_proj.weight": "fc1.weight",
+            "up_proj.bias": "fc1.bias",
+            "down_proj.weight": "fc2.weight",
+            "down_proj.bias": "fc2.bias",
+        },
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+@host("swiglu_mlp", SMALL_MLP, LARGE_MLP)
+def swiglu_mlp(te: ModuleType, hidden: int, ffn: int, **_: Any) -> Pair:
+    return Pair(
+        reference=reference.SwiGLUMLP(hidden, ffn),
+        candidate=construct(te.LayerNormMLP, hidden, ffn, normalization="RMSNorm", activation="swiglu", bias=False),
+        weights=GATED_WEIGHTS,
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+@host("clamped_swiglu_mlp", SMALL_MLP, LARGE_MLP)
+def clamped_swiglu_mlp(te: ModuleType, hidden: int, ffn: int, **_: Any) -> Pair:
+    mlp = reference.GatedMLP(hidden, ffn, "clamped_swiglu")
+    for projection in (mlp.gate_proj, mlp.up_proj):
+        projection.weight.data.mul_(CLAMPING_GAIN)
+    return Pair(
+        reference=mlp,
+        candidate=construct(
+            te.LayerNormMLP, hidden, ffn, normalization="RMSNorm", activation="clamped_swiglu", bias=False
+        ),
+        weights=GATED_WEIGHTS,
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+HOSTS = (
+    linear,
+    square_linear,
+    norm_linear,
+    low_rank_linear,
+    layernorm,
+    rmsnorm,
+    rmsnorm_of_embeddings,
+    zero_centered_rmsnorm,
+    gelu_mlp,
+    erf_gelu_mlp,
+    swiglu_mlp,
+    clamped_swiglu_mlp,
+)

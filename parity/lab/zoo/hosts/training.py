@@ -1,7 +1,9 @@
-"""What a training step does around a linear layer: microbatches, averaged losses, an optimizer's update."""
+"""What a training step does around a linear layer: microbatches, averaged losses, an optimizer's updates."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -9,13 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import AdamW, Optimizer
 
 from parity.case.case import Pair
-from parity.lab.zoo.hosts.case import host
+from parity.lab.zoo.planting import UNQUANTIZED, host
+
+# Microbatches, averaged losses, and steps on master weights.
+
 
 # A row is a microbatch; MXFP8 wants a multiple of 32 tokens in each.
-SMALL = dict(batch=32, seq=32, width=64, out=96)
-LARGE = dict(batch=64, seq=32, width=256, out=384)
+SMALL_MICROBATCHES = dict(batch=32, seq=32, width=64, out=96)
+LARGE_MICROBATCHES = dict(batch=64, seq=32, width=256, out=384)
 STEP = (dict(batch=2, seq=32, width=64, out=96), dict(batch=2, seq=128, width=256, out=384))
 # Steps that are each less than half the distance between most weights' BF16 neighbours, together more.
 STEPS = 32
@@ -76,7 +82,7 @@ def stepped(weight: Tensor, update: Tensor) -> Tensor:
     return (weight.float() - STEPS * LEARNING_RATE * update.float()).to(weight.dtype)
 
 
-@host("microbatched_linear", SMALL, LARGE)
+@host("microbatched_linear", SMALL_MICROBATCHES, LARGE_MICROBATCHES)
 def microbatched_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
     return Pair(
         reference=nn.Linear(width, out, bias=False),
@@ -117,4 +123,57 @@ def stepped_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
     )
 
 
-HOSTS = (microbatched_linear, averaged_linear, stepped_linear)
+# A linear layer that is trained for some steps, by AdamW, and then computes.
+
+
+SMALL_TRAINED = dict(batch=64, width=64, out=96)
+LARGE_TRAINED = dict(batch=256, width=256, out=384)
+ADAM_STEPS = 4
+# An eps that gradients of this size feel, as those of a large batch's average loss feel 1e-8.
+ADAM_SETTINGS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
+
+
+class Trained(nn.Module):
+    """Trains a copy of its layer, so that each pass begins with the same weights.
+
+    Attributes:
+        optimizer: from parameters to what steps on them.
+    """
+
+    def __init__(self, linear: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
+        super().__init__()
+        self.linear = linear
+        self.optimizer = optimizer
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """``x`` is ``[batch, width]``, the target ``[batch, out]``; returns what is left of it before and after."""
+        linear = copy.deepcopy(self.linear)
+        optimizer = self.optimizer(linear.parameters())
+        for _ in range(ADAM_STEPS):
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                (linear(x.detach()) - target.detach()).square().mean().backward()
+            optimizer.step()
+        return {"before": self.linear(x) - target, "after": linear(x) - target}
+
+
+@host("trained_linear", SMALL_TRAINED, LARGE_TRAINED, precisions=UNQUANTIZED)
+def trained_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
+    """With FP32 master weights, as whoever trains 16-bit weights should have."""
+    return Pair(
+        reference=Trained(nn.Linear(width, out, bias=False), lambda weights: AdamW(weights, **ADAM_SETTINGS)),
+        candidate=Trained(
+            te.Linear(width, out, bias=False),
+            lambda weights: te.optimizers.FusedAdam(weights, **ADAM_SETTINGS, master_weights=True),
+        ),
+        weights={"linear.weight": "linear.weight"},
+        inputs=lambda rng, batch: (rng.normal(batch, width), rng.normal(batch, out)),
+    )
+
+
+HOSTS = (
+    microbatched_linear,
+    averaged_linear,
+    stepped_linear,
+    trained_linear,
+)
