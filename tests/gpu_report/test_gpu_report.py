@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.cli import app
-from parity.lab.gpu_report import command, index
-from parity.lab.gpu_report.step import Outcome, Step, run_limited
-from parity.lab.gpu_report.steps import steps
+from parity.lab.gpu_report import command
+from parity.lab.gpu_report.steps import Outcome, Step, doctor, run_limited, steps
 from parity.report import environment
 from parity.user_error import UserError
 
@@ -28,7 +27,7 @@ def step(name: str, program: str, share: float = 1.0, files: tuple[str, ...] = (
 
 def report(folder: Path, *chosen: Step, limit: float = 60.0) -> str:
     outcomes = [command.make(each, limit, folder) for each in chosen]
-    index.write(folder, chosen, outcomes, environment.measure("cpu", [0], 0), "no GPU")
+    command.write(folder, chosen, outcomes, environment.measure("cpu", [0], 0), "no GPU")
     return (folder / "index.md").read_text()
 
 
@@ -133,7 +132,7 @@ def test_a_report_without_a_gpu_says_that_nothing_in_it_is_a_gpu_s(tmp_path: Pat
 
 def test_steps_that_are_yet_to_run_are_in_the_index(tmp_path: Path) -> None:
     machine = environment.measure("cpu", [0], 0)
-    text = index.draw(tmp_path, [step("later", "")], [], machine, "")
+    text = command.draw(tmp_path, [step("later", "")], [], machine, "")
     assert "not run yet" in row(text, "later")
 
 
@@ -187,10 +186,10 @@ def test_the_doctor_s_verdict_names_the_precisions_on_real_kernels(
 ) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "doctor.txt").write_text("\n".join(lines))
-    assert index.doctor(tmp_path) == verdict
+    assert doctor(tmp_path) == verdict
 
 
 def test_the_summary_tells_how_each_step_ended() -> None:
     chosen = [step(name, "") for name in ("a", "b", "c")]
     outcomes = [Outcome(name, status, 10.0, 20.0, 0, "") for name, status in (("a", "done"), ("b", "failed"))]  # type: ignore[arg-type]
-    assert index.summary(chosen, outcomes) == "1 of 3 steps done; 1 failed: b; 20 s in all"
+    assert command.summary(chosen, outcomes) == "1 of 3 steps done; 1 failed: b; 20 s in all"

@@ -68,7 +68,7 @@ def test_memory_is_the_peak_above_what_was_there_without_what_only_rotates(gpu: 
 
 
 def test_clocks_are_asked_for_while_the_gpu_still_works(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.gpu_state, "query", lambda uuid: gpu.append(f"query {uuid}"))
+    monkeypatch.setattr(measure.record, "gpu_state", lambda uuid: gpu.append(f"query {uuid}"))
     launched = Passes(lambda: None, lambda i: gpu.append("pass"), lambda outputs, i: None)
     spread = Spread(0.1, 0.1, 0.1)
     measure._loaded_state(launched, Times(spread, spread, 5), CUDA)

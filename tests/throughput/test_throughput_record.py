@@ -10,8 +10,7 @@ import pytest
 import samples
 
 from parity.lab.throughput import record
-from parity.lab.throughput.gpu_state import GpuState
-from parity.lab.throughput.record import Peak
+from parity.lab.throughput.record import GpuState, Peak
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import samples
 
 from parity.lab.throughput import report
-from parity.lab.throughput.gpu_state import GpuState
-from parity.lab.throughput.record import EMULATED
+from parity.lab.throughput.record import EMULATED, GpuState
 
 
 def cells(text: str, name: str) -> list[str]:

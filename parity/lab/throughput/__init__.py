@@ -1,5 +1,5 @@
 """What a port buys: the time, memory and error of the plain module and of TE's, side by side; ``parity throughput``.
 
-One process makes all measurements and writes each row as soon as it has it (``worker.py``); if a kernel ends that
+One process makes all measurements and writes each row as soon as it has it (``measure.py``); if a kernel ends that
 process, another goes on with the next workload (``command.py``). The report is drawn from the rows (``report.py``).
 """

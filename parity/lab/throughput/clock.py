@@ -1,15 +1,20 @@
-"""Measures passes: by CUDA events on a GPU, by the host's clock on a CPU."""
+"""Measure passes by CUDA events on a GPU and by the host's clock on a CPU, and by them how fast the device can be."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from parity.lab.throughput.record import Spread, Times
+from parity.lab.flops import linear
+from parity.lab.throughput.record import Peak, Spread, Times
+from parity.user_error import one_line
 
 Mark = TypeVar("Mark")
 
@@ -113,3 +118,67 @@ def _host_seconds(passes: Passes, clock: Clock[Mark], tries: int = 3) -> float:
         seconds.append(time.perf_counter() - began)
     clock.finish()
     return min(seconds)
+
+
+# The device's measured peak: how fast large square matrix products run in each format.
+
+
+PEAK_SIZES = {"cuda": (4096, 8192), "cpu": (256, 1024)}
+_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+_REPEATS = {"cuda": 10, "cpu": 3}
+
+
+def measure_peak(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
+    """Return the best median over the device's sizes; a format that cannot be multiplied here comes with the reason.
+
+    FP8 is E4M3 with a scale a tensor, by ``torch._scaled_mm`` with fast accumulation.
+    """
+    if format == "tf32" and device.type != "cuda":
+        return Peak(format, float("nan"), why_none="a CPU has no TF32")
+    best = Peak(format, 0.0)
+    for size in PEAK_SIZES[device.type]:
+        try:
+            with allow_tf32(format == "tf32"):
+                seconds = _seconds(_product(format, size, device), _REPEATS[device.type], clock)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            return Peak(format, float("nan"), why_none=one_line(error))
+        best = max(best, Peak(format, linear(size, size, size).forward / seconds, size), key=lambda peak: peak.flops)
+    return best
+
+
+@contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Within the context, whether PyTorch may compute FP32 products in TF32 on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _product(format: str, size: int, device: torch.device) -> Callable[[], Tensor]:
+    """Random operands: a product of zeros draws less power and so runs faster."""
+    a, b = (torch.randn(size, size, device=device).to(_DTYPES[format]) for _ in range(2))
+    if format != "fp8":
+        return lambda: a @ b
+    scale = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(
+        a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=device.type == "cuda"
+    )
+
+
+def _seconds(product: Callable[[], Tensor], repeats: int, clock: Clock[Mark]) -> float:
+    product()
+    marks = [clock.mark()]
+    for _ in range(repeats):
+        product()
+        marks.append(clock.mark())
+    clock.finish()
+    return Spread.of([clock.seconds(start, end) for start, end in itertools.pairwise(marks)]).median

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parity.lab.throughput import record, report, worker
+from parity.lab.throughput import measure, record, report
 from parity.lab.throughput.measure import Plan, row_without
 from parity.lab.throughput.workload import COMPILED, Implementation, Workload, implementations
 from parity.user_error import UserError
@@ -38,7 +38,7 @@ class Settings:
 
     workloads: Sequence[Workload]
     precisions: tuple[str, ...]
-    backend: worker.Asked
+    backend: measure.Asked
     repeats: int | None = None
     compiled: tuple[str, ...] = ()
     minutes: float | None = None
@@ -64,7 +64,7 @@ def run(settings: Settings, folder: Path) -> Path:
     ends = math.inf if settings.minutes is None else time.time() + 60 * settings.minutes
     with _replaced_processes() as call:
         formats = _formats(settings)
-        why = call(worker.begin, settings.backend, formats, len(settings.workloads), file)
+        why = call(measure.begin, settings.backend, formats, len(settings.workloads), file)
         environment = record.read(file).environment
         if environment is None:
             raise UserError(str(why or "the process that measures the device's peak was ended"))
@@ -72,7 +72,7 @@ def run(settings: Settings, folder: Path) -> Path:
         chosen = list(implementations(settings.precisions, settings.compiled, environment.backend == "gpu"))
         for workload, some in _rounds(settings.workloads, chosen):
             Console(stderr=True).print(f"measuring {workload.name}", highlight=False)
-            _measure(workload, some, lambda *work: call(worker.measure_one, *work, plan, settings.backend, file), file)
+            _measure(workload, some, lambda *work: call(measure.measure_one, *work, plan, settings.backend, file), file)
             report.write(record.read(file), folder / f"{NAME}.md")
     return folder / f"{NAME}.md"
 

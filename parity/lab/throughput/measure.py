@@ -1,4 +1,4 @@
-"""Measures one workload: a row for each implementation, whatever becomes of the others."""
+"""Measure workloads, a row for each implementation, in a process of its own, which a kernel may end."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from parity import te
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.lab import flops
-from parity.lab.throughput import gpu_state
-from parity.lab.throughput.clock import Clock, Passes, clock_of, time_passes
-from parity.lab.throughput.gpu_state import GpuState
-from parity.lab.throughput.record import Row, Times
+from parity.lab.throughput import record
+from parity.lab.throughput.clock import Clock, Passes, clock_of, measure_peak, time_passes
+from parity.lab.throughput.record import GpuState, Row, Times
 from parity.lab.throughput.workload import (
     COMPILED,
     TE,
@@ -34,9 +35,14 @@ from parity.lab.throughput.workload import (
     subject,
 )
 from parity.passes import memory
-from parity.te import Kernels
+from parity.report import environment
+from parity.te import Backend, BackendUnavailable, Kernels
+from parity.te.device_errors import cuda_works
 from parity.te.precision import PRECISIONS, why_unavailable
 from parity.user_error import one_line
+
+# One workload: a row for each implementation, whatever becomes of the others.
+
 
 _LOADED_SECONDS = 0.5  # of work behind which the driver is asked for the clocks
 
@@ -209,7 +215,7 @@ def _state(device: torch.device) -> GpuState | None:
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return None if uuid is None else gpu_state.query(str(uuid))
+    return None if uuid is None else record.gpu_state(str(uuid))
 
 
 def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuState | None:
@@ -219,3 +225,31 @@ def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuSt
     for i in range(max(1, math.ceil(_LOADED_SECONDS / times.both))):
         repeated.run(i)
     return _state(device)
+
+
+# What the process is asked for; each result is in the record as soon as it exists.
+
+
+Asked = Backend | Literal["auto"]
+
+
+def begin(backend: Asked, formats: Sequence[str], workloads: int, file: Path) -> str | None:
+    """Write the environment and the device's peaks in these formats; why the backend cannot be had, or None."""
+    try:
+        kernels = te.kernels(backend)
+    except BackendUnavailable as error:
+        return str(error)
+    record.append(file, environment.measure(kernels.backend, [0], workloads))
+    for format in formats:
+        record.append(file, measure_peak(format, kernels.device, clock_of(kernels.device)))
+    return None
+
+
+def measure_one(workload: Workload, chosen: Sequence[Implementation], plan: Plan, backend: Asked, file: Path) -> bool:
+    """Write the workload's rows; whether this process can go on, which it cannot with a broken CUDA context."""
+    kernels = te.kernels(backend)
+    for row in measure(workload, chosen, plan, kernels):
+        record.append(file, row)
+        if not cuda_works():
+            return False
+    return True

@@ -7,13 +7,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from parity.lab.throughput.gpu_state import GpuState
-from parity.lab.throughput.record import EMULATED, Peak, Record, Row, Spread
+from parity.lab.throughput.record import EMULATED, GpuState, Peak, Record, Row, Spread
 from parity.report.numbers import markdown_table, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # The plot of speed against error: what each precision buys and costs, a panel a workload.
 
@@ -24,6 +25,8 @@ _MARKERS = {"eager": "o", "compiled": "s", "TE": "^"}
 
 def draw_plot(found: Record) -> Figure:
     """Speed of both passes together over the output's error; a workload of which nothing has an error has no panel."""
+    from matplotlib.figure import Figure  # the report can be had without
+
     panels: dict[str, list[Row]] = {}
     for row in found.rows:
         if row.times is not None and row.error:
@@ -84,8 +87,6 @@ def write(found: Record, path: Path) -> None:
     plot = path.with_suffix(".png")
     has_plot = importlib.util.find_spec("matplotlib") is not None and any(row.error for row in found.rows)
     if has_plot:
-        pass
-
         draw_plot(found).savefig(plot, dpi=110)
     path.write_text(draw(found, plot.name if has_plot else None), encoding="utf-8")
 

@@ -23,8 +23,7 @@ from parity.case import registry, transfer
 from parity.case.case import Case, Pair, Rng
 from parity.case.files import folder as built_in_folder
 from parity.case.validate import CheckedSize
-from parity.lab.throughput.clock import Passes
-from parity.lab.throughput.peak import allow_tf32
+from parity.lab.throughput.clock import Passes, allow_tf32
 from parity.numerics import errors
 from parity.numerics.blocked_attention import Band
 from parity.numerics.golden import in_fp64
