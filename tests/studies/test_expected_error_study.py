@@ -13,22 +13,20 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
-from parity.lab.studies.expected_error import issue_407, study
 from parity.lab.studies.expected_error import report as claims
-from parity.lab.studies.expected_error.issue_407 import Drawn
-from parity.lab.studies.expected_error.plots import PARTS_OF_OUTPUTS, explained, shares_of
+from parity.lab.studies.expected_error import study
+from parity.lab.studies.expected_error.report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
 from parity.lab.studies.expected_error.study import (
     ISSUE_407,
     MODEL,
     SHORT_SUMS,
     TE,
+    Drawn,
     Measured,
     Run,
     Settings,
     Shape,
     base,
-    law,
-    mean,
     measure,
     runs,
 )
@@ -105,7 +103,7 @@ def test_the_rounding_model_predicts_what_te_loses(found: Found) -> None:
 @pytest.mark.parametrize("name", SMALL.modules)
 @pytest.mark.parametrize("precision", SMALL.precisions)
 def test_errors_of_the_parts_add_as_squares(found: Found, name: str, precision: str) -> None:
-    assert explained(found, SMALL, name, precision) == pytest.approx(1.0, abs=0.1)
+    assert explained_share(found, SMALL, name, precision) == pytest.approx(1.0, abs=0.1)
     assert sum(shares_of(found, SMALL, name, precision)) == pytest.approx(1.0)
 
 
@@ -126,7 +124,7 @@ def test_short_sums_hide_behind_the_cast_to_fp8(found: Found) -> None:
 
 
 def drawn(right: list[float], swapped: list[float], allclose: bool = False) -> list[Drawn]:
-    alike = dict.fromkeys(issue_407.LINEARS, allclose)
+    alike = dict.fromkeys(study.LINEARS, allclose)
     return [Drawn(*sums, alike) for sums in zip(right, swapped, strict=True)]
 
 
@@ -151,8 +149,8 @@ def test_issue_407_is_answered_from_draws_of_both_ports(draws: list[Drawn], answ
 
 
 def test_issue_407_s_ports_err_by_far_apart_sums_and_no_linear_layer_is_allclose(kernels: Kernels) -> None:
-    right, *others = [issue_407.draw(seed, kernels) for seed in range(3)]
-    assert right == issue_407.draw(0, kernels)
+    right, *others = [study.draw(seed, kernels) for seed in range(3)]
+    assert right == study.draw(0, kernels)
     for each in (right, *others):
         assert abs(each.faithful) < 10 < abs(each.swapped)
         assert not any(each.allclose.values())

@@ -15,19 +15,23 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue
-from parity.lab.studies.flash_stability import claims, study
-from parity.lab.studies.flash_stability.claims import flash_over_baseline, growth, of_length
-from parity.lab.studies.flash_stability.deviation import Deviation, Result, Results, over_seeds, result_of
-from parity.lab.studies.flash_stability.sweeps import (
+from parity.lab.studies.flash_stability import report, study
+from parity.lab.studies.flash_stability.report import flash_over_baseline, growth, of_length
+from parity.lab.studies.flash_stability.study import (
     ALONE,
     AS_KERNELS,
     EVERYWHERE,
     SPARED,
     STORED_STATE,
     SUMS,
+    Deviation,
+    Result,
+    Results,
     Run,
     Settings,
+    over_seeds,
     plain_run,
+    result_of,
     runs,
     untiled,
     whole_runs,
@@ -166,7 +170,7 @@ def test_a_verdict_is_found_from_the_figures(kernels: Kernels) -> None:
     figures = {entry: result_of(entry, TINY, kernels) for entry in runs(TINY)}
 
     def agrees(results: Results) -> str:
-        claim = next(c for c in claims.claims(results, TINY) if c.claimed.startswith("in BF16"))
+        claim = next(c for c in report.claims(results, TINY) if c.claimed.startswith("in BF16"))
         return claim.agrees
 
     def with_maximum(entry: Run, result: Result) -> Result:

@@ -12,13 +12,27 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
-from parity.lab.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, study, tensor_sqnr
 from parity.lab.studies.fp8_recipes import report as claims
-from parity.lab.studies.fp8_recipes.fp8_attention import BLOCKS, PLAIN, ROTATED, ROTATED_BLOCKS, AttentionRun
-from parity.lab.studies.fp8_recipes.module_sqnr import ModuleRun
-from parity.lab.studies.fp8_recipes.stale_scales import Change, Side, Steps, StepsRun
-from parity.lab.studies.fp8_recipes.study import RECIPES, Result, Run, Settings, runs
-from parity.lab.studies.fp8_recipes.tensor_sqnr import TensorLoss, TensorRun
+from parity.lab.studies.fp8_recipes import study
+from parity.lab.studies.fp8_recipes.study import (
+    BLOCKS,
+    PLAIN,
+    RECIPES,
+    ROTATED,
+    ROTATED_BLOCKS,
+    AttentionRun,
+    Change,
+    ModuleRun,
+    Result,
+    Run,
+    Settings,
+    Side,
+    Steps,
+    StepsRun,
+    TensorLoss,
+    TensorRun,
+    runs,
+)
 from parity.numerics.formats import OperandPart
 from parity.te import Kernels
 from parity.user_error import UserError
@@ -39,13 +53,13 @@ def kernels() -> Kernels:
 
 
 def tensor(kernels: Kernels, distribution: str, role: OperandPart, recipe: str) -> TensorLoss:
-    return tensor_sqnr.measure(TensorRun(distribution, role, recipe, size=128, earlier=4, seed=0), kernels)
+    return study.measure_tensor(TensorRun(distribution, role, recipe, size=128, earlier=4, seed=0), kernels)
 
 
 def steps(
     kernels: Kernels, recipe: str, change: Change, factor: float, side: Side = "input", history: int = 0, after: int = 4
 ) -> Steps:
-    return stale_scales.measure(StepsRun(recipe, history, side, change, factor, BEFORE, after, 32, 0), kernels)
+    return study.measure_steps(StepsRun(recipe, history, side, change, factor, BEFORE, after, 32, 0), kernels)
 
 
 @pytest.mark.parametrize("recipe", FP8)
@@ -73,7 +87,7 @@ def test_outliers_cost_the_weights_of_nvfp4_decibels(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("role", tensor_sqnr.ROLES)
+@pytest.mark.parametrize("role", study.ROLES)
 def test_the_rounding_model_predicts_te_s_quantizers(recipe: str, role: OperandPart, kernels: Kernels) -> None:
     loss = tensor(kernels, "normal", role, recipe)
     assert loss.te == pytest.approx(loss.model, abs=0.3)
@@ -81,14 +95,14 @@ def test_the_rounding_model_predicts_te_s_quantizers(recipe: str, role: OperandP
 
 def test_a_module_s_gradients_are_finer_where_they_are_e4m3(kernels: Kernels) -> None:
     wide, fine = (
-        module_sqnr.measure(ModuleRun("linear", "outliers", recipe, 128, 32, 0), kernels).te
+        study.measure_module(ModuleRun("linear", "outliers", recipe, 128, 32, 0), kernels).te
         for recipe in ("fp8_current", "mxfp8")
     )
     assert fine["input gradient"] - wide["input gradient"] > 2
     assert fine["output"] == pytest.approx(wide["output"], abs=1)
 
 
-@pytest.mark.parametrize("side", stale_scales.SIDES)
+@pytest.mark.parametrize("side", study.SIDES)
 def test_delayed_scaling_clips_a_jump_and_knows_it_in_the_next_step(side: Side, kernels: Kernels) -> None:
     jumped = steps(kernels, "fp8_delayed", "up", 64.0, side, history=16)
     assert jumped.sqnr_db[BEFORE] < 2
@@ -127,7 +141,7 @@ def test_steps_that_never_recover_are_told_from_those_that_do() -> None:
 
 
 def test_a_rotation_helps_fp8_attention_against_outliers_and_block_scales_do_not() -> None:
-    errors = [fp8_attention.measure(AttentionRun("outliers", 1024, 128, seed)).rmse for seed in range(3)]
+    errors = [study.measure_attention(AttentionRun("outliers", 1024, 128, seed)).rmse for seed in range(3)]
     plain, block, rotated, both = (
         sum(rmse[way] for rmse in errors) for way in (PLAIN, BLOCKS, ROTATED, ROTATED_BLOCKS)
     )
@@ -137,7 +151,7 @@ def test_a_rotation_helps_fp8_attention_against_outliers_and_block_scales_do_not
 
 
 def test_without_outliers_a_rotation_changes_nothing() -> None:
-    rmse = fp8_attention.measure(AttentionRun("normal", 512, 128, 0)).rmse
+    rmse = study.measure_attention(AttentionRun("normal", 512, 128, 0)).rmse
     assert rmse[PLAIN] == pytest.approx(rmse[ROTATED], rel=0.1)
 
 

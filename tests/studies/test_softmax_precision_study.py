@@ -20,18 +20,21 @@ from parity.lab.studies import catalogue
 from parity.lab.studies.softmax_precision import report, study
 from parity.lab.studies.softmax_precision.study import (
     DTYPES,
+    WAYS,
     Errors,
     Outcome,
+    Precision,
     Run,
     Settings,
     error,
     frontier,
+    measure_traffic,
     outcome_of,
     runs,
     te_agrees,
     traffic,
+    ways,
 )
-from parity.lab.studies.softmax_precision.ways import WAYS, Precision, measure_traffic, ways
 from parity.te import Kernels
 from parity.user_error import UserError
 

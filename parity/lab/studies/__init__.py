@@ -7,8 +7,7 @@ A study is a folder that ``catalogue.STUDIES`` names; its module ``study`` has
 * ``RECORD``, the name of its record in a folder, if it keeps one (``record``);
 * ``measured(settings, folder)``, which measures what ``folder`` has no record of yet and returns what the report says.
 
-Beside it lie ``report``, whose ``write`` is given that and writes the report into the folder, the parts of the report
-(``claims``, ``plots``), and what the study alone computes with. The study imports none of the report, so that a record
-names the code that computed it and no other. ``training``, ``stepwise`` and the modules of this folder are what studies
-share.
+Beside it lies ``report``, whose ``write`` is given that and writes the report into the folder. The study does not
+import the report, so that a record names the code that computed it and no other. The modules of this folder are what
+studies share; ``reporting`` is for their reports alone.
 """

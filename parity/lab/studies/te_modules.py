@@ -1,11 +1,9 @@
-"""TE's modules at any size, alone or many in a row, each with its reference.
-
-And its attention on a backend of the caller's choice.
-"""
+"""TE's modules at any size, alone or many in a row, each with its reference; and its attention on a chosen backend."""
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +18,9 @@ from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import renamed
 from parity.cases import attention, layer, linear, mlp, norm
+from parity.numerics.errors import relative_l2
 from parity.numerics.freedom import Freedom
+from parity.passes.all_passes import Tensors
 from parity.te import Kernels
 from parity.te.attention_backend import te_variables
 from parity.user_error import UserError
@@ -253,3 +253,17 @@ MODULES: Mapping[str, Module] = {
     "transformer_layer_gpt": Module("TransformerLayer, GPT", layer.gpt, _gpt, True),
     "transformer_layer_llama": Module("TransformerLayer, llama", layer.llama, _llama, True),
 }
+
+
+# The error of all tensors of a kind taken together: a bias whose gradient is nearly 0 does not stand for a module.
+
+
+def pooled_relative_l2(tensors: Tensors, golden: Tensors) -> dict[str, float]:
+    """``|error| / |golden|`` by kind of tensor, as if all tensors of a kind were one."""
+    errors = {key: tensors[key].double() - truth for key, truth in golden.items()}
+    kinds = dict.fromkeys(kind for kind, _ in golden)
+    return {kind: relative_l2(_norm(errors, kind), _norm(golden, kind)) for kind in kinds}
+
+
+def _norm(tensors: Tensors, kind: str) -> float:
+    return math.hypot(*(tensor.norm().item() for (of_kind, _), tensor in tensors.items() if of_kind == kind))

@@ -2,40 +2,203 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from parity.lab.studies import tables
-from parity.lab.studies.expected_error import plots
-from parity.lab.studies.expected_error.issue_407 import AFTER_REPAIR, FIGURE, LINEARS, Drawn
+from parity.lab.studies import reporting
 from parity.lab.studies.expected_error.study import (
+    AFTER_REPAIR,
+    ALONE,
+    FIGURE,
     ISSUE_407,
     ISSUE_407_SHAPE,
     KINDS,
+    LINEARS,
     MODEL,
     NOTHING_LEFT,
     PER_TENSOR,
     SHORT_SUMS,
+    SUMS,
     TE,
+    Drawn,
+    Measured,
     Results,
+    Run,
     Settings,
     base,
     held_out,
-    law,
-    mean,
-    seeds_of,
-    sizes_of,
     sweep,
 )
-from parity.lab.studies.over_seeds import CANNOT_TELL, NO, YES, Law, digits, mean_digits, placed, ratios_between
-from parity.lab.studies.tables import Claim
+from parity.lab.studies.reporting import (
+    CANNOT_TELL,
+    NO,
+    YES,
+    Claim,
+    Law,
+    Sizes,
+    digits,
+    fit,
+    mean_digits,
+    placed,
+    ratios_between,
+)
 from parity.lab.studies.te_modules import MODULES, Shape
 from parity.report.numbers import short
 from parity.te import Kernels
+
+# Means over seeds, and how an error grows.
+
+
+def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str = "output") -> float:
+    """The relative error over all seeds, in the mean square; NaN for what was not measured."""
+    errors = [
+        each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
+    ]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else math.nan
+
+
+def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) -> list[Measured]:
+    """One kind of run, at each seed."""
+    runs_by_seed = (found.get(Run(name, shape, precision, way, seed)) for seed in itertools.count())
+    return list(itertools.takewhile(lambda measured: measured is not None, runs_by_seed))  # type: ignore[arg-type]
+
+
+def law(
+    found: Results, settings: Settings, name: str, precision: str, way: str = TE, kind: str = "output"
+) -> Law | None:
+    """How a module's error grows over its sweep while it is below ``NOTHING_LEFT``; None where there is no error."""
+    points = [(sizes_of(shape), mean(found, name, shape, precision, way, kind)) for shape in sweep(name, settings)]
+    growing = [(sizes, error) for sizes, error in points if error < NOTHING_LEFT]
+    return fit(growing, sizes_of(base(settings)), perhaps_exponential=["depth"])
+
+
+def sizes_of(shape: Shape) -> Sizes:
+    """A shape as a law takes it."""
+    return dataclasses.asdict(shape)
+
+
+# Plots of the study ``expected_error``.
+
+
+PART_TITLES = {
+    "weights": "weights",
+    "inputs": "GEMM inputs",
+    "storage": "stored results",
+    "attention": "attention",
+    SUMS: "FP32 sums",
+}
+# Gradients are rounded in the backward pass alone: they have no part in an output's error.
+PARTS_OF_OUTPUTS = tuple(part for part in PART_TITLES if part in ALONE)
+_AXES = {"hidden": "hidden size", "seq": "sequence length", "depth": "modules in a row"}
+_MARKERS = "osv^D<>pP*X"
+
+
+def growth(found: Results, settings: Settings) -> Figure:
+    """The output's error over each size: TE's as markers, the law as lines; a column a precision."""
+    columns = settings.precisions
+    figure = Figure(figsize=(2.7 * len(columns), 8.4), layout="constrained")
+    axes = figure.subplots(len(_AXES), len(columns), squeeze=False, sharex="row", sharey="col")
+    for row, size in zip(axes, _AXES, strict=True):
+        for axis, precision in zip(row, columns, strict=True):
+            for index, name in enumerate(settings.modules):
+                _growth_line(axis, found, settings, name, precision, size, index)
+            axis.grid(True, which="major", alpha=0.3)
+            axis.set_xlabel(_AXES[size])
+    for axis, precision in zip(axes[0], columns, strict=True):
+        axis.set_title(precision)
+    for row in axes:
+        row[0].set_ylabel("relative L2 error of the output")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize="small")
+    return figure
+
+
+def parts(found: Results, settings: Settings) -> Figure:
+    """What each rounding alone costs the output, as a share of the sum of squares; a column a precision."""
+    columns = settings.precisions
+    names = settings.modules
+    figure = Figure(figsize=(2.1 * len(columns) + 3, 0.36 * len(names) + 1.8), layout="constrained")
+    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for axis, precision in zip(axes, columns, strict=True):
+        shares = np.array([shares_of(found, settings, name, precision) for name in names])
+        left = np.zeros(len(names))
+        for part, share in zip(PARTS_OF_OUTPUTS, shares.T, strict=True):
+            axis.barh(range(len(names)), share, left=left, label=PART_TITLES[part])
+            left += share
+        axis.set(title=precision, xlim=(0, 1), yticks=range(len(names)), xticks=[0, 0.5, 1])
+        axis.set_yticklabels([MODULES[name].title for name in names])
+        axis.set_xlabel("share of squared error", fontsize="small")
+    axes[0].invert_yaxis()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
+    return figure
+
+
+def shares_of(found: Results, settings: Settings, name: str, precision: str) -> Sequence[float]:
+    """The squared error of each of ``PARTS_OF_OUTPUTS`` alone, over their sum."""
+    squares = [mean(found, name, base(settings), precision, part) ** 2 for part in PARTS_OF_OUTPUTS]
+    sums = squares[PARTS_OF_OUTPUTS.index(SUMS)]
+    # A rounding alone is measured on top of FP32 sums.
+    own = [
+        square if part == SUMS else max(0.0, square - sums)
+        for part, square in zip(PARTS_OF_OUTPUTS, squares, strict=True)
+    ]
+    return [square / sum(own) for square in own]
+
+
+def explained_share(found: Results, settings: Settings, name: str, precision: str) -> float:
+    """The parts' errors, added as if independent, over the error of all roundings together."""
+    squares = [mean(found, name, base(settings), precision, part) ** 2 for part in PARTS_OF_OUTPUTS]
+    sums = squares[PARTS_OF_OUTPUTS.index(SUMS)]
+    return ((sum(squares) - (len(squares) - 1) * sums) ** 0.5) / mean(found, name, base(settings), precision, MODEL)
+
+
+def _growth_line(
+    axis: Axes, found: Results, settings: Settings, name: str, precision: str, size: str, index: int
+) -> None:
+    middle = base(settings)
+    others = {other for other in _AXES if other != size}
+    shapes = sorted(
+        (shape for shape in sweep(name, settings) if all(_same(shape, middle, other) for other in others)),
+        key=lambda shape: getattr(shape, size),
+    )
+    values = [getattr(shape, size) for shape in shapes]
+    if len(values) < 2:
+        return
+    color = colormaps["tab20"](index % 20)
+    axis.loglog(
+        values,
+        [mean(found, name, shape, precision, TE) for shape in shapes],
+        marker=_MARKERS[index % len(_MARKERS)],
+        markersize=4,
+        linestyle="",
+        color=color,
+        label=MODULES[name].title,
+    )
+    fitted = law(found, settings, name, precision)
+    if fitted is not None:
+        on_law = [fitted.at(sizes_of(shape)) for shape in shapes]
+        drawn = [error if error < NOTHING_LEFT else math.nan for error in on_law]
+        axis.loglog(values, drawn, color=color, linewidth=0.8)
+    axis.set_xticks(values, labels=map(str, values), fontsize="x-small")
+    axis.minorticks_off()
+
+
+def _same(shape: object, other: object, size: str) -> bool:
+    return bool(getattr(shape, size) == getattr(other, size))
+
+
+# The report.
+
 
 # What others say about the errors of TE's modules, next to what the study ``expected_error`` found.
 
@@ -255,9 +418,9 @@ def write(
         kernels: that TE ran on.
         folder: exists.
     """
-    plots.growth(found, settings).savefig(folder / GROWTH_PICTURE, dpi=80)
+    growth(found, settings).savefig(folder / GROWTH_PICTURE, dpi=80)
     if settings.parts:
-        plots.parts(found, settings).savefig(folder / PARTS_PICTURE, dpi=90)
+        parts(found, settings).savefig(folder / PARTS_PICTURE, dpi=90)
     path = folder / "expected_error.md"
     sections = _sections(found, drawn, missing, settings, kernels)
     path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
@@ -273,7 +436,7 @@ def _sections(
 ) -> Iterator[str]:
     yield "# Which error is normal?"
     yield _INTRODUCTION.format(
-        made_on=tables.made_on(kernels),
+        made_on=reporting.made_on(kernels),
         last_seed=settings.seeds - 1,
         gpus=_gpus(found, settings),
     )
@@ -308,7 +471,7 @@ def _sections(
     yield "## The module of TransformerEngine issue 407"
     yield _issue(found, drawn, settings)
     yield "## Claims"
-    yield tables.claims(claims(found, drawn, settings))
+    yield reporting.claims(claims(found, drawn, settings))
     yield "## What it does not say"
     yield _LIMITS.format(real=_REAL[kernels.backend])
     yield "Made by `parity study expected_error`."
@@ -349,7 +512,7 @@ def _example(found: Results, settings: Settings) -> str:
 
 def _by_module(settings: Settings, cell: Callable[[str, str], str]) -> str:
     rows = [[MODULES[name].title, *(cell(name, each) for each in settings.precisions)] for name in settings.modules]
-    return tables.numbers(rows, ["module", *settings.precisions])
+    return reporting.numbers(rows, ["module", *settings.precisions])
 
 
 def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
@@ -445,16 +608,16 @@ def _exponents_in_words(title: str, size: str, fits: Sequence[Law]) -> str | Non
 
 
 def _parts_table(found: Results, settings: Settings) -> str:
-    titles = [plots.PART_TITLES[part] for part in plots.PARTS_OF_OUTPUTS]
+    titles = [PART_TITLES[part] for part in PARTS_OF_OUTPUTS]
     rows = []
     for name in settings.modules:
         for precision in settings.precisions:
-            errors = [mean(found, name, base(settings), precision, way) for way in (MODEL, *plots.PARTS_OF_OUTPUTS)]
-            whole = plots.explained(found, settings, name, precision)
+            errors = [mean(found, name, base(settings), precision, way) for way in (MODEL, *PARTS_OF_OUTPUTS)]
+            whole = explained_share(found, settings, name, precision)
             rows.append([MODULES[name].title, precision, *map(short, errors), f"{whole:.2f}"])
     headers = ["module", "precision", "all", *(f"{title} alone" for title in titles), "parts / all"]
     return "<details><summary>Each rounding alone: error of the output</summary>\n\n" + (
-        tables.numbers(rows, headers) + "\n\n</details>"
+        reporting.numbers(rows, headers) + "\n\n</details>"
     )
 
 
@@ -468,7 +631,7 @@ def _short_sums(found: Results, settings: Settings) -> str:
             plain, summed = (mean(found, name, middle, precision, way, kind) for way in (TE, SHORT_SUMS))
             cells.append("–" if math.isnan(plain) else f"{short(summed)} ({100 * (summed / plain - 1):+.1f} %)")
         rows.append([MODULES[name].title, *cells])
-    return tables.numbers(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
+    return reporting.numbers(rows, [f"`{precision}`, short sums (against FP32 sums)", *KINDS])
 
 
 def _issue(found: Results, drawn: Sequence[Drawn], settings: Settings) -> str:
@@ -476,7 +639,7 @@ def _issue(found: Results, drawn: Sequence[Drawn], settings: Settings) -> str:
     for precision in settings.precisions:
         errors = [_cell(found, ISSUE_407, ISSUE_407_SHAPE, precision, TE, kind) for kind in KINDS]
         rows.append([precision, *errors, _cell(found, ISSUE_407, ISSUE_407_SHAPE, precision, MODEL, "output")])
-    relative = tables.numbers(rows, ["relative error", *KINDS, "output, predicted"])
+    relative = reporting.numbers(rows, ["relative error", *KINDS, "output, predicted"])
     return "\n\n".join([_ISSUE, relative, *_sums(drawn)])
 
 
@@ -494,4 +657,4 @@ def _sums(drawn: Sequence[Drawn]) -> Iterator[str]:
         where = [f"{100 * place.below:.0f} % ({place.deviations:+.2g})" for place in places]
         rows.append([title, mean_digits(draws), short(statistics.stdev(draws)), *quantiles, *where])
     headers = ["port in FP32", "mean", "standard deviation", *(f"{100 * share:g} %" for share in _QUANTILES)]
-    yield tables.numbers(rows, [*headers, f"below {FIGURE}", f"below {AFTER_REPAIR}"])
+    yield reporting.numbers(rows, [*headers, f"below {FIGURE}", f"below {AFTER_REPAIR}"])

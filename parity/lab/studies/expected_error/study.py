@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,24 +17,91 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from parity import te
+from parity.case import transfer
 from parity.case.case import Rng
 from parity.case.validate import CheckedSize
 from parity.cases import mlp
 from parity.cpu import tensor_cores
 from parity.lab import record
-from parity.lab.studies.expected_error import issue_407
-from parity.lab.studies.expected_error.issue_407 import Drawn
-from parity.lab.studies.over_seeds import Law, Sizes, fit, pooled_relative_l2
 from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
-from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed
+from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.formats import PARTS
 from parity.passes.all_passes import Tensors, model_tensors, run_candidate, tensors_of
+from parity.passes.build import build, rounded_inputs, share_rounded_weights
 from parity.passes.prepare import Prepared, prepare
 from parity.te import Kernels
 from parity.te.precision import PRECISIONS, Precision
 from parity.user_error import UserError
+
+# Issue 407 drawn again: the reporter's figures are one draw each, of which distribution?
+#
+# The reporter compares a SwiGLU MLP with ``LayerNormMLP`` (hidden 512, ffn 1536, weights N(0, 0.023), input ``rand(2,
+# 1024, 512)``) by the sum of all outputs, and ``Linear(100, 5)`` with TE's by ``torch.allclose``.
+
+
+FIGURE, AFTER_REPAIR = -0.1887, -140.2
+# Features and input of linear layers: the reporter's, and the MLP's first.
+LINEARS = {
+    "Linear(100, 5) of rand(100)": ((100, 5), (100,)),
+    "Linear(512, 1536) of rand(2, 1024, 512)": ((512, 1536), (2, 1024, 512)),
+}
+_ISSUE_407_SIZE = CheckedSize(mlp.issue_407.sizes[0], "issue_407")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One draw of weights and input, in FP32.
+
+    Attributes:
+        faithful: TE's sum of all outputs less FP64's, with the gate over up in ``fc1_weight``, as TE wants it.
+        swapped: ditto with up over the gate.
+        allclose: whether TE's linear layer is ``torch.allclose`` to PyTorch's FP32 one, by ``LINEARS``.
+    """
+
+    faithful: float
+    swapped: float
+    allclose: Mapping[str, bool]
+
+
+def draw(seed: int, kernels: Kernels) -> Drawn:
+    """Run the reporter's modules on weights and inputs of this seed."""
+    pair = build(mlp.issue_407, _ISSUE_407_SIZE, seed, kernels)
+    pair.reference.double()
+    shared = share_rounded_weights(pair, torch.float32)
+    x = rounded_inputs(pair, _ISSUE_407_SIZE, torch.float32, seed, kernels.device)
+    gate, up = shared["fc1_weight"].chunk(2)
+    with torch.no_grad():
+        exact = pair.reference(x.double()).sum()
+        off = []
+        for first, second in ((gate, up), (up, gate)):
+            transfer.fill(pair.candidate, shared | {"fc1_weight": torch.cat([first, second])})
+            off.append((pair.candidate(x).double().sum() - exact).item())
+    allclose = {name: _allclose(*sizes, seed, kernels) for name, sizes in LINEARS.items()}
+    return Drawn(off[0], off[1], allclose)
+
+
+def _allclose(features: tuple[int, int], shape: tuple[int, ...], seed: int, kernels: Kernels) -> bool:
+    """Compare two linear layers with one weight, drawn as PyTorch draws its initial ones."""
+    rng, bound = Rng(seed, "linear"), features[0] ** -0.5
+    x = rng.uniform(*shape).to(kernels.device)
+    weight = rng.uniform(features[1], features[0], low=-bound, high=bound).to(kernels.device)
+    ported = kernels.te.Linear(*features, bias=False).to(kernels.device)
+    with torch.no_grad():
+        transfer.fill(ported, {"weight": weight})
+        return torch.allclose(F.linear(x, weight), ported(x))
+
+
+def identity_of_draw(seed: int, kernels: Kernels) -> dict[str, Any]:
+    """Return all that a draw depends on."""
+    start = record.fingerprint([Rng(seed).normal(16)])
+    return {"issue": 407, "seed": seed, "start": start, "kernels": kernels.backend, "te": te.version()}
+
+
+# Modules over their sizes, and their error taken apart.
+
 
 RECORD = "expected_error.jsonl"
 KINDS = ("output", "input gradient", "weight gradient")
@@ -177,8 +242,8 @@ def draws(settings: Settings, folder: Path, kernels: Kernels) -> list[Drawn]:
     found = record.completed(
         folder / RECORD,
         range(settings.issue_seeds),
-        functools.partial(issue_407.identity, kernels=kernels),
-        lambda seed: dataclasses.asdict(issue_407.draw(seed, kernels)),
+        functools.partial(identity_of_draw, kernels=kernels),
+        lambda seed: dataclasses.asdict(draw(seed, kernels)),
         "drawing issue 407",
         record.code_of(__name__),
     )
@@ -241,34 +306,6 @@ def measure(entry: Run, kernels: Kernels) -> Measured:
     with gpu_with(precision, kernels) as gpu, sums:
         tensors, _ = run_candidate(case, checked, prepared, precision, entry.seed, kernels)
     return dataclasses.replace(_measured(tensors, golden), gpu=gpu)
-
-
-def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str = "output") -> float:
-    """The relative error over all seeds, in the mean square; NaN for what was not measured."""
-    errors = [
-        each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
-    ]
-    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else math.nan
-
-
-def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) -> list[Measured]:
-    """One kind of run, at each seed."""
-    runs_by_seed = (found.get(Run(name, shape, precision, way, seed)) for seed in itertools.count())
-    return list(itertools.takewhile(lambda measured: measured is not None, runs_by_seed))  # type: ignore[arg-type]
-
-
-def law(
-    found: Results, settings: Settings, name: str, precision: str, way: str = TE, kind: str = "output"
-) -> Law | None:
-    """How a module's error grows over its sweep while it is below ``NOTHING_LEFT``; None where there is no error."""
-    points = [(sizes_of(shape), mean(found, name, shape, precision, way, kind)) for shape in sweep(name, settings)]
-    growing = [(sizes, error) for sizes, error in points if error < NOTHING_LEFT]
-    return fit(growing, sizes_of(base(settings)), perhaps_exponential=["depth"])
-
-
-def sizes_of(shape: Shape) -> Sizes:
-    """A shape as a law takes it."""
-    return dataclasses.asdict(shape)
 
 
 def check(settings: Settings) -> None:

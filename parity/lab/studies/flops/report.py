@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from parity.lab import flops
 from parity.lab.flops import Flops, LayerSizes, Recomputation
-from parity.lab.studies import tables
+from parity.lab.studies import reporting
 from parity.lab.studies.flops.study import Count, Run, Settings
-from parity.lab.studies.tables import Claim
+from parity.lab.studies.reporting import Claim
 
 # What the sources of FLOP formulas claim, computed again from the components of ``parity.lab.flops``.
 
@@ -261,7 +261,7 @@ def _sections(found: Mapping[Run, Count], settings: Settings) -> Iterator[str]:
     yield "## Causal masks and recomputation"
     yield _of_recomputation(sizes)
     yield "## Claims"
-    yield tables.claims(claims())
+    yield reporting.claims(claims())
     yield "## Every case of the default suite"
     yield _CASES
     yield _by_case(found)
@@ -281,7 +281,7 @@ def _by_component(sizes: LayerSizes, vocabulary: int) -> str:
     logits = flops.logits(sizes.tokens, sizes.hidden, vocabulary)
     source = "Narayanan et al., appendix: 6 B s h V with both passes"
     rows.append(["logits", "2 B s h V", _giga(logits.forward), _giga(logits.backward), "", source])
-    return tables.texts(rows, ["component", "formula, forward", "forward", "backward", "share", "source"])
+    return reporting.texts(rows, ["component", "formula, forward", "forward", "backward", "share", "source"])
 
 
 def _gate_section(sizes: LayerSizes) -> str:
@@ -297,7 +297,7 @@ def _gate_section(sizes: LayerSizes) -> str:
         unit = each.tokens * each.hidden**2
         coefficients = [sum(forward.get(key, 0) for key in _GROUPS[group]) / unit for group in ("projections", "MLP")]
         rows.append([name, *(f"{value:.4g}" for value in (*coefficients, sum(coefficients)))])
-    table = tables.numbers(rows, ["B s h², forward", "projections", "MLP", "together"])
+    table = reporting.numbers(rows, ["B s h², forward", "projections", "MLP", "together"])
     return (
         f"{table}\n\nThe gate is a third product as wide as the other two. Shazeer (arXiv 2002.05202) therefore "
         "narrows the MLP to two thirds, which makes it cost what a plain one does (to the last digit only if h is a "
@@ -322,7 +322,7 @@ def _of_recomputation(sizes: LayerSizes) -> str:
         )
     headers = ["attention computes", "of the pairs", "step, GFLOP", "+ selective recomputation", "+ full recomputation"]
     return (
-        f"{tables.numbers(rows, headers)}\n\nA causal kernel computes (s + 1) / 2 s of the pairs. Selective "
+        f"{reporting.numbers(rows, headers)}\n\nA causal kernel computes (s + 1) / 2 s of the pairs. Selective "
         "recomputation repeats scores and context (Korthikanti et al., arXiv 2205.05198), full recomputation the whole "
         "forward pass. A model's utilisation (PaLM's MFU) counts the step alone; that of the hardware counts what it "
         "repeats, too."
@@ -342,7 +342,7 @@ def _by_case(found: Mapping[Run, Count]) -> str:
         for run, count in found.items()
     ]
     headers = ["case", "size", "PyTorch's counter", "our formulas", "agree", "skipping hidden pairs"]
-    return tables.texts(rows, headers)
+    return reporting.texts(rows, headers)
 
 
 def _giga(count: int) -> str:

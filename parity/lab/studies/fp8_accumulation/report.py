@@ -10,10 +10,18 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from parity.cpu.tensor_cores import HOPPER
-from parity.lab.studies import tables
+from parity.lab.studies import reporting
 from parity.lab.studies.fp8_accumulation.study import WHOLE, Cost, Costs, Run, Settings, mean
-from parity.lab.studies.over_seeds import all_of, between, digits, mean_digits, ratio_interval, ratios, ratios_between
-from parity.lab.studies.tables import Claim
+from parity.lab.studies.reporting import (
+    Claim,
+    all_of,
+    between,
+    digits,
+    mean_digits,
+    ratio_interval,
+    ratios,
+    ratios_between,
+)
 from parity.report.numbers import ratio, short
 
 # What is said of the short sums of FP8 tensor cores, next to what the study ``fp8_accumulation`` found.
@@ -156,7 +164,7 @@ def _sections(found: Mapping[Run, Costs], settings: Settings) -> Iterator[str]:
     yield f"## Over the interval between promotions, at K = {settings.interval_length}"
     yield _by_interval(found, settings)
     yield "## Claims"
-    yield tables.claims(claims(found, settings))
+    yield reporting.claims(claims(found, settings))
     yield "## What it means"
     yield _meaning(found, settings)
     yield "Made by `parity study fp8_accumulation`."
@@ -171,7 +179,7 @@ def _by_length(found: Mapping[Run, Costs], settings: Settings) -> str:
         statistics.fmean(growth(found, settings, name, way)) for name in settings.distributions for way in _LABELS
     ]
     headers = [f"{name}, {way}" for name in settings.distributions for way in ("fast", "split", "FP32", "cast")]
-    return tables.numbers(
+    return reporting.numbers(
         [*rows, ["p", *(short(slope) if math.isnan(slope) else f"{slope:.2f}" for slope in slopes)]], ["K", *headers]
     )
 
@@ -187,7 +195,7 @@ def _by_interval(found: Mapping[Run, Costs], settings: Settings) -> str:
         ]
         rows.append([str(interval) if interval else "never", *cells])
     headers = [f"{name}, {what}" for name in settings.distributions for what in ("relative L2", "max / RMS")]
-    return tables.numbers(rows, ["promoted every", *headers])
+    return reporting.numbers(rows, ["promoted every", *headers])
 
 
 def _relative_l2(found: Mapping[Run, Costs], distribution: str, length: int, way: str) -> str:

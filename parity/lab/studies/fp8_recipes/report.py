@@ -11,21 +11,34 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parity.lab.studies import tables
-from parity.lab.studies.fp8_recipes.fp8_attention import (
+from parity.lab.studies import reporting
+from parity.lab.studies.fp8_recipes.study import (
+    AS_GOOD_DB,
     BLOCKS,
+    BODY,
+    CHANGES,
+    DELAYED,
+    JUDGED,
     PLAIN,
+    ROLES,
     ROTATED,
     ROTATED_BLOCKS,
+    SETTLED_STEPS,
+    SIDES,
+    STEPS_BEFORE,
     WAYS,
     AttentionLoss,
     AttentionRun,
+    ModuleLoss,
+    ModuleRun,
+    Results,
+    Settings,
+    Steps,
+    TensorLoss,
+    TensorRun,
+    steps_run,
 )
-from parity.lab.studies.fp8_recipes.module_sqnr import ModuleLoss, ModuleRun
-from parity.lab.studies.fp8_recipes.stale_scales import AS_GOOD_DB, CHANGES, JUDGED, SETTLED_STEPS, SIDES, Steps
-from parity.lab.studies.fp8_recipes.study import DELAYED, STEPS_BEFORE, Results, Settings, steps_run
-from parity.lab.studies.fp8_recipes.tensor_sqnr import BODY, ROLES, TensorLoss, TensorRun
-from parity.lab.studies.tables import Claim
+from parity.lab.studies.reporting import Claim
 from parity.lab.studies.te_modules import MODULES
 from parity.report.numbers import plural, short
 from parity.te import Kernels
@@ -310,7 +323,7 @@ def recovery(found: Results, settings: Settings, recipe: str, history: int, side
 def _sections(found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels) -> Iterator[str]:
     yield "# FP8 recipes side by side"
     yield _INTRODUCTION.format(
-        made_on=tables.made_on(kernels),
+        made_on=reporting.made_on(kernels),
         gpus=_gpus(found, settings),
         last_seed=settings.seeds - 1,
     )
@@ -341,7 +354,7 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield _ATTENTION.format(seq=settings.attention_seq, head_dim=settings.head_dim)
     yield _attention_section(found, settings)
     yield "## Claims"
-    yield tables.claims(claims(found, settings))
+    yield reporting.claims(claims(found, settings))
     yield "Made by `parity study fp8_recipes`."
 
 
@@ -432,7 +445,7 @@ def _tensors(found: Results, settings: Settings) -> str:
                 for recipe in settings.recipes
             ]
             rows.append([role, distribution, *cells])
-    return tables.numbers(rows, ["tensor", "distribution", *settings.recipes])
+    return reporting.numbers(rows, ["tensor", "distribution", *settings.recipes])
 
 
 def _modules(found: Results, settings: Settings) -> str:
@@ -448,7 +461,7 @@ def _modules(found: Results, settings: Settings) -> str:
             ]
             rows.append([MODULES[module].title, distribution, *cells])
     headers = ["output / input gradient / weight gradients", "distribution", "bf16", *settings.recipes]
-    return tables.numbers(rows, headers)
+    return reporting.numbers(rows, headers)
 
 
 def _model_agreement(found: Results) -> str:
@@ -480,7 +493,7 @@ def _recoveries(found: Results, settings: Settings) -> str:
         else:
             rows += of_recipe
     headers = ["change", "judged", "recipe", *(f"{factor:g} times" for factor in settings.factors)]
-    table = tables.numbers(rows, headers) if rows else ""
+    table = reporting.numbers(rows, headers) if rows else ""
     return table + (f"\n\n0 steps, whatever changes and by how much: {', '.join(unmoved)}." if unmoved else "")
 
 
@@ -496,12 +509,12 @@ def _misfits(found: Results, settings: Settings) -> str:
                 cells.append(f"{short(100 * getattr(steps, what)[moment])} %")
             when = "in the step after" if moment else "in its step"
             rows.append([f"{side} {CHANGE_TITLES[change]}", f"{what} {when}", *cells])
-    return tables.numbers(rows, ["change", "share", *(f"{factor:g} times" for factor in settings.factors)])
+    return reporting.numbers(rows, ["change", "share", *(f"{factor:g} times" for factor in settings.factors)])
 
 
 def _attention_section(found: Results, settings: Settings) -> str:
     rows = [[way, *(short(attention_rmse(found, each, way)) for each in settings.distributions)] for way in WAYS]
-    return tables.numbers(rows, ["queries, keys and values", *settings.distributions])
+    return reporting.numbers(rows, ["queries, keys and values", *settings.distributions])
 
 
 def _decibels(value: float) -> str:

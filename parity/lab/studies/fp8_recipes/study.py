@@ -1,34 +1,462 @@
 """FP8 recipes side by side: delayed, current and block scaling, MXFP8 and NVFP4.
 
-Four measurements: what a tensor loses by its distribution and role (``tensor_sqnr``), what a module loses
-(``module_sqnr``), what happens when a tensor's magnitude changes from one step to the next (``stale_scales``), and
-FlashAttention-3's test of FP8 attention, whose outliers all of them share (``fp8_attention``).
+Four measurements: what a tensor loses by its distribution and role, what a module loses, what happens when a tensor's
+magnitude changes from one step to the next, and FlashAttention-3's test of FP8 attention, whose outliers all of them
+share.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from parity import te
-from parity.case.case import Rng
+from parity.case.case import Case, Pair, Rng
+from parity.case.validate import CheckedSize
 from parity.lab import record
-from parity.lab.studies.fp8_recipes import fp8_attention, module_sqnr, stale_scales, tensor_sqnr
-from parity.lab.studies.fp8_recipes.fp8_attention import AttentionLoss, AttentionRun
-from parity.lab.studies.fp8_recipes.module_sqnr import ModuleLoss, ModuleRun
-from parity.lab.studies.fp8_recipes.stale_scales import CHANGES, SIDES, Steps, StepsRun
-from parity.lab.studies.fp8_recipes.tensor_sqnr import ROLES, TensorLoss, TensorRun
-from parity.lab.studies.settings import DISTRIBUTIONS, check_names, why_nowhere
-from parity.lab.studies.te_modules import AS_TE, MODULES
+from parity.lab.studies.settings import DISTRIBUTIONS, check_names, gpu_with, why_nowhere
+from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
+from parity.numerics.errors import measure as errors_of
+from parity.numerics.errors import sqnr_db
+from parity.numerics.formats import OperandPart, e4m3
+from parity.passes.all_passes import model_tensors, run_candidate, tensors_of
+from parity.passes.prepare import prepare
 from parity.te import Kernels
 from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
+
+# What one tensor loses when a recipe quantizes it, by its role in a linear layer.
+
+
+# Where a TE module keeps the quantizer of each tensor.
+_QUANTIZERS: Mapping[str, tuple[str, int]] = {
+    "inputs": ("scaling_fwd", 0),
+    "weights": ("scaling_fwd", 1),
+    "gradients": ("scaling_bwd", 0),
+}
+ROLES: tuple[OperandPart, ...] = ("inputs", "weights", "gradients")
+BODY = 0.99  # the share of elements, the smallest, that outliers are not among
+
+
+@dataclass(frozen=True)
+class TensorRun:
+    """One tensor under one recipe.
+
+    Attributes:
+        distribution: name of ``DISTRIBUTIONS``.
+        role: of ``ROLES``.
+        recipe: name of a precision that has a TE recipe.
+        size: the tensor is ``[size, size]``.
+        earlier: passes before, from which delayed scaling has its scale: on other draws, but on the same weights.
+        seed: of the values.
+    """
+
+    distribution: str
+    role: OperandPart
+    recipe: str
+    size: int
+    earlier: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class TensorLoss:
+    """Signal to quantization noise ratios, in decibels.
+
+    Attributes:
+        te: of TE's quantized tensor.
+        model: of the rounding model's, whose per-tensor scales are those of the tensor itself.
+        te_body: of TE's over the ``BODY`` smallest elements.
+        gpu: that TE ran on or was emulated.
+    """
+
+    te: float
+    model: float
+    te_body: float
+    gpu: str
+
+
+def measure_tensor(run: TensorRun, kernels: Kernels) -> TensorLoss:
+    """Quantize a tensor with TE's own quantizer and with the rounding model's format."""
+    precision = PRECISIONS[run.recipe]
+    rng, draw = Rng(run.seed, f"{run.role} {run.distribution}"), DISTRIBUTIONS[run.distribution]
+    values = draw(rng, run.size, run.size).to(kernels.device, precision.dtype)
+    to_format = precision.rounding.operand_format(run.role)
+    assert to_format is not None, "recipes have a format for each operand"
+    with gpu_with(precision, kernels) as gpu:
+        quantized = _quantized(run, values, rng, kernels)
+    modelled = to_format(values.float(), 1)
+    is_body = values.abs() <= values.abs().flatten().kthvalue(math.ceil(BODY * values.numel())).values
+    return TensorLoss(
+        te=_sqnr_of_tensor(quantized, values),
+        model=_sqnr_of_tensor(modelled, values),
+        te_body=_sqnr_of_tensor(quantized[is_body], values[is_body]),
+        gpu=gpu,
+    )
+
+
+def _quantized(run: TensorRun, values: Tensor, rng: Rng, kernels: Kernels) -> Tensor:
+    """The values after TE's quantizer in a linear layer that has seen earlier draws in their place."""
+    precision, draw = PRECISIONS[run.recipe], DISTRIBUTIONS[run.distribution]
+    linear = kernels.te.Linear(run.size, run.size, bias=False, params_dtype=precision.dtype, device=kernels.device.type)
+    for _ in range(run.earlier):
+        drawn = {role: rng.normal(run.size, run.size) for role in ROLES if role != run.role}
+        drawn[run.role] = values if run.role == "weights" else draw(rng, run.size, run.size)
+        tensors = {role: tensor.to(kernels.device, precision.dtype) for role, tensor in drawn.items()}
+        with torch.no_grad():
+            linear.weight.copy_(tensors["weights"])
+        with precision.autocast(kernels):
+            y = linear(tensors["inputs"].requires_grad_())
+        y.backward(tensors["gradients"])
+    meta, index = _QUANTIZERS[run.role]
+    quantizer = linear.quantizers[meta][index]
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    return quantizer(values).dequantize()
+
+
+def _sqnr_of_tensor(x: Tensor, golden: Tensor) -> float:
+    return errors_of(x, golden.double(), golden.dtype).sqnr_db
+
+
+# What a whole module loses under a recipe, by the distribution of its inputs.
+
+
+@dataclass(frozen=True)
+class ModuleRun:
+    """One module under one recipe.
+
+    Attributes:
+        module: name of ``te_modules.MODULES``.
+        distribution: of the inputs; weights are PyTorch's initial ones, output gradients N(0, 1).
+        recipe: name of a precision.
+        hidden, seq: the module's size.
+        seed: of weights, inputs and output gradients.
+    """
+
+    module: str
+    distribution: str
+    recipe: str
+    hidden: int
+    seq: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ModuleLoss:
+    """Signal to quantization noise ratios, in decibels, by kind of tensor.
+
+    Attributes:
+        te: of TE's module.
+        model: of the rounding model.
+        gpu: that TE ran on or was emulated.
+    """
+
+    te: Mapping[str, float]
+    model: Mapping[str, float]
+    gpu: str
+
+
+def measure_module(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
+    """A pass of TE's module and of the rounding model, against FP64."""
+    precision = PRECISIONS[run.recipe]
+    case, checked = _case(run.module, run.distribution, Shape(run.hidden, run.seq))
+    prepared = prepare(case, checked, precision.dtype, run.seed, kernels)
+    golden = tensors_of(prepared.golden)
+    with gpu_with(precision, kernels) as gpu:
+        candidate, _ = run_candidate(case, checked, prepared, precision, run.seed, kernels)
+    modelled = model_tensors(prepared, precision.rounding, AS_TE)
+    te, model = (
+        {kind: sqnr_db(error) for kind, error in pooled_relative_l2(tensors, golden).items()}
+        for tensors in (candidate, modelled)
+    )
+    return ModuleLoss(te, model, gpu)
+
+
+@functools.lru_cache(maxsize=64)
+def _case(module: str, distribution: str, shape: Shape) -> tuple[Case, CheckedSize]:
+    """The module's case with inputs of another distribution; the same objects each time, see ``placed``."""
+    case, checked = placed(module, shape)
+    draw = DISTRIBUTIONS[distribution]
+
+    def build(te: ModuleType, **sizes: Any) -> Pair:
+        pair = case.factory(te, **sizes)
+        return replace(pair, inputs=lambda rng, batch, seq: draw(rng, batch, seq, shape.hidden))
+
+    return replace(case, name=f"{case.name}_{distribution}", factory=build), checked
+
+
+# A linear layer whose input or output gradient changes its magnitude from one step to the next, under each recipe.
+
+
+Change = Literal["up", "down", "spike"]
+CHANGES: tuple[Change, ...] = ("up", "down", "spike")
+Side = Literal["input", "gradient"]
+SIDES: tuple[Side, ...] = ("input", "gradient")
+# What is judged: the first result of the GEMM that reads the tensor.
+JUDGED: Mapping[Side, str] = {"input": "output", "gradient": "input gradient"}
+AS_GOOD_DB = 1.0
+SETTLED_STEPS = 16
+
+
+@dataclass(frozen=True)
+class StepsRun:
+    """A linear layer's passes around a change.
+
+    Attributes:
+        recipe: name of a precision that has a TE recipe.
+        history: amaxes that delayed scaling remembers; 0 where the recipe has no past.
+        side: whether the input or the output gradient changes.
+        change: ``up``, larger by ``factor`` from then on; ``down``, smaller by it; ``spike``, larger in one step alone.
+        factor: of the change.
+        before: steps before it.
+        after: steps from it on, at most: ``SETTLED_STEPS`` in a row that are as good as before end the run.
+        size: input, weight and output gradient are ``[size, size]``.
+        seed: of all values.
+    """
+
+    recipe: str
+    history: int
+    side: Side
+    change: Change
+    factor: float
+    before: int
+    after: int
+    size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the judged result lost in each step.
+
+    Attributes:
+        sqnr_db: signal to quantization noise ratio of each step; minus infinity where the result is not finite.
+        clipped: share of the tensor's elements above the largest that its delayed scale can take, in the step of the
+            change and in the step after it; empty where the scale is the tensor's own.
+        flushed: ditto of those so small that they become 0.
+        gpu: that TE ran on or was emulated.
+    """
+
+    sqnr_db: tuple[float, ...]
+    clipped: tuple[float, ...]
+    flushed: tuple[float, ...]
+    gpu: str
+
+    def steady(self, before: int) -> tuple[float, float]:
+        """Median and minimum before the change; the first half, when delayed scaling has no past yet, is left out."""
+        settled = sorted(self.sqnr_db[before // 2 : before])
+        return settled[len(settled) // 2], settled[0]
+
+    def recovered_after(self, before: int) -> int | None:
+        """Steps from the change on until every later one is as good as before; None if the last one is not.
+
+        As good is what lies at most ``AS_GOOD_DB`` below the worst of the steps before.
+        """
+        bad = [i for i, is_good in enumerate(self._as_good(before)) if not is_good]
+        if not bad:
+            return 0
+        return None if bad[-1] == len(self.sqnr_db) - before - 1 else bad[-1] + 1
+
+    def has_settled(self, before: int) -> bool:
+        """Whether the last ``SETTLED_STEPS`` came after the change and are as good as before."""
+        last = self._as_good(before)[-SETTLED_STEPS:]
+        return len(last) == SETTLED_STEPS and all(last)
+
+    def _as_good(self, before: int) -> list[bool]:
+        _, worst = self.steady(before)
+        return [sqnr >= worst - AS_GOOD_DB for sqnr in self.sqnr_db[before:]]
+
+
+def measure_steps(run: StepsRun, kernels: Kernels) -> Steps:
+    """Take the steps, each with values of its own and without an update of the weight."""
+    precision = PRECISIONS[run.recipe]
+    rng = Rng(run.seed, "steps")
+    with gpu_with(precision, kernels) as gpu:
+        linear = kernels.te.Linear(
+            run.size, run.size, bias=False, params_dtype=precision.dtype, device=kernels.device.type
+        )
+        with torch.no_grad():
+            linear.weight.copy_(rng.normal(run.size, run.size, std=run.size**-0.5))
+        steps = Steps((), (), (), gpu)
+        for step in range(run.before + run.after):
+            stds = {side: _factor(run, step) if side == run.side else 1.0 for side in SIDES}
+            drawn = {side: rng.normal(run.size, run.size, std=std) for side, std in stds.items()}
+            tensors = {side: tensor.to(kernels.device, precision.dtype) for side, tensor in drawn.items()}
+            if run.history and step in (run.before, run.before + 1):
+                clipped, flushed = _misfits(linear, run.side, tensors[run.side])
+                steps = replace(steps, clipped=(*steps.clipped, clipped), flushed=(*steps.flushed, flushed))
+            steps = replace(steps, sqnr_db=(*steps.sqnr_db, _pass(run, linear, tensors, kernels)))
+            if step >= run.before and steps.has_settled(run.before):
+                break
+    return steps
+
+
+def _pass(run: StepsRun, linear: Any, tensors: Mapping[Side, Tensor], kernels: Kernels) -> float:
+    """The SQNR of the judged result of a forward and backward pass."""
+    x, dy, weight = tensors["input"].requires_grad_(), tensors["gradient"], linear.weight.detach().double()
+    with _autocast(run, kernels):
+        y = linear(x)
+    y.backward(dy)
+    linear.weight.grad = None
+    assert x.grad is not None
+    if run.side == "input":
+        return _sqnr_of_step(y, x.double() @ weight.t())
+    return _sqnr_of_step(x.grad, dy.double() @ weight)
+
+
+def _factor(run: StepsRun, step: int) -> float:
+    if step < run.before or (run.change == "spike" and step > run.before):
+        return 1.0
+    return 1 / run.factor if run.change == "down" else run.factor
+
+
+def _autocast(run: StepsRun, kernels: Kernels) -> AbstractContextManager[None]:
+    if not run.history:
+        return PRECISIONS[run.recipe].autocast(kernels)
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    return kernels.te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=run.history))
+
+
+def _misfits(linear: Any, side: Side, values: Tensor) -> tuple[float, float]:
+    """The shares of elements that the delayed scale puts above the format's range and below half its least number."""
+    meta, dtype = ("scaling_fwd", torch.float8_e4m3fn) if side == "input" else ("scaling_bwd", torch.float8_e5m2)
+    info = torch.finfo(dtype)
+    scaled = values.double().abs() * linear.quantizers[meta][0].scale.double()
+    smallest = info.smallest_normal * info.eps
+    return (scaled > info.max).double().mean().item(), (scaled < smallest / 2).double().mean().item()
+
+
+def _sqnr_of_step(result: Tensor, golden: Tensor) -> float:
+    errors = errors_of(result, golden, result.dtype)
+    return errors.sqnr_db if errors.finite else -math.inf
+
+
+# Attention of FP8 queries, keys and values, quantized in the ways that FlashAttention-3 compares.
+#
+# Follows arXiv 2407.08608, sections 3.3 and 4.3, in plain FP32 with E4M3 roundings (``parity.numerics.formats``),
+# without TE or a GPU.
+
+
+BLOCK = 128  # rows that share a scale in block quantization
+_LARGEST_PROBABILITY = 256.0  # unnormalised probabilities are scaled to it before they are cast to E4M3
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """Attention of one head, in all of ``WAYS``.
+
+    Attributes:
+        distribution: name of ``DISTRIBUTIONS``, of queries, keys and values.
+        seq: tokens.
+        head_dim: channels, a power of two.
+        seed: of the values.
+    """
+
+    distribution: str
+    seq: int
+    head_dim: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class AttentionLoss:
+    """The errors of attention's output against FP64.
+
+    Attributes:
+        rmse: root mean square error by way, as FlashAttention-3 reports it.
+    """
+
+    rmse: Mapping[str, float]
+
+
+Rounder = Callable[[Tensor], Tensor]
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x
+
+
+def _fp16(x: Tensor) -> Tensor:
+    return x.half().float()
+
+
+def _per_block(x: Tensor) -> Tensor:
+    return torch.cat([e4m3(rows) for rows in x.split(BLOCK)])
+
+
+def _scaled_e4m3(probabilities: Tensor) -> Tensor:
+    return (probabilities * _LARGEST_PROBABILITY).to(torch.float8_e4m3fn).float() / _LARGEST_PROBABILITY
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What rounds queries and keys, values, and unnormalised probabilities; and if the first two are rotated before."""
+
+    scored: Rounder = _exact
+    values: Rounder = _exact
+    probabilities: Rounder = _exact
+    rotate: bool = False
+
+
+FP16, PLAIN, BLOCKS = "FP16", "FP8, a scale a tensor", "FP8, a scale a block"
+ROTATED, ROTATED_BLOCKS = "FP8, rotated, a scale a tensor", "FP8, rotated, a scale a block"
+_WAYS: Mapping[str, _Way] = {
+    FP16: _Way(_fp16, _fp16, _fp16),
+    PLAIN: _Way(e4m3, e4m3, _scaled_e4m3),
+    BLOCKS: _Way(_per_block, _per_block, _scaled_e4m3),
+    ROTATED: _Way(e4m3, e4m3, _scaled_e4m3, rotate=True),
+    ROTATED_BLOCKS: _Way(_per_block, _per_block, _scaled_e4m3, rotate=True),
+    "queries and keys alone in FP8": _Way(scored=e4m3),
+    "queries and keys alone in FP8, rotated": _Way(scored=e4m3, rotate=True),
+    "values alone in FP8": _Way(values=e4m3),
+    "probabilities alone in FP8": _Way(probabilities=_scaled_e4m3),
+}
+WAYS = tuple(_WAYS)
+
+
+def measure_attention(run: AttentionRun) -> AttentionLoss:
+    """Attend in every way; queries and keys that are rotated are so by one random orthogonal matrix."""
+    draw = DISTRIBUTIONS[run.distribution]
+    rng = Rng(run.seed, f"attention {run.distribution}")
+    query, key, value = (draw(rng, run.seq, run.head_dim).half().float() for _ in range(3))
+    rotation = _rotation(rng, run.head_dim)
+    golden = _scores(query.double(), key.double()).softmax(-1) @ value.double()
+    rmse = {}
+    for name, way in _WAYS.items():
+        scored = [way.scored(x @ rotation if way.rotate else x) for x in (query, key)]
+        scores = _scores(*scored)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+        output = way.probabilities(weights) @ way.values(value) / weights.sum(-1, keepdim=True)
+        rmse[name] = (output - golden).square().mean().sqrt().item()
+    return AttentionLoss(rmse)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    return query @ key.t() / math.sqrt(query.shape[-1])
+
+
+def _rotation(rng: Rng, size: int) -> Tensor:
+    """A random diagonal of signs times a Hadamard matrix, orthogonal."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    signs = rng.integers(size, high=2) * 2.0 - 1.0
+    return signs[:, None] * matrix / math.sqrt(size)
+
+
+# All runs, from the record or made.
+
 
 RECORD = "fp8_recipes.jsonl"
 RECIPES = tuple(name for name, precision in PRECISIONS.items() if precision.recipe is not None)
@@ -43,7 +471,7 @@ class Settings:
 
     Attributes:
         recipes: names of ``RECIPES``.
-        distributions: names of ``distributions.DISTRIBUTIONS``.
+        distributions: names of ``settings.DISTRIBUTIONS``.
         size: of the single tensors, ``[size, size]``.
         earlier: passes from which delayed scaling has the scale of a single tensor.
         modules: names of ``te_modules.MODULES`` whose input is ``[1, seq, hidden]``.
@@ -151,12 +579,12 @@ def measure(entry: Run, kernels: Kernels) -> Result:
     """Measure one run."""
     torch.manual_seed(entry.seed)  # of stochastic rounding
     if isinstance(entry, TensorRun):
-        return tensor_sqnr.measure(entry, kernels)
+        return measure_tensor(entry, kernels)
     if isinstance(entry, ModuleRun):
-        return module_sqnr.measure(entry, kernels)
+        return measure_module(entry, kernels)
     if isinstance(entry, StepsRun):
-        return stale_scales.measure(entry, kernels)
-    return fp8_attention.measure(entry)
+        return measure_steps(entry, kernels)
+    return measure_attention(entry)
 
 
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from parity.lab.studies import tables
+from parity.lab.studies import reporting
 from parity.lab.studies.query_key_scale.study import Outcome, Run, Settings, error, frontier, nearest_to_one, ways
-from parity.lab.studies.tables import Claim
+from parity.lab.studies.reporting import Claim
 from parity.report.numbers import ratio, short
 from parity.te import Kernels
 
@@ -207,13 +207,13 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
     yield "# Where to scale queries and keys"
     yield _INTRODUCTION
     yield (
-        f"{tables.made_on(kernels)} {settings.heads} heads, {settings.seq} queries and keys, no mask; layer "
+        f"{reporting.made_on(kernels)} {settings.heads} heads, {settings.seq} queries and keys, no mask; layer "
         f"{settings.layer} in layer scaling; {settings.seeds} draws. Golden is FP64 attention of the same rounded "
         "inputs. TE's unfused backend multiplies by PyTorch's own `baddbmm`, on the CPU by the CPU's. A GPU may split "
         "a long sum and store its parts in FP16 (`allow_fp16_reduced_precision_reduction`); that is not modelled, and "
         "no head here is that wide."
     )
-    yield tables.texts([[f"`{name}`", meaning] for name, meaning in _MEANS.items()], ["way", "what it does"])
+    yield reporting.texts([[f"`{name}`", meaning] for name, meaning in _MEANS.items()], ["way", "what it does"])
     yield "![Overflow frontiers and errors](query_key_scale.png)"
     yield "## How large queries and keys may be"
     yield (
@@ -233,7 +233,7 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
     yield _SCALE.format(layer=settings.layer)
     yield _score_errors(found, settings)
     yield "## Claims"
-    yield tables.claims(claims(found, settings, head_dim))
+    yield reporting.claims(claims(found, settings, head_dim))
     yield "## What it means"
     yield _MEANING
     yield "Made by `parity study query_key_scale`."
@@ -245,7 +245,7 @@ def _frontiers(found: Mapping[Run, Outcome], settings: Settings, dtype: str) -> 
         [f"`{way}`", *(short(frontier(found, dtype, *column, way)) for column in columns)]
         for way in (*ways(dtype), "inputs")
     ]
-    return tables.numbers(rows, ["way", *(f"{distribution}, d = {head_dim}" for distribution, head_dim in columns)])
+    return reporting.numbers(rows, ["way", *(f"{distribution}, d = {head_dim}" for distribution, head_dim in columns)])
 
 
 def _errors(found: Mapping[Run, Outcome], settings: Settings, dtype: str, distribution: str, head_dim: int) -> str:
@@ -255,7 +255,7 @@ def _errors(found: Mapping[Run, Outcome], settings: Settings, dtype: str, distri
         [f"`{way}`", *(_or_infinite(error(found, dtype, distribution, head_dim, way, each).output) for each in shown)]
         for way in ways(dtype)
     ]
-    return tables.numbers(rows, ["way", *(f"RMS {2.0**exponent:g}" for exponent in shown)])
+    return reporting.numbers(rows, ["way", *(f"RMS {2.0**exponent:g}" for exponent in shown)])
 
 
 def _score_errors(found: Mapping[Run, Outcome], settings: Settings) -> str:
@@ -270,7 +270,7 @@ def _score_errors(found: Mapping[Run, Outcome], settings: Settings) -> str:
                 cells.append(f"{short(of_way)} ({ratio(of_way, of_base)})")
             rows.append(cells)
     headers = ["dtype", "way", *(f"d = {head_dim}" for head_dim in settings.head_dims)]
-    table = tables.numbers(rows, headers)
+    table = reporting.numbers(rows, headers)
     return (
         f"Relative L2, {distribution} at an RMS of {2.0**at:g}; in brackets as a multiple of `after, FP32`.\n\n{table}"
     )

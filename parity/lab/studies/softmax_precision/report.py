@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from parity.lab.studies import tables
-from parity.lab.studies.over_seeds import NO, YES, mean_digits, ratios, ratios_between
+from parity.lab.studies import reporting
+from parity.lab.studies.reporting import NO, YES, Claim, mean_digits, ratios, ratios_between
 from parity.lab.studies.softmax_precision.study import (
     DTYPES,
     LAYOUTS,
+    TE_WAYS,
+    WAYS,
     Errors,
     Outcome,
+    Precision,
     Run,
     Settings,
+    Traffic,
     autocast_dtypes,
     error,
     frontier,
@@ -27,9 +31,8 @@ from parity.lab.studies.softmax_precision.study import (
     scales_of,
     te_agrees,
     traffic,
+    ways,
 )
-from parity.lab.studies.softmax_precision.ways import TE_WAYS, WAYS, Precision, Traffic, ways
-from parity.lab.studies.tables import Claim
 from parity.report.environment import cpu_model, gpu_name
 from parity.report.numbers import short
 from parity.te import Kernels
@@ -263,11 +266,11 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
         low=min(settings.scales), high=max(settings.scales), mixed=max(scales_of("mixed", settings))
     )
     yield (
-        f"{tables.made_on(kernels)} {settings.rows} rows of {settings.keys} scores a scale, {settings.seeds} draws; "
+        f"{reporting.made_on(kernels)} {settings.rows} rows of {settings.keys} scores a scale, {settings.seeds} draws; "
         f"alpha {settings.alpha:g}, layer {settings.layer:g}. Golden is the FP64 softmax of the scores before storage. "
         "Figures are means over the draws, with the digits that other draws would reproduce; `~`: not even one."
     )
-    yield tables.texts([[f"`{name}`", meaning] for name, meaning in _MEANS.items()], ["way", "what it does"])
+    yield reporting.texts([[f"`{name}`", meaning] for name, meaning in _MEANS.items()], ["way", "what it does"])
     yield "![Probability on wrong keys over the scores' scale](softmax_precision.png)"
     yield "## How large a score may be"
     yield _frontiers(settings, kernels)
@@ -293,7 +296,7 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
     yield _costs(costs, settings)
     yield "## Claims"
     if "fp16" in settings.dtypes and set(settings.layouts) == set(LAYOUTS):
-        yield tables.claims(claims(found, settings, measured(costs, settings, kernels)))
+        yield reporting.claims(claims(found, settings, measured(costs, settings, kernels)))
     else:
         yield "The claims are about FP16 in both layouts, which were not all run."
     yield "## What it means"
@@ -327,7 +330,7 @@ def _frontiers_of(dtype: str, settings: Settings, kernels: Kernels) -> dict[str,
 def _frontiers(settings: Settings, kernels: Kernels) -> str:
     columns = [_frontiers_of(dtype, settings, kernels) for dtype in settings.dtypes]
     rows = [[f"`{way}`", *(short(column[way]) for column in columns)] for way in (*WAYS, *TE_WAYS)]
-    table = tables.numbers(rows, ["way", *(dtype.upper() for dtype in settings.dtypes)])
+    table = reporting.numbers(rows, ["way", *(dtype.upper() for dtype in settings.dtypes)])
     return f"The largest score that leaves no NaN in a row of which all other scores are 0.\n\n{table}"
 
 
@@ -339,7 +342,7 @@ def _by_scale(
     for way in (name for name in (*WAYS, *TE_WAYS) if name != leave_out):
         costs = [of_seeds(found, dtype, layout, way, scale) for scale in scales]
         rows.append([f"`{way}`", *(_cell(of_scale, measure) for of_scale in costs)])
-    return tables.numbers(rows, ["way", *(f"1e{scale}" for scale in scales)])
+    return reporting.numbers(rows, ["way", *(f"1e{scale}" for scale in scales)])
 
 
 def _cell(costs: Sequence[Errors], measure: str) -> str:
@@ -355,7 +358,7 @@ def _costs(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings) -> st
     rows = []
     for way in (*WAYS, *TE_WAYS):
         rows.append([f"`{way}`", *(_traffic(by_way.get(way), count) for by_way in costs.values())])
-    return tables.numbers(rows, ["forward + backward, kept", *(dtype.upper() for dtype in costs)])
+    return reporting.numbers(rows, ["forward + backward, kept", *(dtype.upper() for dtype in costs)])
 
 
 def _traffic(moved: Traffic | None, scores: int) -> str:

@@ -14,10 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity import te
-from parity.lab.studies import tables
-from parity.lab.studies.over_seeds import CANNOT_TELL, all_of, ratio_interval, ratios_between
+from parity.lab.studies import reporting
+from parity.lab.studies.reporting import CANNOT_TELL, Claim, all_of, ratio_interval, ratios_between, verdict
 from parity.lab.studies.settings import name_of, told_gpu
-from parity.lab.studies.tables import Claim, verdict
 from parity.lab.studies.training_drift.study import (
     Distance,
     Drift,
@@ -384,7 +383,7 @@ def _sections(
     )
     yield "## Claims"
     yield "Figures are after the last step."
-    yield tables.claims(claims(found, settings, precisions))
+    yield reporting.claims(claims(found, settings, precisions))
     yield "## Flash attention and low precision"
     yield "![Drift of all weights over steps, by format](training_drift.png)"
     yield "Solid: seed 0; dashed: the others. After the last step:"
@@ -448,7 +447,7 @@ def _algorithms(found: Drifts, settings: Settings) -> str:
                 rows.append(_row("flash, every step rounded", name, seed, everywhere, low))
             rows.append(_row("flash, as kernels round", name, seed, of_algorithm(found, "flash", name, seed), low))
             rows.append(_row("one FP32 ulp", name, seed, of_algorithm(found, "nudged", name, seed), low))
-    return tables.texts(rows, ["training", "format", "seed", *_MEASURED, "low precision's over it", *_LOSSES])
+    return reporting.texts(rows, ["training", "format", "seed", *_MEASURED, "low precision's over it", *_LOSSES])
 
 
 def _across_formats(found: Drifts, settings: Settings) -> str:
@@ -462,7 +461,7 @@ def _across_formats(found: Drifts, settings: Settings) -> str:
         for low in names
     ]
     headers = ["low precision", *(f"over flash in {name}" for name in names), *_OVER_ULP.values()]
-    return tables.texts(rows, headers)
+    return reporting.texts(rows, headers)
 
 
 _OVER_ULP: dict[Kind, str] = {"baseline": "over one ulp", "flash": "flash over one ulp, both in this format"}
@@ -500,7 +499,7 @@ def _tensors(found: Drifts, settings: Settings) -> str:
         f"{number_format}, {what}" for number_format in low_formats(settings) for what in ("low precision", "flash")
     ]
     measured = [f"{header}, {measure}" for header in headers for measure in ("largest", "W1")]
-    return tables.texts(rows, ["parameter", *measured])
+    return reporting.texts(rows, ["parameter", *measured])
 
 
 def _te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> str:
@@ -521,4 +520,4 @@ def _te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> str:
         for what in ("TE from FP32", "rounding model from FP32", "TE from rounding model")
         for measure in ("largest", "W1")
     ]
-    return tables.texts(rows, ["precision", "seed", *headers, "TE's W1 over rounding's", *_LOSSES])
+    return reporting.texts(rows, ["precision", "seed", *headers, "TE's W1 over rounding's", *_LOSSES])

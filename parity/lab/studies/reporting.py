@@ -1,36 +1,21 @@
-"""What many runs tell together.
-
-The interval of a mean over seeds, errors of tensors taken together, and how an error grows with sizes.
-"""
+"""What a study's report says: what many runs tell together, verdicts on what its sources claim, and tables."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from scipy import stats
 
-from parity.numerics.errors import relative_l2
-from parity.passes.all_passes import Tensors
-from parity.report.numbers import short
-
-# The error of all tensors of a kind taken together: a bias whose gradient is nearly 0 does not stand for a module.
-
-
-def pooled_relative_l2(tensors: Tensors, golden: Tensors) -> dict[str, float]:
-    """``|error| / |golden|`` by kind of tensor, as if all tensors of a kind were one."""
-    errors = {key: tensors[key].double() - truth for key, truth in golden.items()}
-    kinds = dict.fromkeys(kind for kind, _ in golden)
-    return {kind: relative_l2(_norm(errors, kind), _norm(golden, kind)) for kind in kinds}
-
-
-def _norm(tensors: Tensors, kind: str) -> float:
-    return math.hypot(*(tensor.norm().item() for (of_kind, _), tensor in tensors.items() if of_kind == kind))
-
+from parity import te
+from parity.report import environment
+from parity.report.numbers import markdown_table, short
+from parity.te import Kernels
 
 # How an error grows with sizes: a power of each, or for some a factor for each further one, fitted to measurements.
 
@@ -224,3 +209,57 @@ def placed(figure: float, draws: Sequence[float]) -> Placed:
 
 def _log(ratio: float) -> float:
     return math.log(ratio) if ratio > 0 else -math.inf
+
+
+# Tables, and the one that every report has: what its sources claim, and what was found.
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A source's claim next to what a study found.
+
+    Attributes:
+        source: where it is claimed.
+        claimed: the claim, with the source's figure.
+        found: this study's figures.
+        agrees: yes, no, or in which case, as a person reads it.
+        why: what the agreement depends on.
+    """
+
+    source: str
+    claimed: str
+    found: str
+    agrees: str
+    why: str
+
+
+def verdict(holds: Sequence[bool]) -> str:
+    """What a claim that was tested in several ways says of agreement: yes, no, or partly."""
+    if all(holds):
+        return "yes"
+    return "partly" if any(holds) else "no"
+
+
+def numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """A markdown table aligned to the right."""
+    return markdown_table(rows, headers, left=0)
+
+
+def texts(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """A markdown table aligned to the left."""
+    return markdown_table(rows, headers, left=len(headers))
+
+
+def claims(found: Iterable[Claim]) -> str:
+    """The table of claims."""
+    rows = [[claim.source, claim.claimed, claim.found, claim.agrees, claim.why] for claim in found]
+    return texts(rows, ["source", "its claim", "ours", "agree", "why"])
+
+
+def made_on(kernels: Kernels) -> str:
+    """A sentence that says on what TE's figures were made."""
+    device = environment.gpu_name() if kernels.backend == "gpu" else "the CPU"
+    return (
+        f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
+        f"TransformerEngine {te.version()} and torch {torch.__version__}."
+    )
