@@ -19,8 +19,7 @@ from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
-from parity.lab.zoo.runner import occurs
-from parity.lab.zoo.trial import Trial
+from parity.lab.zoo.trial import Trial, occurs
 from parity.passes.prepare import forget
 from parity.te.precision import PRECISIONS
 

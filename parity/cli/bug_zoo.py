@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.lab.zoo import catalogue, runner
+from parity.lab.zoo import catalogue, trial
 from parity.lab.zoo.planting import SIZES
 from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
@@ -37,7 +37,7 @@ def run(
     _check("precision", precisions, tuple(PRECISIONS))
     _check("size", sizes, SIZES)
     asked = tuple(precisions) or tuple(PRECISIONS)
-    left_out = runner.unavailable(asked)
+    left_out = trial.unavailable(asked)
     available = tuple(name for name in asked if name not in left_out)
     if not available:
         raise UserError(f"this machine runs none of {', '.join(asked)}: {left_out[asked[0]]}")
@@ -46,8 +46,8 @@ def run(
     if len(seeds) not in (1, len(chosen)) or min(seeds) < 1:
         raise UserError(f"--seeds must be a count for all sizes or one for each of {', '.join(chosen)}, at least 1")
     counts = dict(zip(chosen, [*seeds] * len(chosen) if len(seeds) == 1 else seeds, strict=True))
-    plan = runner.Plan(bugs, runner.hosts_of(bugs), available, counts)
-    verdicts = runner.run(plan, out.with_suffix(".jsonl"), workers)
+    plan = trial.Plan(bugs, trial.hosts_of(bugs), available, counts)
+    verdicts = trial.run(plan, out.with_suffix(".jsonl"), workers)
     from parity.lab.zoo import report  # draws with matplotlib
 
     return report.write(verdicts, plan, left_out, out)

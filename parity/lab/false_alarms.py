@@ -6,17 +6,15 @@ Compared on seeds, sizes and models that no limit was fitted to, counted, and re
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.progress import track
 from scipy import stats
 
 from parity import te
@@ -24,10 +22,9 @@ from parity.case.case import Case, Size
 from parity.case.validate import check_case
 from parity.comparison import compare_at
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
-from parity.lab import record
 from parity.lab.calibration import right_ports
 from parity.lab.calibration.right_ports import DRAWN_MODELS, drawn
-from parity.machine.process import processes
+from parity.lab.campaign import Campaign, made
 from parity.report import environment
 from parity.report.numbers import markdown_table
 from parity.result import Result
@@ -109,16 +106,15 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
         path: of the record, JSON lines; of one version of parity and its limits.
         workers: processes, each with one thread.
     """
-    done = {Port(**json.loads(key)): _from_json(entry) for key, entry in record.read(path).items()}
+    campaign: Campaign[Port, Outcome] = Campaign(path, Outcome)
     groups = _groups(plan)
-    missing = [group for group in groups if any(port not in done for port in group)]
-    with processes(workers) as pool:
-        jobs = [pool.submit(_compare, plan, group) for group in missing]
-        for job in track(as_completed(jobs), "comparing", total=len(jobs), disable=not jobs):
-            for port, outcome in job.result():
-                record.append(path, dataclasses.asdict(port), dataclasses.asdict(outcome))
-                done[port] = outcome
-    return {port: done[port] for group in groups for port in group if port in done}
+    ports = [port for group in groups for port in group]
+    done = campaign.finished(ports)
+    missing = [tuple(group) for group in groups if any(port not in done for port in group)]
+    for group, outcomes in made(missing, functools.partial(_compare, plan), "comparing", workers):
+        for port, outcome in zip(group, outcomes, strict=True):
+            campaign.keep(port, outcome)
+    return campaign.finished(ports)
 
 
 def _groups(plan: Plan) -> list[list[Port]]:
@@ -135,10 +131,10 @@ def _groups(plan: Plan) -> list[list[Port]]:
     return groups
 
 
-def _compare(plan: Plan, ports: Sequence[Port]) -> list[tuple[Port, Outcome]]:
-    """Ports of one case, in a process of its own."""
+def _compare(plan: Plan, ports: Sequence[Port]) -> list[Outcome]:
+    """Compare ports of one case, in a process of its own."""
     case = right_ports.case(ports[0].file, ports[0].case)
-    return [(port, _outcome(plan, case, port)) for port in ports]
+    return [_outcome(plan, case, port) for port in ports]
 
 
 def _outcome(plan: Plan, case: Case, port: Port) -> Outcome:
@@ -174,10 +170,6 @@ def _judged(result: Result) -> Outcome:
         alarms,
         result.reason,
     )
-
-
-def _from_json(entry: dict[str, Any]) -> Outcome:
-    return Outcome(**{**entry, "alarms": tuple(entry["alarms"])})
 
 
 # The report of a count of false alarms.

@@ -10,15 +10,13 @@ import functools
 import importlib.util
 import json
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from parity.report.environment import cpu_model, gpu_name
@@ -31,7 +29,7 @@ from parity.report.environment import cpu_model, gpu_name
 
 PACKAGE = "parity"
 # What keeps results and names where they come from has no part in them.
-_NO_PART = ("parity.lab.record", "parity.user_error", "parity.cpu.user_error")
+_NO_PART = ("parity.lab.campaign", "parity.lab.record", "parity.user_error", "parity.cpu.user_error")
 
 
 @functools.cache
@@ -204,44 +202,3 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)
     return checksum
-
-
-# The runs of a study that its record lacks, made one after the other, so that an interrupted study goes on.
-
-
-Run = TypeVar("Run", bound=Hashable)
-Identity = Callable[[Run], Mapping[str, Any]]
-
-
-def make_missing(
-    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str, code: Code
-) -> None:
-    """Make the runs that the record lacks, and append each when it is finished.
-
-    Args:
-        path: of the record.
-        runs: of the study, in the order in which they are made.
-        identity: all that a run's result depends on, see ``record.key``.
-        make: the result of a run, as JSON types.
-        doing: what the progress bar says.
-        code: that makes them, of ``code_of``.
-    """
-    finished = read(path)
-    pending = [run for run in runs if key_of(identity(run)) not in finished]
-    for run in track(pending, doing, console=Console(stderr=True), disable=not pending):
-        append(path, identity(run), make(run), code)
-
-
-def recorded(path: Path, runs: Iterable[Run], identity: Identity[Run]) -> dict[Run, Any]:
-    """The results of those runs that the record has, as JSON types."""
-    finished = read(path)
-    return {run: finished[key] for run in runs if (key := key_of(identity(run))) in finished}
-
-
-def completed(
-    path: Path, runs: Iterable[Run], identity: Identity[Run], make: Callable[[Run], Any], doing: str, code: Code
-) -> dict[Run, Any]:
-    """The results of all these runs, made where the record lacks them; arguments as for ``make_missing``."""
-    every = list(runs)
-    make_missing(path, every, identity, make, doing, code)
-    return recorded(path, every, identity)

@@ -190,9 +190,9 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(study, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
-        study.measure_missing(tiny, tmp_path, te.kernels("cpu"))
+        study.results(tiny, tmp_path, te.kernels("cpu"))
     limit = 1000
-    study.measure_missing(tiny, tmp_path, te.kernels("cpu"))
+    study.results(tiny, tmp_path, te.kernels("cpu"))
     assert sorted(map(str, made)) == sorted(map(str, runs(tiny, te.kernels("cpu"))))
 
 

@@ -199,7 +199,7 @@ def test_a_study_computes_only_what_its_record_lacks(
         return result_of(entry, settings, kernels)
 
     monkeypatch.setattr(study, "result_of", noted)
-    study.compute_missing(TINY, tmp_path, kernels)
+    study.results(TINY, tmp_path, kernels)
     assert len(computed) == 2
     assert len(record.read(path)) == len(lines) == len(runs(TINY))
 

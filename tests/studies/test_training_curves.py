@@ -151,7 +151,7 @@ def test_a_study_trains_only_what_its_record_lacks(
         return faithful(run, settings, kernels)
 
     monkeypatch.setattr(study, "losses_of", noted)
-    study.train_missing(dataclasses.replace(tiny, draws=3), tmp_path, kernels)
+    study.results(dataclasses.replace(tiny, draws=3), tmp_path, kernels)
     assert trained == [Run("llama", "rounded", "bf16", 3)]
     assert catalogue.run("training_curves", tiny, tmp_path).read_text() == report
 
@@ -160,11 +160,11 @@ def test_a_run_on_other_data_is_not_taken_for_a_recorded_one(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(SMALL, precisions=("bf16",), steps=2, draws=2, final=1)
-    study.train_missing(tiny, tmp_path, kernels)
+    study.results(tiny, tmp_path, kernels)
     runs = len(record.read(tmp_path / study.RECORD))
     monkeypatch.setattr(study, "batches", lambda seed, *sizes: batches(seed + 100, *sizes))
     study._fingerprint.cache_clear()
-    study.train_missing(tiny, tmp_path, kernels)
+    study.results(tiny, tmp_path, kernels)
     study._fingerprint.cache_clear()
     assert len(record.read(tmp_path / study.RECORD)) == 2 * runs
 

@@ -151,7 +151,7 @@ def test_a_study_trains_only_what_its_record_lacks(
 
     noted.cache_clear = trajectory.cache_clear  # type: ignore[attr-defined]
     monkeypatch.setattr(study, "trajectory", noted)
-    study.train_missing(TINY, tmp_path, kernels)
+    study.results(TINY, tmp_path, kernels)
     last = list(pairs(TINY, kernels))[-1]
     assert trained == [last.run, last.against]
     assert len(record.read(path)) == len(lines)

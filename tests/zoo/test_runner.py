@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import TypeAdapter
 
 from parity import te
 from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
-from parity.lab.zoo import runner
+from parity.lab.zoo import trial
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
-from parity.lab.zoo.trial import CLEAN, Trial, from_json, judge, to_json
+from parity.lab.zoo.trial import CLEAN, Trial, Verdict, judge
 from parity.te.precision import PRECISIONS
 
 
 def plan(*bugs, precisions=("fp32",)):
     planted = tuple(BUGS[name] for name in bugs)
-    return runner.Plan(planted, runner.hosts_of(planted), precisions, {"small": 1})
+    return trial.Plan(planted, trial.hosts_of(planted), precisions, {"small": 1})
 
 
 def verdict(bug, host, precision="fp32", seed=0):
@@ -89,17 +90,18 @@ def test_a_port_that_raises_is_an_error_and_spoils_no_other_trial(monkeypatch):
 @pytest.mark.parametrize(("bug", "host"), [(CLEAN, "rmsnorm"), ("eps-1e-06-for-1e-05", "rmsnorm")])
 def test_a_verdict_survives_its_record(bug, host):
     judged = verdict(bug, host)
-    assert from_json(to_json(judged)) == judged
+    types = TypeAdapter(Verdict)
+    assert types.validate_python(types.dump_python(judged, mode="json")) == judged
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     record = tmp_path / "zoo.jsonl"
-    first = runner.run(plan("eps-1e-06-for-1e-05"), record, workers=1)
+    first = trial.run(plan("eps-1e-06-for-1e-05"), record, workers=1)
     lines = record.read_text().splitlines()
     assert len(lines) == len(first)
     record.write_text("\n".join(lines[:-1]) + '\n{"run": {"bug"')
     judged = []
-    monkeypatch.setattr(runner, "judge", lambda trial, kernels: judged.append(trial) or judge(trial, kernels))
-    again = runner.run(plan("eps-1e-06-for-1e-05"), record, workers=1)
+    monkeypatch.setattr(trial, "judge", lambda trial, kernels: judged.append(trial) or judge(trial, kernels))
+    again = trial.run(plan("eps-1e-06-for-1e-05"), record, workers=1)
     assert len(judged) == 1
     assert set(again) == set(first)

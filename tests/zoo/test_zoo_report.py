@@ -14,8 +14,7 @@ from parity.lab.zoo import report
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.report import PARITY, Count, Place
 from parity.lab.zoo.rivals import RULES
-from parity.lab.zoo.runner import Plan
-from parity.lab.zoo.trial import CLEAN, Signal, Trial, Verdict
+from parity.lab.zoo.trial import CLEAN, Plan, Signal, Trial, Verdict
 
 BUG = "gate-up-swapped"
 HOST = "swiglu_mlp"

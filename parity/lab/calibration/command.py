@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from rich.progress import track
 
 from parity import te
 from parity.case.case import Case
@@ -23,7 +21,7 @@ from parity.judge.limits import Key, Law, Table, packaged
 from parity.lab.calibration import right_ports
 from parity.lab.calibration.measure import LeftOut, Measured, Sample, check_enough, draw, laws
 from parity.lab.calibration.right_ports import drawn
-from parity.machine.process import processes
+from parity.lab.campaign import made
 from parity.passes.prepare import forget
 from parity.report import environment
 from parity.report.numbers import plural, short
@@ -204,19 +202,15 @@ def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
 def measure(settings: Settings, workers: int) -> Measured:
     """Return all samples of all cases, whatever becomes of single ones."""
     measured = Measured()
-    with processes(workers) as pool:
-        jobs = [
-            pool.submit(_measure_case, settings, file, case.name)
-            for file in settings.files
-            for case in right_ports.fitted(file)
-        ]
-        for job in track(as_completed(jobs), "calibrating", total=len(jobs)):
-            measured.add(job.result())
+    jobs = [(file, case.name) for file in settings.files for case in right_ports.fitted(file)]
+    for _, of_case in made(jobs, functools.partial(_measure_case, settings), "calibrating", workers):
+        measured.add(of_case)
     return measured
 
 
-def _measure_case(settings: Settings, file: str, name: str) -> Measured:
+def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
     """Return all samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
+    file, name = job
     kernels = te.kernels(settings.backend)
     case = right_ports.case(file, name)
     precisions = [precision for precision in _available(settings, kernels) if case.runs_at(precision.name)]

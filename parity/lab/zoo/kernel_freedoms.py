@@ -19,8 +19,7 @@ from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
 from parity.judge.limits import packaged
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
-from parity.lab.zoo.runner import Plan, hosts_of
-from parity.lab.zoo.trial import CLEAN, Trial, at_size
+from parity.lab.zoo.trial import CLEAN, Plan, Trial, at_size, hosts_of
 from parity.machine.process import processes
 from parity.numerics.kernel_choices import CHOICES, KernelChoice
 from parity.report.environment import cpu_model, emulated_gpu_name

@@ -18,8 +18,7 @@ from parity import te
 from parity.lab.zoo import catalogue
 from parity.lab.zoo.catalogue import BUGS
 from parity.lab.zoo.rivals import RULES
-from parity.lab.zoo.runner import Plan
-from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_ratio
+from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Plan, Trial, Verdict, filter_ratio
 from parity.report.environment import KERNELS, cpu_model, emulated_gpu_name, gpu_name
 from parity.report.numbers import markdown_table, plural, short
 
@@ -196,7 +195,7 @@ def _power(axes: Axes, verdicts: Verdicts) -> None:
 
 _METHOD = f"""\
 - **A bug** is a small change to a right port: to the TE module, its weights, its weight map or its call
-  (`parity/zoo/bugs/`). Each is planted in its hosts (`parity/zoo/hosts/`) wherever it changes the result.
+  (`parity/lab/zoo/bugs/`). Each is planted in its hosts (`parity/lab/zoo/hosts/`) wherever it changes the result.
 - **Told apart**: the port with the bug is rejected and the right port is not, on the same weights and inputs: a rule
   that rejects everything detects nothing. A port is rejected if one of its tensors is: an output, an input's gradient,
   a parameter's gradient. Every rule sees the same tensors; a *check* is one tensor of one right port.

@@ -1,26 +1,26 @@
-"""One trial.
-
-A bug in a host at one size, precision and seed, judged by parity and by its rivals, with how strong it is against
-rounding.
-"""
+"""Judge bugs planted in hosts by parity and by its rivals, and say how strong they are against rounding."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import PlainSerializer
 from torch import Tensor
 
+from parity import te
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at
 from parity.cpu import tensor_cores
 from parity.judge.limits import Table, packaged
+from parity.lab.campaign import Campaign
 from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
@@ -28,7 +28,7 @@ from parity.lab.zoo.rivals import Tensors
 from parity.passes.build import cast
 from parity.passes.prepare import Prepared, forget, prepare
 from parity.te import Kernels
-from parity.te.precision import PRECISIONS, Precision
+from parity.te.precision import PRECISIONS, Precision, why_unavailable
 
 # How strong a bug is against the rounding noise that hides it.
 #
@@ -50,8 +50,11 @@ from parity.te.precision import PRECISIONS, Precision
 LEAST_SEEDS = 3
 
 
-@dataclass(frozen=True)
-class Signal:
+# In the record, with all digits; JSON has no numbers such as infinity.
+_Text = Annotated[float, PlainSerializer(str)]
+
+
+class Signal(NamedTuple):
     """Of a bug in one tensor at one seed.
 
     Attributes:
@@ -59,8 +62,8 @@ class Signal:
         coefficient: ``<noise, effect> / |effect|^2``; NaN without effect, and for a bug that FP32 cannot have.
     """
 
-    norm_ratio: float
-    coefficient: float
+    norm_ratio: _Text
+    coefficient: _Text
 
 
 def measure(effect: Tensor, noise: Tensor) -> Signal:
@@ -140,7 +143,7 @@ class Verdict:
     """
 
     status: str
-    margin: float
+    margin: _Text
     worst: str
     findings: tuple[str, ...]
     tensors: int
@@ -250,18 +253,75 @@ def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
         return rivals.candidate(ran.case, ran.checked, prepared, PRECISIONS["fp32"], seed, kernels)
 
 
-def to_json(verdict: Verdict) -> dict[str, Any]:
-    """JSON types; numbers that JSON lacks become strings such as ``inf``."""
-    record = dataclasses.asdict(verdict)
-    record["margin"] = str(verdict.margin)
-    record["signals"] = {
-        name: [str(entry.norm_ratio), str(entry.coefficient)] for name, entry in verdict.signals.items()
-    }
-    return record
+# Many trials: all that a plan asks for, in processes, each recorded as soon as it is judged.
 
 
-def from_json(record: dict[str, Any]) -> Verdict:
-    """Return the inverse of ``to_json``."""
-    signals = {name: Signal(*map(float, entry)) for name, entry in record["signals"].items()}
-    texts = {name: tuple(record.get(name, ())) for name in ("findings", "messages")}
-    return Verdict(**{**record, **texts, "margin": float(record["margin"]), "signals": signals})
+@dataclass(frozen=True)
+class Plan:
+    """What a run judges.
+
+    Attributes:
+        bugs: to plant, each in all of its hosts.
+        hosts: right ports to judge as well.
+        precisions: of all, where a bug can occur.
+        seeds: by size, ``small`` or ``large``, how many seeds of weights and inputs, from 0.
+    """
+
+    bugs: tuple[Bug, ...]
+    hosts: tuple[str, ...]
+    precisions: tuple[str, ...]
+    seeds: Mapping[str, int]
+
+    def trials(self) -> list[Trial]:
+        """Right ports first."""
+        places = [
+            (size, precision, seed)
+            for size, count in self.seeds.items()
+            for seed in range(count)
+            for precision in self.precisions
+        ]
+        clean = [Trial(CLEAN, host, *place) for place in places for host in self.hosts]
+        mistaken = [Trial(bug.name, host, *place) for place in places for bug in self.bugs for host in bug.hosts]
+        return [trial for trial in clean + mistaken if occurs(trial)]
+
+
+def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
+    """Judge what the record has not yet, and return all of the plan's verdicts.
+
+    A record is of one version of parity and TE; start another one after a change.
+
+    Args:
+        plan: what to judge.
+        path: of the record, JSON lines.
+        workers: processes, each with one thread; one worker is this process.
+    """
+    campaign: Campaign[Trial, Verdict] = Campaign(path, Verdict)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return campaign.complete(plan.trials(), _judge_here, "judging", workers if workers > 1 else None)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def unavailable(precisions: Sequence[str]) -> dict[str, str]:
+    """Precisions that this machine cannot run, each with the reason."""
+    kernels = te.kernels()
+    reasons = {name: why_unavailable(PRECISIONS[name], kernels) for name in precisions}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _judge_here(trial: Trial) -> Verdict:
+    return judge(trial, te.kernels())
+
+
+def occurs(trial: Trial) -> bool:
+    """Return whether its host runs at its precision, and its bug can be made there."""
+    if not HOSTS[trial.host].runs_at(trial.precision):
+        return False
+    return trial.bug == CLEAN or BUGS[trial.bug].occurs_at(trial.precision)
+
+
+def hosts_of(bugs: Iterable[Bug]) -> tuple[str, ...]:
+    """Return each host of the bugs once."""
+    return tuple(dict.fromkeys(host for bug in bugs for host in bug.hosts))

@@ -26,6 +26,7 @@ from parity.case.validate import CheckedSize
 from parity.cases import mlp
 from parity.cpu import tensor_cores
 from parity.lab import record
+from parity.lab.campaign import Campaign
 from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.formats import PARTS
@@ -215,39 +216,24 @@ def measured(
     missing = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.precisions}
     missing = {name: reason for name, reason in missing.items() if reason is not None}
     able = dataclasses.replace(settings, precisions=tuple(name for name in settings.precisions if name not in missing))
-    measure_missing(able, folder, kernels)
     return results(able, folder, kernels), draws(able, folder, kernels), missing, able, kernels
 
 
-def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
-    """Make the runs that the folder's record lacks, and append each when it is finished."""
-    record.make_missing(
-        folder / RECORD,
-        runs(settings, kernels),
-        functools.partial(identity, kernels=kernels),
-        lambda entry: dataclasses.asdict(measure(entry, kernels)),
-        "measuring",
-        record.code_of(__name__),
-    )
-
-
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    """All runs of the settings, from the record."""
-    recorded = record.recorded(folder / RECORD, runs(settings, kernels), functools.partial(identity, kernels=kernels))
-    return {entry: Measured(**result) for entry, result in recorded.items()}
+    """Make the runs that the folder's record lacks, and return all."""
+    campaign: Campaign[Run, Measured] = Campaign(
+        folder / RECORD, Measured, functools.partial(identity, kernels=kernels), record.code_of(__name__)
+    )
+    return campaign.complete(runs(settings, kernels), lambda entry: measure(entry, kernels), "measuring")
 
 
 def draws(settings: Settings, folder: Path, kernels: Kernels) -> list[Drawn]:
     """Draw issue 407 as often as the folder's record lacks, and return all draws."""
-    found = record.completed(
-        folder / RECORD,
-        range(settings.issue_seeds),
-        functools.partial(identity_of_draw, kernels=kernels),
-        lambda seed: dataclasses.asdict(draw(seed, kernels)),
-        "drawing issue 407",
-        record.code_of(__name__),
+    campaign: Campaign[int, Drawn] = Campaign(
+        folder / RECORD, Drawn, functools.partial(identity_of_draw, kernels=kernels), record.code_of(__name__)
     )
-    return [Drawn(**drawn) for drawn in found.values()]
+    seeds = range(settings.issue_seeds)
+    return list(campaign.complete(seeds, lambda seed: draw(seed, kernels), "drawing issue 407").values())
 
 
 def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from parity import te
 from parity.case.case import Rng
 from parity.lab import record
+from parity.lab.campaign import Campaign
 from parity.lab.studies import te_modules
 from parity.lab.studies.settings import check_names, kernels_on
 from parity.lab.studies.stepwise import (
@@ -528,31 +529,22 @@ def measured(settings: Settings, folder: Path) -> tuple[Results, Settings, Kerne
     """
     check(settings)
     kernels = kernels_on(settings.device)
-    compute_missing(settings, folder, kernels)
-    recorded = record.recorded(
-        folder / RECORD, runs(settings), functools.partial(_identity, settings=settings, kernels=kernels)
-    )
-    found = {entry: _from_json(result) for entry, result in recorded.items()}
-    return found, settings, kernels
+    return results(settings, folder, kernels), settings, kernels
 
 
-def compute_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
-    """Make the runs that the folder's record lacks, and append each when it is finished."""
-
-    def attend(entry: Run) -> Any:
-        with full_fp32_products():
-            return dataclasses.asdict(result_of(entry, settings, kernels))
-
-    # Runs that share a golden output follow each other, since only the last is kept.
-    ordered = sorted(runs(settings), key=lambda entry: (entry.keys * entry.queries, str(shared_part(entry))))
-    record.make_missing(
+def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
+    """Make the runs that the folder's record lacks, and return all."""
+    campaign: Campaign[Run, Result] = Campaign(
         folder / RECORD,
-        ordered,
+        Result,
         functools.partial(_identity, settings=settings, kernels=kernels),
-        attend,
-        "attending",
         record.code_of(__name__),
     )
+    # Runs that share a golden output follow each other, since only the last is kept.
+    ordered = sorted(runs(settings), key=lambda entry: (entry.keys * entry.queries, str(shared_part(entry))))
+    with full_fp32_products():
+        found = campaign.complete(ordered, lambda entry: result_of(entry, settings, kernels), "attending")
+    return {entry: found[entry] for entry in runs(settings)}
 
 
 def check(settings: Settings) -> None:
@@ -584,8 +576,3 @@ def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any
 def _fingerprint(shared: Run, settings: Settings) -> int:
     inputs = inputs_of(shared, settings.head_dim, settings.tile)
     return record.fingerprint([inputs.query, inputs.key, inputs.value])
-
-
-def _from_json(recorded: Mapping[str, Any]) -> Result:
-    found = recorded["deviation"]
-    return Result(**{**recorded, "deviation": None if found is None else Deviation(**found)})

@@ -22,6 +22,7 @@ from parity.case.case import Rng
 from parity.cpu import float8, tensor_cores
 from parity.cpu.tensor_cores import HOPPER, Factor
 from parity.lab import record
+from parity.lab.campaign import Campaign
 from parity.lab.studies.settings import Draw, check_names, normal, outliers
 from parity.numerics.errors import measure
 from parity.user_error import UserError
@@ -107,14 +108,10 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Costs], Set
         UserError: for a distribution that there is not, or an interval that is no multiple of 32.
     """
     _check(settings)
-
-    def make(entry: Run) -> Any:
-        return {name: dataclasses.asdict(cost) for name, cost in costs_of(entry, settings).items()}
-
-    identity = functools.partial(_identity, settings=settings)
-    results = record.completed(folder / RECORD, runs(settings), identity, make, "adding", record.code_of(__name__))
-    found = {entry: _costs(costs) for entry, costs in results.items()}
-    return found, settings
+    campaign: Campaign[Run, Costs] = Campaign(
+        folder / RECORD, Costs, functools.partial(_identity, settings=settings), record.code_of(__name__)
+    )
+    return campaign.complete(runs(settings), lambda entry: costs_of(entry, settings), "adding"), settings
 
 
 def costs_of(entry: Run, settings: Settings) -> Costs:
@@ -171,10 +168,6 @@ def _cost(result: Tensor, golden: Tensor) -> Cost:
         max_over_rms=errors.max_abs / errors.golden_rms,
         max_relative=relative[golden != 0].max().item(),
     )
-
-
-def _costs(recorded: Mapping[str, Any]) -> Costs:
-    return {name: Cost(**fields) for name, fields in recorded.items()}
 
 
 def _identity(entry: Run, settings: Settings) -> dict[str, Any]:

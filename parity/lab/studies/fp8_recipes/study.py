@@ -25,6 +25,7 @@ from parity import te
 from parity.case.case import Case, Pair, Rng
 from parity.case.validate import CheckedSize
 from parity.lab import record
+from parity.lab.campaign import Campaign
 from parity.lab.studies.settings import DISTRIBUTIONS, check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.errors import measure as errors_of
@@ -531,26 +532,15 @@ def measured(settings: Settings, folder: Path) -> tuple[Results, Mapping[str, st
     missing = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.recipes}
     missing = {name: reason for name, reason in missing.items() if reason is not None}
     able = dataclasses.replace(settings, recipes=tuple(name for name in settings.recipes if name not in missing))
-    measure_missing(able, folder, kernels)
     return results(able, folder, kernels), missing, able, kernels
 
 
-def measure_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
-    """Make the runs that the folder's record lacks, and append each when it is finished."""
-    record.make_missing(
-        folder / RECORD,
-        runs(settings),
-        functools.partial(identity, kernels=kernels),
-        lambda entry: dataclasses.asdict(measure(entry, kernels)),
-        "measuring",
-        record.code_of(__name__),
-    )
-
-
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    """All runs of the settings, from the record."""
-    recorded = record.recorded(folder / RECORD, runs(settings), functools.partial(identity, kernels=kernels))
-    return {entry: _result(entry, result) for entry, result in recorded.items()}
+    """Make the runs that the folder's record lacks, and return all."""
+    campaign: Campaign[Run, Result] = Campaign(
+        folder / RECORD, Result, functools.partial(identity, kernels=kernels), record.code_of(__name__)
+    )
+    return campaign.complete(runs(settings), lambda entry: measure(entry, kernels), "measuring")
 
 
 def runs(settings: Settings) -> Iterator[Run]:
@@ -620,18 +610,3 @@ def _steps_runs(settings: Settings, recipe: str, history: int) -> Iterator[Steps
         for change in CHANGES:
             for factor in settings.factors:
                 yield steps_run(settings, recipe, history, side, change, factor)
-
-
-def _result(entry: Run, fields: Mapping[str, Any]) -> Result:
-    if isinstance(entry, TensorRun):
-        return TensorLoss(**fields)
-    if isinstance(entry, ModuleRun):
-        return ModuleLoss(**fields)
-    if isinstance(entry, StepsRun):
-        return Steps(
-            sqnr_db=tuple(fields["sqnr_db"]),
-            clipped=tuple(fields["clipped"]),
-            flushed=tuple(fields["flushed"]),
-            gpu=fields["gpu"],
-        )
-    return AttentionLoss(**fields)

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from parity import te
 from parity.case.case import Rng
 from parity.lab import record
+from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies import te_modules
 from parity.lab.studies.settings import check_names
 from parity.numerics import errors
@@ -224,8 +225,7 @@ class Run:
     seed: int
 
 
-@dataclass(frozen=True)
-class Errors:
+class Errors(NamedTuple):
     """What a way costs at one magnitude.
 
     Attributes:
@@ -233,8 +233,8 @@ class Errors:
         output: relative L2 error of attention's output; NaN if it is not finite.
     """
 
-    scores: float
-    output: float
+    scores: FourDigits
+    output: FourDigits
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Outcome:
         errors: by way and base 2 logarithm of the magnitude.
     """
 
-    frontiers: Mapping[str, float]
+    frontiers: Mapping[str, FourDigits]
     errors: Mapping[str, Mapping[int, Errors]]
 
 
@@ -262,15 +262,13 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], S
     """
     _check(settings)
     kernels = te.kernels()
-    results = record.completed(
+    campaign: Campaign[Run, Outcome] = Campaign(
         folder / RECORD,
-        runs(settings),
+        Outcome,
         functools.partial(_identity, settings=settings, kernels=kernels),
-        lambda each: to_json(outcome_of(each, settings, kernels)),
-        "scaling",
         record.code_of(__name__),
     )
-    found = {each: from_json(result) for each, result in results.items()}
+    found = campaign.complete(runs(settings), lambda each: outcome_of(each, settings, kernels), "scaling")
     return found, settings, kernels
 
 
@@ -400,30 +398,6 @@ def _measured(attended: _Attended, golden_scores: Tensor, golden: Tensor) -> Err
 def _relative(computed: Tensor, golden: Tensor) -> float:
     error = computed.double() - golden
     return errors.relative_l2(error.norm().item(), golden.norm().item())
-
-
-def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Plain data with four digits; NaN becomes None."""
-    measured = {
-        name: {str(exponent): [_short(value) for value in vars(each).values()] for exponent, each in by.items()}
-        for name, by in outcome.errors.items()
-    }
-    return {"frontiers": {name: _short(value) for name, value in outcome.frontiers.items()}, "errors": measured}
-
-
-def _short(value: float) -> float | None:
-    return None if math.isnan(value) else float(f"{value:.4g}")
-
-
-def from_json(recorded: Mapping[str, Any]) -> Outcome:
-    """The inverse of ``to_json``."""
-    measured = {
-        name: {
-            int(exponent): Errors(*(math.nan if x is None else x for x in values)) for exponent, values in by.items()
-        }
-        for name, by in recorded["errors"].items()
-    }
-    return Outcome(recorded["frontiers"], measured)
 
 
 def _identity(each: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from parity import te
 from parity.case.case import Rng
 from parity.lab import record
+from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies.settings import check_names
 from parity.numerics import errors
 from parity.te import Kernels
@@ -274,8 +275,7 @@ class Run:
     seed: int
 
 
-@dataclass(frozen=True)
-class Errors:
+class Errors(NamedTuple):
     """What a way costs at one scale.
 
     Attributes:
@@ -288,10 +288,10 @@ class Errors:
         spoiled: share of rows with a result or gradient that is not finite.
     """
 
-    moved: float
-    alone: float
-    gradient: float
-    spoiled: float
+    moved: FourDigits
+    alone: FourDigits
+    gradient: FourDigits
+    spoiled: FourDigits
 
 
 # By way and base 10 logarithm of the scale.
@@ -309,15 +309,13 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], S
     """
     _check(settings)
     kernels = te.kernels()
-    results = record.completed(
+    campaign: Campaign[Run, Outcome] = Campaign(
         folder / RECORD,
-        runs(settings),
+        Outcome,
         functools.partial(_identity, settings=settings, kernels=kernels),
-        lambda each: to_json(outcome_of(each, settings, kernels)),
-        "softmax",
         record.code_of(__name__),
     )
-    found = {each: from_json(result) for each, result in results.items()}
+    found = campaign.complete(runs(settings), lambda each: outcome_of(each, settings, kernels), "softmax")
     return found, settings, kernels
 
 
@@ -358,8 +356,7 @@ def scales_of(layout: str, settings: Settings) -> tuple[int, ...]:
 def error(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> Errors:
     """Errors over all seeds, each the mean; NaN if one is."""
     each = of_seeds(found, dtype, layout, way, scale)
-    names = [field.name for field in dataclasses.fields(Errors)]
-    return Errors(**{name: statistics.fmean(getattr(errors, name) for errors in each) for name in names})
+    return Errors(*map(statistics.fmean, zip(*each, strict=True)))
 
 
 def of_seeds(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> list[Errors]:
@@ -464,29 +461,6 @@ def _measured(
 
 def _moved(probabilities: Tensor, golden: Tensor) -> float:
     return (probabilities - golden).abs().sum(-1).mean().item() / 2
-
-
-def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Plain data with four digits; NaN becomes None."""
-    return {
-        name: {str(scale): [_short(value) for value in vars(each).values()] for scale, each in by_scale.items()}
-        for name, by_scale in outcome.items()
-    }
-
-
-def _short(value: float) -> float | None:
-    return None if math.isnan(value) else float(f"{value:.4g}")
-
-
-def from_json(recorded: Mapping[str, Any]) -> Outcome:
-    """The inverse of ``to_json``."""
-    return {
-        name: {
-            int(scale): Errors(*(math.nan if value is None else value for value in values))
-            for scale, values in by_scale.items()
-        }
-        for name, by_scale in recorded.items()
-    }
 
 
 def _identity(each: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:

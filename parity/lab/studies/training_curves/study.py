@@ -29,6 +29,7 @@ from torch import Tensor
 from parity import te
 from parity.cpu import cuda
 from parity.lab import record
+from parity.lab.campaign import Campaign
 from parity.lab.studies import training
 from parity.lab.studies.settings import check_names
 from parity.lab.studies.training import (
@@ -290,36 +291,29 @@ def measured(settings: Settings, folder: Path) -> tuple[Sequence[Outcome], Mappi
     """
     _check(settings)
     kernels = te.kernels()
-    train_missing(settings, folder, kernels)
-    found = _results(settings, folder, kernels)
+    found = results(settings, folder, kernels)
     return outcomes(settings, found), _untrained(settings, found, kernels), settings, kernels
 
 
-def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
-    """Make the runs that the folder's record lacks and these kernels can make, and append each when it is finished."""
-
-    def train(entry: Run) -> Any:
-        losses = [round(loss, 6) for loss in losses_of(entry, settings, kernels)]
-        return {"losses": losses, "gpu": _gpu(kernels) if entry.kind == "te" else ""}
-
-    able = [
-        entry
-        for entry in _runs(settings)
-        if entry.kind != "te" or why_unavailable(TRAINED[entry.precision], kernels) is None
-    ]
-    record.make_missing(
+def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
+    """Make the runs that the folder's record lacks and these kernels can make, and return all that it has."""
+    campaign: Campaign[Run, dict[str, Any]] = Campaign(
         folder / RECORD,
-        able,
+        dict[str, Any],
         functools.partial(_identity, settings=settings, kernels=kernels),
-        train,
-        "training",
         record.code_of(__name__),
     )
 
+    def train(entry: Run) -> dict[str, Any]:
+        losses = [round(loss, 6) for loss in losses_of(entry, settings, kernels)]
+        return {"losses": losses, "gpu": _gpu(kernels) if entry.kind == "te" else ""}
 
-def _results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
     entries = list(_runs(settings))
-    found = record.recorded(folder / RECORD, entries, functools.partial(_identity, settings=settings, kernels=kernels))
+    able = [
+        entry for entry in entries if entry.kind != "te" or why_unavailable(TRAINED[entry.precision], kernels) is None
+    ]
+    campaign.complete(able, train, "training")
+    found = campaign.finished(entries)
     return {entry: found.get(entry) for entry in entries}
 
 

@@ -13,15 +13,17 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 from parity import te
 from parity.case import transfer
 from parity.case.case import Rng
 from parity.lab import record
+from parity.lab.campaign import Campaign
 from parity.lab.studies import training
 from parity.lab.studies.settings import check_names, gpu_with, kernels_on, why_nowhere
 from parity.lab.studies.stepwise import Arithmetic, StepwiseCore, full_fp32_products
@@ -363,36 +365,23 @@ def measured(settings: Settings, folder: Path) -> tuple[Drifts, Mapping[str, str
     kernels = kernels_on(settings.device)
     if kernels.backend == "gpu":
         settings = dataclasses.replace(settings, steps=settings.gpu_steps)
-    train_missing(settings, folder, kernels)
     refused = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.te_precisions}
     missing = {name: reason for name, reason in refused.items() if reason is not None}
-    return recorded(settings, folder, kernels), missing, settings, kernels
+    return results(settings, folder, kernels), missing, settings, kernels
 
 
-def train_missing(settings: Settings, folder: Path, kernels: Kernels) -> None:
-    """Compare the pairs that the folder's record lacks, and append each when it is finished."""
-
-    def train(pair: Pair) -> Any:
-        with full_fp32_products():
-            return _to_json(drift_of(pair, settings, kernels))
-
-    record.make_missing(
+def results(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
+    """Compare the pairs that the folder's record lacks, and return all pairs' drifts."""
+    campaign: Campaign[Pair, Drift] = Campaign(
         folder / RECORD,
-        pairs(settings, kernels),
+        Annotated[Drift, PlainSerializer(_to_json), PlainValidator(_from_json)],
         functools.partial(_identity, settings=settings, kernels=kernels),
-        train,
-        "training",
         record.code_of(__name__),
     )
+    with full_fp32_products():
+        found = campaign.complete(pairs(settings, kernels), lambda pair: drift_of(pair, settings, kernels), "training")
     trajectory.cache_clear()
-
-
-def recorded(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
-    """Every pair's drift, from the folder's record."""
-    finished = record.recorded(
-        folder / RECORD, pairs(settings, kernels), functools.partial(_identity, settings=settings, kernels=kernels)
-    )
-    return {pair: _from_json(result) for pair, result in finished.items()}
+    return found
 
 
 def drift_of(pair: Pair, settings: Settings, kernels: Kernels) -> Drift:
