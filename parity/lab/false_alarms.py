@@ -118,7 +118,7 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
 
 
 def _groups(plan: Plan) -> list[list[Port]]:
-    """Ports of one case, seed and size together: their precisions share golden."""
+    """Return ports of one case, seed and size together: their precisions share golden."""
     kernels = te.kernels(plan.backend)
     precisions = [name for name in plan.precisions if why_unavailable(PRECISIONS[name], kernels) is None]
     groups = []
@@ -201,7 +201,7 @@ def write_report(outcomes: Outcomes, backend: str, path: Path) -> None:
 
 
 def upper_bound(alarms: int, checks: int) -> float:
-    """The largest probability of an alarm that so few leave likely, one-sided Clopper-Pearson; 1 of no checks."""
+    """Return the largest probability that so few alarms leave likely (one-sided Clopper-Pearson); 1 of no checks."""
     return float(stats.beta.ppf(CONFIDENCE, alarms + 1, checks - alarms)) if checks > alarms else 1.0
 
 

@@ -81,7 +81,7 @@ class LayerSizes:
 
 
 def linear(tokens: int, in_features: int, out_features: int) -> Flops:
-    """A linear layer without its bias: 2 forward, 4 backward (input and weight gradient), each times the sizes."""
+    """Count a linear layer without bias: 2 forward, 4 backward (input and weight gradient), each times the sizes."""
     forward = 2 * tokens * in_features * out_features
     return Flops(forward, 2 * forward)
 
@@ -91,7 +91,7 @@ def visible_pairs(queries: int, keys: int, causal: bool = False, window: int | N
 
     Args:
         queries: of one sequence.
-        keys: ditto.
+        keys: of one sequence.
         causal: whether query i sees keys up to i only: of n by n pairs, n (n + 1) / 2. Megatron-LM counts n^2 / 2
             (``megatron/training/training.py``, ``num_floating_point_operations``).
         window: query i sees keys from i - window; None for all.
@@ -111,7 +111,7 @@ def query_key_value(sizes: LayerSizes) -> dict[str, Flops]:
 
 
 def core_attention(batch: int, heads: int, pairs: int, head_dim: int) -> dict[str, Flops]:
-    """``Q K^T`` and ``P V``: 2 B s^2 h forward each where all pairs are computed (Narayanan et al., appendix).
+    """Count ``Q K^T`` and ``P V``: 2 B s^2 h forward each if all pairs are computed (Narayanan et al., appendix).
 
     GQA changes nothing here: each query head meets every key of its group. A flash kernel's backward computes the
     scores again, which is recomputation, not counted here.
@@ -128,12 +128,12 @@ def core_attention(batch: int, heads: int, pairs: int, head_dim: int) -> dict[st
 
 
 def output_projection(sizes: LayerSizes) -> Flops:
-    """Attention's last linear layer: 2 B s h^2 forward (Narayanan et al., appendix)."""
+    """Count attention's last linear layer: 2 B s h^2 forward (Narayanan et al., appendix)."""
     return linear(sizes.tokens, sizes.heads * sizes.head_dim, sizes.hidden)
 
 
 def mlp(tokens: int, hidden: int, ffn: int, gated: bool) -> dict[str, Flops]:
-    """Up and down: 16 B s h^2 forward at ffn = 4 h (Narayanan et al., appendix); a gate adds 8 B s h^2.
+    """Count up and down: 16 B s h^2 forward at ffn = 4 h (Narayanan et al., appendix); a gate adds 8 B s h^2.
 
     So a layer's 24 B s h^2 become 32 when the gate is added at the same width (Megatron-DeepSpeed, pull request 283).
     At two thirds of the width, as N. Shazeer proposes ("GLU Variants Improve Transformer", arXiv 2002.05202), they
@@ -144,7 +144,7 @@ def mlp(tokens: int, hidden: int, ffn: int, gated: bool) -> dict[str, Flops]:
 
 
 def layer_norm(tokens: int, hidden: int) -> Flops:
-    """7 forward and 13 backward an element, counted from the definition.
+    """Count a LayerNorm from its definition: 7 forward and 13 backward an element.
 
     Forward: sum for the mean, subtract it, square, sum, scale, times gamma, plus beta. Backward: 2 for the normalised
     input again, 1 for dbeta, 2 for dgamma, 1 for the gradient times gamma, 3 for its two sums, 4 for the input
@@ -154,7 +154,7 @@ def layer_norm(tokens: int, hidden: int) -> Flops:
 
 
 def rms_norm(tokens: int, hidden: int) -> Flops:
-    """4 forward and 9 backward an element, counted from the definition.
+    """Count an RMSNorm from its definition: 4 forward and 9 backward an element.
 
     Forward: square, sum, scale, times gamma. Backward: 1 for the normalised input again, 2 for dgamma, 1 for the
     gradient times gamma, 2 for its sum, 3 for the input gradient. What happens once a row is left out.
@@ -168,7 +168,7 @@ def logits(tokens: int, hidden: int, vocabulary: int) -> Flops:
 
 
 def layer(sizes: LayerSizes) -> dict[str, Flops]:
-    """A pre-norm layer, by component: 24 B s h^2 + 4 B s^2 h forward for a GPT's (Narayanan et al., appendix)."""
+    """Count a pre-norm layer: 24 B s h^2 + 4 B s^2 h forward for a GPT's (Narayanan et al., appendix)."""
     norm = (rms_norm if sizes.rms else layer_norm)(sizes.tokens, sizes.hidden)
     pairs = visible_pairs(sizes.seq, sizes.seq, sizes.causal)
     return (
@@ -181,7 +181,7 @@ def layer(sizes: LayerSizes) -> dict[str, Flops]:
 
 
 def recomputed(components: Mapping[str, Flops], recomputation: Recomputation) -> int:
-    """FLOPs of a layer that the backward pass repeats.
+    """Return the FLOPs of a layer that the backward pass repeats.
 
     Args:
         components: of a layer, as ``layer`` returns them.
@@ -194,7 +194,7 @@ def recomputed(components: Mapping[str, Flops], recomputation: Recomputation) ->
 
 
 def total(components: Iterable[Flops]) -> int:
-    """Forward and backward of all components together."""
+    """Return forward and backward of all components together."""
     return sum(component.forward + component.backward for component in components)
 
 
@@ -211,7 +211,7 @@ Components = dict[str, Flops]
 
 @functools.singledispatch
 def components(module: nn.Module, *inputs: Tensor, skips_hidden: bool = False) -> Components:
-    """FLOPs of a module by component; submodules' components are prefixed with their names.
+    """Return a module's FLOPs by component; submodules' components are prefixed with their names.
 
     Args:
         module: one of ``parity.reference``'s, ``nn.Linear``, ``nn.LayerNorm`` or ``nn.RMSNorm``.

@@ -34,10 +34,10 @@ _NO_PART = ("parity.lab.campaign", "parity.lab.record", "parity.user_error", "pa
 
 @functools.cache
 def code_of(module: str) -> Mapping[str, str]:
-    """Checksums of a module and of all that it and they import at their top level; torch's version, and the machine.
+    """Return checksums of a module and of all that it imports, at whatever depth; torch's version, and the machine.
 
-    A study imports what draws its report inside of the function that does: reports are drawn from the record each
-    time, so a change of theirs is none of the results. Nor are changes of comments, docstrings or formatting.
+    A study does not import what draws its report: reports are drawn from the record each time, so a change of theirs
+    is no change of the results. Changes of comments, docstrings or formatting are not, either.
 
     Args:
         module: name of one of parity's.
@@ -56,7 +56,7 @@ def code_of(module: str) -> Mapping[str, str]:
 
 
 def checksum(tree: ast.Module) -> str:
-    """Of a module's statements without docstrings; the same for the same statements, however they are written."""
+    """Return a checksum of a module's statements without docstrings, whatever their layout."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -64,7 +64,7 @@ def checksum(tree: ast.Module) -> str:
 
 
 def changes_of_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names of what is not what it was."""
+    """Return the names of what is not what it was."""
     return [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
 
 
@@ -81,7 +81,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _path(name: str) -> Path | None:
-    """Where a module's source lies; None for what is none."""
+    """Return where a module's source lies; None for what is no module."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # a name inside of a module
@@ -192,12 +192,12 @@ def _last_code(text: str) -> Code | None:
 
 
 def key_of(run: Mapping[str, Any]) -> str:
-    """A run's name: everything that its result depends on, as sorted JSON."""
+    """Name a run by everything that its result depends on, as sorted JSON."""
     return json.dumps(run, sort_keys=True)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A checksum of what a run starts from; as part of its name it keeps runs on other data from being taken for it."""
+    """Return a checksum of what a run starts from, which in its name tells it from runs on other data."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)

@@ -90,7 +90,7 @@ def _facts(found: OfPrecision) -> Iterator[str]:
 
 
 def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> dict[str, tuple[Key, str, float]]:
-    """Of each pair, at whichever size, what lies farthest beyond its packaged limit; the farthest pair first."""
+    """Return of each pair, at whichever size, what lies farthest beyond its packaged limit; the farthest pair first."""
     beyond: dict[str, list[tuple[float, Key, str, float]]] = defaultdict(list)
     for sample in samples:
         key = sample.precision, sample.kind, sample.statistic
@@ -103,7 +103,7 @@ def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> di
 
 
 def _key(key: Key, tensor: str = "") -> str:
-    """``norm of output in bf16``; of a certain tensor, if there is one."""
+    """Return ``norm of output in bf16``; of a certain tensor, if there is one."""
     return f"{key[2]} of {tensor or _plural(key[1])} in {key[0]}"
 
 

@@ -110,7 +110,7 @@ class Chain(nn.Module):
         self.calls, self.lines, self.end = calls, lines, end
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
-        """``[batch, seq, hidden]``, and a target of the same shape where the end is a loss."""
+        """Take ``[batch, seq, hidden]``, and a target of the same shape where the end is a loss."""
         for block, call, line in zip(self.blocks, self.calls, self.lines, strict=True):
             x = _LINES[line](x, call(block, x))
         return _ENDS[self.end](x) if target is None else _LOSSES[self.end](x, target)

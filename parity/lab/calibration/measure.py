@@ -52,7 +52,7 @@ def check_enough(cases: Sequence[Case], precisions: Iterable[Precision], seeds: 
 
 
 def _gradients(case: Case, precision: Precision, seeds: Sequence[int], te: ModuleType) -> Counter[Kind]:
-    """Different ones, over all sizes; two of one size are one."""
+    """Count different gradients over all sizes; two of one size are one."""
     sized = dataclasses.replace(case, sizes=(*case.sizes, *(drawn(case, precision, seed) for seed in seeds)))
     by_label = {checked.label: checked for checked in check_case(sized, te)}.values()
     found: Counter[Kind] = Counter()
@@ -142,7 +142,7 @@ def draw(
     kernels: Kernels,
     draws: int,
 ) -> Iterator[Sample]:
-    """Samples of one case at one size, precision and seed.
+    """Yield samples of one case at one size, precision and seed.
 
     Args:
         case, checked, precision, seed, kernels: what is run.

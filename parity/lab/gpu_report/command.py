@@ -59,7 +59,7 @@ def draw(
 
 
 def summary(steps: Sequence[Step], outcomes: Sequence[Outcome]) -> str:
-    """``5 of 6 steps done; 1 out of time: suite; 402 s in all``."""
+    """Return ``5 of 6 steps done; 1 out of time: suite; 402 s in all``."""
     parts = [f"{sum(outcome.status == 'done' for outcome in outcomes)} of {len(steps)} steps done"]
     for status in ("failed", "broken", "out of time"):
         names = [outcome.step for outcome in outcomes if outcome.status == status]

@@ -48,7 +48,7 @@ class Deviations:
 
 
 def read(file: Path) -> dict[Key, Deviations]:
-    """The deviations of a run's record from the packaged laws.
+    """Return the deviations of a run's record from the packaged laws.
 
     Raises:
         UserError: if there is no such record.
@@ -57,7 +57,7 @@ def read(file: Path) -> dict[Key, Deviations]:
 
 
 def deviations(results: Iterable[Result]) -> dict[Key, Deviations]:
-    """By precision, kind of tensor and statistic; what has no law is left out."""
+    """Return deviations by precision, kind of tensor and statistic; what has no law is left out."""
     laws = limits.packaged().laws
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for result in results:

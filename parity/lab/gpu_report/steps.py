@@ -136,12 +136,12 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
 
 
 def _heed_interrupts() -> None:
-    """In the child: a shell starts what it runs in the background deaf to Ctrl-C, and children inherit that."""
+    """Let the child hear Ctrl-C: what a shell runs in the background is deaf to it, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the process and its children, which are a group since it leads a session."""
+    """Send a signal to the process and its children, which are a group since it leads a session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -273,7 +273,7 @@ _SMALL_SUITE = ("-n", "0", "-k", "rmsnorm or linear_no_bias", "-p", "bf16", "-p"
 
 
 def _kernels(on_gpu: bool, small: bool, minutes: float) -> tuple[str, ...]:
-    """The table is drawn once its calls are made, so their time ends before the step's."""
+    """Return the options of the table, whose time ends before the step's, since it is drawn once its calls are made."""
     part = ("-k", "rmsnorm") if small else ("--minutes", f"{minutes / 5.5:.2f}")
     return (*(() if on_gpu else ("--reference", "cpu")), *part)
 
@@ -285,7 +285,7 @@ def _throughput(small: bool, minutes: float) -> tuple[str, ...]:
 
 
 def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
-    """Each kind of tensor needs eight different ones: the small part is the file of cases that has most."""
+    """Return the options; each kind of tensor needs eight different ones, and the small part is the file with most."""
     cases = built_in.folder()
     all_cases = (str(cases), "-n", str(_processes()))
     files = (str(cases / "mlp.py"), "-p", "bf16", "-n", "1") if small else all_cases
@@ -295,7 +295,7 @@ def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
 
 
 def _processes() -> int:
-    """Enough to keep a GPU busy with small modules; each takes memory of its own there."""
+    """Return enough to keep a GPU busy with small modules; each takes memory of its own there."""
     return min(6, host.cores())
 
 

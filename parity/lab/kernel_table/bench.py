@@ -98,7 +98,7 @@ def _block_scaled(entry: formats.Format, value: Any) -> Iterator[tuple[str, Tens
 
 
 def _fp4(packed: Tensor) -> Tensor:
-    """Two codes a byte, the first in the lower half: a sign, and 3 bits that grow with the magnitude."""
+    """Unpack two codes a byte, the first in the lower half: a sign, and 3 bits that grow with the magnitude."""
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
     return torch.where(codes < 8, codes, 8 - codes)
 
@@ -160,11 +160,11 @@ class Bench:
     tape: Tape = field(default_factory=Tape)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-        """Normal values with mean 0 and standard deviation ``scale``, on the device."""
+        """Draw normal values with mean 0 and standard deviation ``scale``, on the device."""
         return self._drawn(lambda: (torch.randn(*shape, generator=self.generator) * scale).to(dtype))
 
     def wide(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal values times powers of two from 2**-6 to 2**5, another each: blocks get scales of their own."""
+        """Draw normal values times powers of two from 2**-6 to 2**5, another each: blocks get scales of their own."""
 
         def draw() -> Tensor:
             exponents = torch.randint(-6, 6, shape, generator=self.generator)
@@ -173,30 +173,30 @@ class Bench:
         return self._drawn(draw)
 
     def coin(self, *shape: int) -> Tensor:
-        """True with probability 1/4, on the device."""
+        """Draw booleans that are True with probability 1/4, on the device."""
         return self._drawn(lambda: torch.rand(*shape, generator=self.generator) < 0.25)
 
     def integers(self, *shape: int, high: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """From 0 to ``high`` - 1, on the device."""
+        """Return integers from 0 to ``high`` - 1, on the device."""
         return self._drawn(lambda: torch.randint(high, shape, generator=self.generator).to(dtype))
 
     def orders(self, rows: int, count: int) -> Tensor:
-        """INT64 ``[rows, count]``: the numbers from 0 to ``count`` - 1, in another order in each row, on the device."""
+        """Return INT64 ``[rows, count]``: 0 to ``count`` - 1, in another order in each row, on the device."""
         return self._drawn(lambda: torch.rand(rows, count, generator=self.generator).argsort(1))
 
     def fixed(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """These values, on the device."""
+        """Return these values, on the device."""
         return self._drawn(lambda: torch.tensor(values, dtype=dtype))
 
     def padding(self, lengths: Sequence[int], longest: int) -> Tensor:
-        """``[batch, longest]``, True from each sequence's length on."""
+        """Return ``[batch, longest]``, True from each sequence's length on."""
         return self.fixed(lengths, torch.int64)[:, None] <= torch.arange(longest, device=self.device)
 
     def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
         return self.tape.next(lambda: draw().to(self.device))
 
     def angles(self, positions: int, features: int) -> Tensor:
-        """RoPE's angles in radians, ``[positions, 1, 1, features]``, made on the CPU: no two devices need agree."""
+        """Return RoPE's angles, ``[positions, 1, 1, features]``, made on the CPU: no two devices need agree."""
 
         def draw() -> Tensor:
             half = torch.arange(0, features, 2).double()
@@ -206,7 +206,7 @@ class Bench:
         return self._drawn(draw)
 
     def dtype(self, dtype: torch.dtype) -> Any:
-        """TE's name of a torch dtype."""
+        """Return TE's name of a torch dtype."""
         return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
 
     def quantizer(self, name: str, codes: str = E4M3) -> Any:
@@ -214,7 +214,7 @@ class Bench:
         return QUANTIZERS[name].make(self, getattr(self.tex.DType, codes))
 
     def why_unavailable(self, quantizer: str) -> str | None:
-        """TE's reason why this GPU has not the format of a quantizer, or None if it has it."""
+        """Return TE's reason why this GPU has not the format of a quantizer, or None if it has it."""
         available, reason = getattr(self.te, QUANTIZERS[quantizer].available)(return_reason=True)
         return None if available else reason
 

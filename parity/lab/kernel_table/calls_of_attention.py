@@ -50,7 +50,7 @@ def _scores(softmax: str) -> tuple[int, ...]:
 
 
 def _softmax(bench: Bench, softmax: str, dtype: torch.dtype, direction: str) -> Mapping[str, Any]:
-    """The backward pass takes probabilities of the same kernels' forward."""
+    """Call a softmax; the backward pass takes probabilities of the same kernels' forward."""
     scores = bench.normal(*_scores(softmax), dtype=dtype, scale=4.0)
     mask = (bench.coin(_BATCH, 1, _SEQUENCE, _SEQUENCE),) if softmax == "scaled_masked" else ()
     probabilities = getattr(bench.tex, f"{softmax}_softmax_forward")(scores, *mask, _SCALE)
@@ -69,7 +69,7 @@ def _rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str, interle
 
 
 def _joint_rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str) -> Mapping[str, Any]:
-    """Two query heads, a key and a value in each group of the joint tensor."""
+    """Rotate two query heads, a key and a value in each group of the joint tensor."""
     *tokens, groups, _ = _SHAPES_OF_TOKENS[layout]
     split = [2 * _FEATURES, _FEATURES, _FEATURES]
     angles = bench.angles(_SEQUENCE, _FEATURES)
@@ -196,7 +196,7 @@ def _pack(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    """New tokens, packed, go behind those that each sequence has in a cache without pages."""
+    """Add new tokens, packed, behind those that each sequence has in a cache without pages."""
     fresh = [bench.normal(sum(_NEW), _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
     caches = [bench.normal(_SEQUENCES, _CACHE, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
     ends = tuple(old + new for old, new in zip(_CACHED, _NEW, strict=True))

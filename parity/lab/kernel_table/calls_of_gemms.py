@@ -193,7 +193,7 @@ def _codes_of(quantizer: str) -> dict[str, str]:
 
 
 def _dtypes_of(quantizer: str) -> dict[str, torch.dtype]:
-    """TE's Hadamard transform reads BF16 only."""
+    """Return the dtypes that a quantizer reads: TE's Hadamard transform reads BF16 only."""
     return {"BF16": torch.bfloat16} if "Hadamard" in quantizer else DTYPES
 
 
@@ -221,7 +221,7 @@ def _amax(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _scale_update(bench: Bench, algorithm: str, codes: str) -> Mapping[str, Any]:
-    """One tensor has taken no part: its amax is 0."""
+    """Update scales; one tensor has taken no part: its amax is 0."""
     history, reduced = bench.wide(_HISTORY, _TENSORS).abs(), bench.wide(_TENSORS).abs()
     history[0, -1] = reduced[-1] = 0.0
     scale = bench.wide(_TENSORS).abs()

@@ -182,7 +182,7 @@ def mixtures() -> Iterator[KernelCall]:
 
 
 def _choices(bench: Bench) -> Tensor:
-    """INT64 ``[tokens, chosen]``: experts, no two alike for a token."""
+    """Return INT64 ``[tokens, chosen]``: experts, no two alike for a token."""
     return bench.orders(_TOKENS, _EXPERTS)[:, :_CHOSEN].contiguous()
 
 
@@ -192,7 +192,7 @@ def _mask(choices: Tensor) -> Tensor:
 
 
 def _permute(bench: Bench, kind: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """There and back, with probabilities that merge a token's rows."""
+    """Send tokens to experts and back, with probabilities that merge a token's rows."""
     choices = _choices(bench)
     x, grad = (bench.normal(_TOKENS, _HIDDEN, dtype=dtype) for _ in range(2))
     x.requires_grad_()
@@ -239,7 +239,7 @@ def _router() -> Any:
 
 
 def _logits(bench: Bench, dtype: torch.dtype) -> Tensor:
-    """No two alike for a token in any dtype, so that who is chosen does not hang on the last bit."""
+    """Return logits, no two alike for a token in any dtype, so that who is chosen does not hang on the last bit."""
     return (bench.orders(_TOKENS, _EXPERTS) / 4 - 2).to(dtype).requires_grad_()
 
 

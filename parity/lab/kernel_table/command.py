@@ -129,7 +129,7 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
 
 
 def nearest_gpu(major: int, minor: int) -> str:
-    """The name in ``cuda.GPUS`` of the newest GPU of at most this compute capability; the oldest if all are newer."""
+    """Return the newest GPU in ``cuda.GPUS`` of at most this compute capability; the oldest if all are newer."""
     by_age = sorted(cuda.GPUS, key=_capability)
     older = [name for name in by_age if _capability(name) <= (major, minor)]
     return older[-1] if older else by_age[0]

@@ -187,12 +187,12 @@ def make_all(calls: Sequence[KernelCall], first: int, kernels: te.Kernels, seed:
 
 
 def file(index: int, folder: Path) -> Path:
-    """Where the outcome of the call with this index is."""
+    """Return where the outcome of the call with this index is."""
     return folder / f"{index}.pt"
 
 
 def write(outcome: Outcome, index: int, folder: Path) -> None:
-    """Whole or not at all, whenever the process is ended."""
+    """Write an outcome whole or not at all, whenever the process is ended."""
     draft = folder / "draft"
     torch.save(vars(outcome), draft)
     draft.replace(file(index, folder))

@@ -74,7 +74,7 @@ def _relative(x: Tensor, y: Tensor) -> float:
 
 
 def ordinal(values: Tensor) -> Tensor:
-    """INT64: the place of each number among those of its dtype; zeros have 0, the smallest positive number has 1."""
+    """Return INT64: each number's place among those of its dtype; zeros have 0, the smallest positive number has 1."""
     bits = _bits(values).long()
     if values.dtype is torch.float8_e8m0fnu or not values.dtype.is_floating_point:
         return bits
@@ -99,7 +99,7 @@ Entry = dict[str, Any]
 
 
 def write(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str, file: Path) -> None:
-    """The environment's line, then one for each result, or for each call that made none.
+    """Write the environment's line, then one for each result, or for each call that made none.
 
     Args:
         comparisons: the table.

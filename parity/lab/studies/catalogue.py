@@ -29,7 +29,7 @@ _ANSWERS = ("yes", "no")
 
 
 def load(name: str) -> ModuleType:
-    """A study's module.
+    """Return a study's module.
 
     Raises:
         UserError: if there is no such study, or a library that studies need is not installed.
@@ -63,7 +63,7 @@ def run(name: str, settings: Any, folder: Path) -> Path:
 
 
 def with_options(settings: Any, options: Sequence[str]) -> Any:
-    """A study's settings with options such as ``steps=20`` or ``models=gpt,llama``, parsed as the default's type.
+    """Change a study's settings by options such as ``steps=20`` or ``models=gpt,llama``, parsed as the default is.
 
     Numbers whose defaults are all positive, sizes and counts, must be so; of others, none below 0 unless a default is.
 

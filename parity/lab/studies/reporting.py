@@ -44,7 +44,7 @@ class Law:
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def at(self, sizes: Sizes) -> float:
-        """The error that the law gives."""
+        """Return the error that the law gives."""
         powers = math.prod((sizes[name] / self.reference[name]) ** each for name, each in self.exponents.items())
         return (
             self.base
@@ -56,7 +56,7 @@ class Law:
 def fit(
     measured: Sequence[tuple[Sizes, float]], reference: Sizes, perhaps_exponential: Sequence[str] = ()
 ) -> Law | None:
-    """The law whose logarithms are closest to the measurements' in the mean square.
+    """Return the law whose logarithms are closest to the measurements' in the mean square.
 
     Args:
         measured: sizes, each with its error; errors that are 0 or not finite are left out.
@@ -234,30 +234,30 @@ class Claim:
 
 
 def verdict(holds: Sequence[bool]) -> str:
-    """What a claim that was tested in several ways says of agreement: yes, no, or partly."""
+    """Say of a claim that was tested in several ways if it agrees: yes, no, or partly."""
     if all(holds):
         return "yes"
     return "partly" if any(holds) else "no"
 
 
 def numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """A markdown table aligned to the right."""
+    """Return a markdown table aligned to the right."""
     return markdown_table(rows, headers, left=0)
 
 
 def texts(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """A markdown table aligned to the left."""
+    """Return a markdown table aligned to the left."""
     return markdown_table(rows, headers, left=len(headers))
 
 
 def claims(found: Iterable[Claim]) -> str:
-    """The table of claims."""
+    """Return the table of claims."""
     rows = [[claim.source, claim.claimed, claim.found, claim.agrees, claim.why] for claim in found]
     return texts(rows, ["source", "its claim", "ours", "agree", "why"])
 
 
 def made_on(kernels: Kernels) -> str:
-    """A sentence that says on what TE's figures were made."""
+    """Say on what TE's figures were made, in a sentence."""
     device = environment.gpu_name() if kernels.backend == "gpu" else "the CPU"
     return (
         f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "

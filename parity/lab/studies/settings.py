@@ -43,18 +43,18 @@ Draw = Callable[..., Tensor]
 
 
 def normal(rng: Rng, *shape: int) -> Tensor:
-    """N(0, 1)."""
+    """Draw from N(0, 1)."""
     return rng.normal(*shape)
 
 
 def heavy_tailed(rng: Rng, *shape: int) -> Tensor:
-    """Student's t with three degrees of freedom, whose fourth moment is infinite: larger draws have larger amaxes."""
+    """Draw from Student's t with three degrees of freedom: its fourth moment is infinite, amaxes grow with the size."""
     chi_squared = rng.normal(3, *shape).square().sum(0)
     return rng.normal(*shape) / (chi_squared / 3).sqrt()
 
 
 def outliers(rng: Rng, *shape: int) -> Tensor:
-    """N(0, 1) + N(0, 100) Bernoulli(0.001), which FlashAttention-3 tests with (arXiv 2407.08608, section 4.3)."""
+    """Draw N(0, 1) + N(0, 100) Bernoulli(0.001), as FlashAttention-3 tests (arXiv 2407.08608, section 4.3)."""
     return rng.normal(*shape) + rng.normal(*shape, std=10.0) * (rng.uniform(*shape) < 0.001)
 
 
@@ -68,7 +68,7 @@ _DEVICES: dict[str, Backend | Literal["auto"]] = {"auto": "auto", "cpu": "cpu", 
 
 
 def kernels_on(device: str) -> Kernels:
-    """TE's kernels on a device: ``cpu``, ``gpu``, or ``auto`` for the GPU where TE's own kernels can run on one.
+    """Return TE's kernels on a device: ``cpu``, ``gpu``, or ``auto`` for the GPU where TE's own kernels can run.
 
     Raises:
         UserError: for another name, or if the device cannot be had.
@@ -82,7 +82,7 @@ def kernels_on(device: str) -> Kernels:
 
 
 def name_of(kernels: Kernels) -> str:
-    """The GPU, or the CPU's model."""
+    """Return the GPU, or the CPU's model."""
     return gpu_name() if kernels.backend == "gpu" else cpu_model()
 
 
@@ -90,13 +90,13 @@ def name_of(kernels: Kernels) -> str:
 
 
 def why_nowhere(precision: Precision, kernels: Kernels) -> str | None:
-    """The reason why no GPU that these kernels offer runs the precision, or None if one does."""
+    """Return the reason why no GPU that these kernels offer runs the precision, or None if one does."""
     return None if _choice(precision, kernels) else why_unavailable(precision, kernels)
 
 
 @contextmanager
 def gpu_with(precision: Precision, kernels: Kernels) -> Iterator[str]:
-    """Within the context, TE finds itself on a GPU that has the precision: on CPU kernels an emulated one.
+    """Let TE find itself on a GPU that has the precision, within the context: on CPU kernels an emulated one.
 
     The environment's emulated GPU is taken where it will do, as it is without this context.
 
@@ -115,7 +115,7 @@ def gpu_with(precision: Precision, kernels: Kernels) -> Iterator[str]:
 
 
 def told_gpu(precisions: Iterable[str], kernels: Kernels) -> str:
-    """Sentences that say on which GPU each of these precisions runs, by name of ``PRECISIONS``."""
+    """Say on which GPU each of these precisions runs, by name of ``PRECISIONS``."""
     by_gpu: dict[str, list[str]] = {}
     for name in precisions:
         with gpu_with(PRECISIONS[name], kernels) as gpu:
@@ -125,7 +125,7 @@ def told_gpu(precisions: Iterable[str], kernels: Kernels) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _choice(precision: Precision, kernels: Kernels) -> tuple[cuda.DeviceProperties | None, ...]:
-    """The first GPU that has the precision, None for the real one; empty if there is none."""
+    """Return the first GPU that has the precision, None for the real one; empty if there is none."""
     if kernels.backend == "gpu":
         return () if why_unavailable(precision, kernels) else (None,)
     for gpu in dict.fromkeys((cuda.environment_gpu(), cuda.HOPPER, cuda.BLACKWELL)):

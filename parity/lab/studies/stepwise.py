@@ -34,13 +34,13 @@ class NumberFormat:
 
 
 def carrier(names: Iterable[str]) -> torch.dtype:
-    """The dtype to compute in where results are rounded to these formats."""
+    """Return the dtype to compute in where results are rounded to these formats."""
     return torch.float64 if "fp64" in names else torch.float32
 
 
 @contextmanager
 def full_fp32_products() -> Iterator[None]:
-    """Within the context, a GPU multiplies FP32 matrices in FP32, whatever it has been told about TF32."""
+    """Let a GPU multiply FP32 matrices in FP32, whatever it has been told about TF32, within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -54,13 +54,13 @@ def _stored_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _saturating(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """As NVIDIA GPUs cast to FP8 (``__NV_SATFINITE``): what is too large becomes the largest number."""
+    """Round as NVIDIA GPUs cast to FP8 (``__NV_SATFINITE``): what is too large becomes the largest number."""
     largest = torch.finfo(dtype).max
     return lambda x: x.clamp(-largest, largest).to(dtype).to(x.dtype)
 
 
 def _mantissa(bits: int) -> Callable[[Tensor], Tensor]:
-    """So many stored mantissa bits with the range of FP32."""
+    """Return a format with so many stored mantissa bits and the range of FP32."""
     dropped = 23 - bits
 
     def round_mantissa(x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Steps:
     output: str
 
     def round(self, step: str, x: Tensor) -> Tensor:
-        """``x`` in the format of a step."""
+        """Return ``x`` in the format of a step."""
         return FORMATS[getattr(self, step)].round(x)
 
     @property
@@ -143,12 +143,12 @@ STEPS = tuple(field.name for field in dataclasses.fields(Steps))
 
 
 def everywhere(name: str) -> Steps:
-    """Each step in one format."""
+    """Return each step in one format."""
     return Steps(*[name] * len(STEPS))
 
 
 def as_kernels(algorithm: Algorithm, name: str) -> Steps:
-    """What real kernels round to a format; the rest is FP32, or FP64 for FP64.
+    """Return what real kernels round to a format; the rest is FP32, or FP64 for FP64.
 
     Baseline stores its scores and probabilities in memory, and its softmax is FP32 inside, as PyTorch's is. Flash
     kernels keep all but the operand of the second product in FP32 registers (FlashAttention-2; cuDNN's graph in TE
@@ -194,12 +194,12 @@ SCORES_AT_ONCE = 1 << 21
 
 
 def golden(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
-    """Attention in FP64, some rows at a time, in memory that grows with the number of keys and not with its square."""
+    """Attend in FP64, some rows at a time: memory grows with the number of keys and not with its square."""
     return baseline(query, key, value, everywhere("fp64"), causal).output
 
 
 def baseline(query: Tensor, key: Tensor, value: Tensor, steps: Steps, causal: bool = False) -> Attended:
-    """``softmax(q k^T / sqrt(features)) v``; some rows at a time, which changes nothing, since rows are independent."""
+    """Compute ``softmax(q k^T / sqrt(features)) v``, some rows at a time, since rows are independent."""
     query, key, value = (x.to(steps.carrier) for x in (query, key, value))
     rows = max(1, SCORES_AT_ONCE // (key.shape[-2] * math.prod(query.shape[:-2])))
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -212,7 +212,7 @@ def baseline(query: Tensor, key: Tensor, value: Tensor, steps: Steps, causal: bo
 
 
 def softmax(query: Tensor, key: Tensor, steps: Steps, first_row: int | None) -> tuple[Tensor, Tensor]:
-    """Baseline's probabilities ``[..., queries, keys]`` and log-sum-exp.
+    """Return baseline's probabilities ``[..., queries, keys]`` and log-sum-exp.
 
     Args:
         first_row: position of the first query where the mask is causal, None where there is none.
@@ -233,7 +233,7 @@ def flash(
     causal: bool = False,
     maximum_known: bool = False,
 ) -> Attended:
-    """The same, tile by tile.
+    """Compute the same, tile by tile.
 
     Args:
         maximum_known: start from the largest score of each row, so that nothing is ever rescaled.
@@ -247,7 +247,7 @@ def flash(
 
 
 def visits(queries: int, keys: int, tiles: Tiles, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """The tiles in the order of the loops; under a causal mask, those that are not wholly hidden."""
+    """Return the tiles in the order of the loops; under a causal mask, those that are not wholly hidden."""
     rows = [slice(start, min(start + tiles.rows, queries)) for start in range(0, queries, tiles.rows)]
     columns = [slice(start, min(start + tiles.columns, keys)) for start in range(0, keys, tiles.columns)]
     if tiles.outer == "queries":
@@ -258,7 +258,7 @@ def visits(queries: int, keys: int, tiles: Tiles, causal: bool) -> Iterator[tupl
 
 
 def scores_of(query: Tensor, key: Tensor, steps: Steps, first_row: int | None, first_column: int = 0) -> Tensor:
-    """Scaled scores, minus infinity where the causal mask hides a key.
+    """Return scaled scores, minus infinity where the causal mask hides a key.
 
     Args:
         first_row, first_column: positions of the first query and key; ``first_row`` None where there is no mask.
@@ -335,7 +335,7 @@ class Gradients:
 def baseline_gradients(
     query: Tensor, key: Tensor, value: Tensor, output_grad: Tensor, steps: Steps, causal: bool
 ) -> Gradients:
-    """From ``dO`` and what the forward pass read."""
+    """Compute the gradients from ``dO`` and what the forward pass read."""
     query, key, value, output_grad = (x.to(steps.carrier) for x in (query, key, value, output_grad))
     probabilities, _ = softmax(query, key, steps, 0 if causal else None)
     probability_grad = steps.round("scores", output_grad @ value.mT)
@@ -358,7 +358,7 @@ def flash_gradients(
     tiles: Tiles,
     causal: bool,
 ) -> Gradients:
-    """From ``dO``, what the forward pass read and what it returned."""
+    """Compute the gradients from ``dO``, what the forward pass read and what it returned."""
     query, key, value, output_grad = (x.to(steps.carrier) for x in (query, key, value, output_grad))
     inner = steps.round("sum", (output_grad * attended.output).sum(-1, keepdim=True))
     sums = Gradients(*(torch.zeros_like(x) for x in (query, key, value)))
@@ -377,7 +377,7 @@ def flash_gradients(
 
 
 def _score_grad(probabilities: Tensor, probability_grad: Tensor, inner: Tensor, steps: Steps, head_dim: int) -> Tensor:
-    """The gradient of ``q k^T``, before its scaling."""
+    """Return the gradient of ``q k^T``, before its scaling."""
     return steps.round("probabilities", probabilities * (probability_grad - inner) / math.sqrt(head_dim))
 
 

@@ -40,7 +40,7 @@ def attend(
     layer: int = 0,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of each query to all keys, or to those up to its own position.
+    """Attend with each query to all keys, or to those up to its own position.
 
     Args:
         kernels: that TE runs on; the tensors are on their device.
@@ -86,7 +86,7 @@ def attend(
 
 
 def _choose_backend_again() -> None:
-    """TE keeps its choice until an argument changes, and would not read the environment again."""
+    """Let TE read the environment again; it keeps its choice until an argument changes."""
     package = "transformer_engine.pytorch.attention.dot_product_attention"
     for name in (package, f"{package}.dot_product_attention"):
         choice = getattr(sys.modules.get(name), "_attention_backends", None)
@@ -137,7 +137,7 @@ class Module:
 
 @functools.lru_cache(maxsize=256)
 def placed(name: str, shape: Shape) -> tuple[Case, CheckedSize]:
-    """The case of a module at a shape, without probing inputs; always the same objects, which ``prepare`` remembers.
+    """Return a module's case at a shape, without probing inputs; always the same objects, which ``prepare`` remembers.
 
     Args:
         name: of ``MODULES``.
@@ -189,7 +189,7 @@ class ExpertLinears(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(features, features, bias=False) for _ in range(experts)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, features]`` to the same."""
+        """Map ``[tokens, features]`` to the same."""
         parts = zip(self.experts, x.chunk(len(self.experts)), strict=True)
         return torch.cat([expert(tokens) for expert, tokens in parts])
 
@@ -259,7 +259,7 @@ MODULES: Mapping[str, Module] = {
 
 
 def pooled_relative_l2(tensors: Tensors, golden: Tensors) -> dict[str, float]:
-    """``|error| / |golden|`` by kind of tensor, as if all tensors of a kind were one."""
+    """Return ``|error| / |golden|`` by kind of tensor, as if all tensors of a kind were one."""
     errors = {key: tensors[key].double() - truth for key, truth in golden.items()}
     kinds = dict.fromkeys(kind for kind, _ in golden)
     return {kind: relative_l2(_norm(errors, kind), _norm(golden, kind)) for kind in kinds}

@@ -65,7 +65,7 @@ bell answered, and then another, further out, and he wrote down both, and the ho
 
 
 def batches(seed: int, steps: int, batch: int, seq: int) -> list[Tensor]:
-    """Random windows of the text.
+    """Draw random windows of the text.
 
     Returns:
         ``steps`` int64 tensors ``[batch, seq + 1]`` of bytes: inputs are all but the last, targets all but the first.
@@ -158,7 +158,7 @@ class LanguageModel(nn.Module):
         self.layer_arguments = dict(layer_arguments or {})
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``."""
+        """Map tokens ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``."""
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
@@ -185,7 +185,7 @@ class Architecture:
 
 
 def initial_weights(architecture: Architecture, size: Size, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The plain model's weights at step 0: FP32 that is exact in ``dtype``, so that every arithmetic starts there."""
+    """Return the plain model's weights at step 0: FP32 that is exact in ``dtype``, where every arithmetic starts."""
     rng = Rng(seed, "weights")
     drawn = {}
     for name, parameter in architecture.reference(size).named_parameters():
@@ -369,14 +369,14 @@ def train(
 
 
 def plain_pass(model: nn.Module, tokens: Tensor) -> float:
-    """The plain model in its own dtype."""
+    """Run the plain model in its own dtype."""
     loss = _loss(model(tokens[:, :-1]), tokens)
     loss.backward()
     return loss.item()
 
 
 def rounded_pass(rounding: Rounding, loss_scale: float = 1.0) -> Pass:
-    """The plain model, FP32, under a rounding model."""
+    """Run the plain model, FP32, under a rounding model."""
 
     def forward_backward(model: nn.Module, tokens: Tensor) -> float:
         with rounded(rounding, model.parameters()) as phase:
@@ -389,7 +389,7 @@ def rounded_pass(rounding: Rounding, loss_scale: float = 1.0) -> Pass:
 
 
 def te_pass(precision: Precision, kernels: Kernels, loss_scale: float = 1.0) -> Pass:
-    """TE's model under the precision's recipe."""
+    """Run TE's model under the precision's recipe."""
 
     def forward_backward(model: nn.Module, tokens: Tensor) -> float:
         tokens = tokens.to(kernels.device)
@@ -403,5 +403,5 @@ def te_pass(precision: Precision, kernels: Kernels, loss_scale: float = 1.0) -> 
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, computed in FP32."""
+    """Return the mean cross entropy of the next byte, computed in FP32."""
     return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

@@ -70,13 +70,13 @@ class Passes:
     rotating_bytes: Callable[[], int] = lambda: 0
 
     def run(self, i: int) -> None:
-        """Both passes, untimed."""
+        """Run both passes, untimed."""
         self.clear()
         self.backward(self.forward(i), i)
 
 
 def time_passes(passes: Passes, warmup: int, repeats: int, clock: Clock[Mark]) -> Times:
-    """Forward and backward times over repeated passes.
+    """Time forward and backward over repeated passes.
 
     The device is not waited for between the passes, so that launching one overlaps with the work of the one before, as
     in training.
@@ -109,7 +109,7 @@ def time_passes(passes: Passes, warmup: int, repeats: int, clock: Clock[Mark]) -
 
 
 def _host_seconds(passes: Passes, clock: Clock[Mark], tries: int = 3) -> float:
-    """The least time until the host has launched both passes on a device that has nothing else to do."""
+    """Return the least time until the host has launched both passes on a device that has nothing else to do."""
     seconds = []
     for i in range(tries):
         clock.finish()
@@ -154,7 +154,7 @@ def measure_peak(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
 
 @contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Within the context, whether PyTorch may compute FP32 products in TF32 on a GPU."""
+    """Let PyTorch compute FP32 products in TF32 on a GPU or forbid it, within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
@@ -164,7 +164,7 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 
 def _product(format: str, size: int, device: torch.device) -> Callable[[], Tensor]:
-    """Random operands: a product of zeros draws less power and so runs faster."""
+    """Return a product of random operands: one of zeros draws less power and so runs faster."""
     a, b = (torch.randn(size, size, device=device).to(_DTYPES[format]) for _ in range(2))
     if format != "fp8":
         return lambda: a @ b

@@ -103,7 +103,7 @@ def _measure(workload: Workload, chosen: Sequence[Implementation], measure: Call
 
 
 def _made(workload: Workload, file: Path) -> set[tuple[str, str]]:
-    """Kinds and precisions of the rows that a workload has."""
+    """Return kinds and precisions of the rows that a workload has."""
     rows = record.read(file).rows
     of_workload = (row for row in rows if (row.workload, row.size) == (workload.case, workload.size_text))
     return {(row.implementation, row.precision) for row in of_workload}
@@ -111,7 +111,7 @@ def _made(workload: Workload, file: Path) -> set[tuple[str, str]]:
 
 @contextmanager
 def _replaced_processes() -> Iterator[Callable[..., object]]:
-    """Yields a function that calls another in a process, which serves until it is ended or returns False.
+    """Yield a function that calls another in a process, which serves until it is ended or returns False.
 
     The function returns None where the process ended.
     """

@@ -100,13 +100,13 @@ def measure(
 
 
 def row_without(workload: Workload, implementation: Implementation, why: str) -> Row:
-    """The row of what could not be measured."""
+    """Return the row of what could not be measured."""
     kind, precision, peak_format = implementation.kind, implementation.precision, implementation.peak_format
     return Row(workload.case, workload.size_text, kind, precision, peak_format, why_none=why)
 
 
 def _of_dtype(bench: _Bench, dtype: torch.dtype, chosen: Sequence[Implementation]) -> Iterator[Row]:
-    """Rows of the implementations in one dtype, which share rounded weights, inputs and golden."""
+    """Yield rows of the implementations in one dtype, which share rounded weights, inputs and golden."""
     shared: Subject | None = None
     counted: tuple[int, int] | None = None
     for implementation in chosen:
@@ -173,7 +173,7 @@ def _error(repeated: Passes, shared: Subject) -> tuple[float | None, str]:
 
 
 def count_flops(shared: Subject) -> tuple[int, int]:
-    """FLOPs of the plain module's matrix products, forward and backward.
+    """Count the FLOPs of the plain module's matrix products, forward and backward.
 
     Pairs of a query and a key that a causal mask or a window hides are left out, for all implementations: who computes
     them does more than is asked for. Modules that ``parity.lab.flops`` does not know are counted by

@@ -103,7 +103,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Of at least one measurement."""
+        """Return the spread of at least one measurement."""
         if len(seconds) == 1:
             return cls(seconds[0], seconds[0], seconds[0])
         lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -224,7 +224,7 @@ class Record:
         return self.environment is not None and self.environment.backend == "cpu"
 
     def peak_share(self, row: Row) -> float | None:
-        """FLOPs a second of both passes over the peak of the row's format; None where either is missing.
+        """Return the FLOPs a second of both passes over the format's peak; None where either is missing.
 
         Emulated kernels have none: they compute in other formats than those that they emulate.
         """
@@ -271,7 +271,7 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _without_nan(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinities; as text they are read back, as any number is."""
+    """Write NaN and infinities, which JSON has not, as text; it is read back as any number is."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in entry.items()

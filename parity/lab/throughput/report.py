@@ -24,7 +24,7 @@ _MARKERS = {"eager": "o", "compiled": "s", "TE": "^"}
 
 
 def draw_plot(found: Record) -> Figure:
-    """Speed of both passes together over the output's error; a workload of which nothing has an error has no panel."""
+    """Draw the speed of both passes over the output's error; a workload of which nothing has an error has no panel."""
     from matplotlib.figure import Figure  # the report can be had without
 
     panels: dict[str, list[Row]] = {}
@@ -45,7 +45,7 @@ def draw_plot(found: Record) -> Figure:
 
 
 def speed(row: Row) -> float:
-    """TFLOP/s of both passes; passes a second where there are no matrix products."""
+    """Return the TFLOP/s of both passes; passes a second where there are no matrix products."""
     assert row.times is not None
     return row.flops / row.times.both / 1e12 if row.flops else 1 / row.times.both
 
@@ -127,7 +127,7 @@ def _sections(found: Record, plot: str | None) -> Iterator[str]:
 
 
 def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """In the order in which they were measured."""
+    """Return rows by workload, in the order in which they were measured."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(f"`{row.workload}`, {row.size}", []).append(row)
@@ -144,7 +144,7 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 def _bought(row: Row, rows: Sequence[Row]) -> str:
-    """``1.8×, 2.3e-3``."""
+    """Return ``1.8×, 2.3e-3``."""
     base = next((other.times for other in rows if (other.implementation, other.precision) == _BASE), None)
     speed = "–" if row.times is None or base is None else f"{short(base.both / row.times.both)}×"
     return f"{speed}, {_error(row)}"
@@ -192,7 +192,7 @@ def notes(row: Row) -> Iterator[str]:
 
 
 def _milliseconds(spread: Spread) -> str:
-    """``1.23 (1.20 to 1.31)``."""
+    """Return ``1.23 (1.20 to 1.31)``."""
     median, lower, upper = (_three_digits(1e3 * seconds) for seconds in (spread.median, spread.lower, spread.upper))
     return f"{median} ({lower} to {upper})"
 
@@ -214,6 +214,6 @@ def _error(row: Row) -> str:
 
 
 def _during(before: GpuState | None, after: GpuState | None, name: str) -> str:
-    """``1980 → 1755``."""
+    """Return ``1980 → 1755``."""
     values = [None if state is None else getattr(state, name) for state in (before, after)]
     return "–" if values == [None, None] else " → ".join("–" if value is None else f"{value:.0f}" for value in values)

@@ -52,7 +52,7 @@ def with_fused_attention(module: nn.Module) -> nn.Module:
 def _attend(
     core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None = None
 ) -> Tensor:
-    """Arguments and result as ``CoreAttention``'s; a mask is made only where the causal one is not enough."""
+    """Attend as ``CoreAttention`` does; a mask is made only where the causal one is not enough."""
     is_causal = core.causal and core.window is None and key_is_padding is None
     mask = None
     if not is_causal and (core.causal or core.window is not None):
@@ -131,7 +131,7 @@ def built_in(large: bool) -> list[Workload]:
 
 
 def declared(cases: Iterable[Case]) -> list[Workload]:
-    """Cases at the sizes that they declare."""
+    """Return cases at the sizes that they declare."""
     return [Workload(case.path, case.name, size) for case in cases for size in case.sizes]
 
 
@@ -192,7 +192,7 @@ class Implementation:
         return contextlib.nullcontext()
 
     def passes_context(self) -> contextlib.AbstractContextManager[None]:
-        """The context of all passes, the backward ones too."""
+        """Return the context of all passes, the backward ones too."""
         return allow_tf32(True) if self.precision == "tf32" else contextlib.nullcontext()
 
     @property
@@ -257,7 +257,7 @@ class Subject:
     why_no_golden: str = ""
 
     def plain(self) -> nn.Module:
-        """The reference in the dtype, in which its weights are exact, from now on with PyTorch's fused attention."""
+        """Return the reference in the dtype, where its weights are exact, and with PyTorch's fused attention."""
         return with_fused_attention(self.pair.reference).to(self.dtype)
 
     def worst_error(self, outputs: Sequence[Tensor]) -> float:
@@ -301,7 +301,7 @@ def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kerne
 
 
 def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
-    """The pair on the kernels' device, where it is initialised much faster than on the CPU if its factory lets it."""
+    """Build the pair on the kernels' device, where it is initialised much faster if its factory lets it."""
     try:
         with kernels.device:
             return build(case, checked, _SEED, kernels)
@@ -310,7 +310,7 @@ def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
 
 
 def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kernels) -> Pair:
-    """A new pair whose candidate holds the subject's weights, in its dtype; TE's modules keep state between passes."""
+    """Build a new pair, since TE's modules keep state; the candidate holds the subject's weights, in its dtype."""
     pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
     transfer.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
     return pair
@@ -319,7 +319,7 @@ def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kerne
 def passes(
     module: nn.Module, call: Callable[..., Any] | None, inputs: list[Any], forward_context: Callable[[], Any]
 ) -> Passes:
-    """Forward and backward passes over inputs in turn; all floating-point inputs get gradients, as inside a model.
+    """Make passes over inputs in turn; all floating-point inputs get gradients, as inside a model.
 
     Args:
         module: in the inputs' dtype.

@@ -46,7 +46,7 @@ class Construction:
 
 
 def construct(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """``build(*args, **kwargs)``, which ``reconstructed`` can vary."""
+    """Return ``build(*args, **kwargs)``, which ``reconstructed`` can vary."""
     module = build(*args, **kwargs)
     module._construction = Construction(build, args, kwargs)  # type: ignore[assignment]
     return module
@@ -126,17 +126,17 @@ Call = Callable[..., Any]
 
 
 def constructed_with(**changes: Any) -> Plant:
-    """The candidate is constructed with other keyword arguments."""
+    """Construct the candidate with other keyword arguments."""
     return lambda pair, te: dataclasses.replace(pair, candidate=reconstructed(pair.candidate, **changes))
 
 
 def mapped(change: Callable[[WeightMap], WeightMap]) -> Plant:
-    """The weight map is another one."""
+    """Give another weight map."""
     return lambda pair, te: dataclasses.replace(pair, weights=change(pair.weights))
 
 
 def called(wrap: Callable[[Call], Call]) -> Plant:
-    """The candidate is called otherwise.
+    """Call the candidate otherwise.
 
     Args:
         wrap: from the right call, ``call(module, *inputs)``, to the mistaken one.
@@ -150,7 +150,7 @@ def called(wrap: Callable[[Call], Call]) -> Plant:
 
 
 def edited(edit: Callable[[nn.Module], None]) -> Plant:
-    """Something is set on the candidate after it was constructed."""
+    """Set something on the candidate after it was constructed."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         edit(pair.candidate)
@@ -165,7 +165,7 @@ def both(first: Plant, second: Plant) -> Plant:
 
 
 def with_argument(name: str, change: Callable[[Tensor], Any]) -> Plant:
-    """A keyword argument of the candidate's forward pass is ``change(argument)``."""
+    """Change a keyword argument of the candidate's forward pass to ``change(argument)``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, name: change(kwargs[name])}
@@ -174,7 +174,7 @@ def with_argument(name: str, change: Callable[[Tensor], Any]) -> Plant:
 
 
 def with_inputs(change: Callable[..., tuple[Any, ...]]) -> Plant:
-    """The positional inputs of the candidate's forward pass are ``change(*inputs)``."""
+    """Change the positional inputs of the candidate's forward pass to ``change(*inputs)``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return change(*args), kwargs
@@ -183,7 +183,7 @@ def with_inputs(change: Callable[..., tuple[Any, ...]]) -> Plant:
 
 
 def with_output(change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Plant:
-    """The output is ``change(module, input, output)``."""
+    """Change the output to ``change(module, input, output)``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return change(module, args[0], output)
@@ -195,7 +195,7 @@ def with_output(change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Plant:
 
 
 def parameter_filled(name: str, value: float) -> Plant:
-    """A parameter keeps the value that its module was constructed with."""
+    """Fill a parameter with the value that its module was constructed with."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -205,7 +205,7 @@ def parameter_filled(name: str, value: float) -> Plant:
 
 
 def _before_forward(hook: Callable[..., Any]) -> Plant:
-    """Registers ``hook(module, args, kwargs)``."""
+    """Register ``hook(module, args, kwargs)``."""
 
     def edit(module: nn.Module) -> None:
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -220,12 +220,12 @@ Change = Callable[[Side], Side]
 
 
 def left_sides(change: Change) -> Plant:
-    """Each entry's left side is ``change(left)``."""
+    """Change each entry's left side to ``change(left)``."""
     return left_sides_of(lambda pair: change)
 
 
 def left_sides_of(change_for: Callable[[Pair], Change]) -> Plant:
-    """The same with a change that depends on the pair's sizes."""
+    """Change left sides by a change that depends on the pair's sizes."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         change = change_for(pair)
@@ -235,7 +235,7 @@ def left_sides_of(change_for: Callable[[Pair], Change]) -> Plant:
 
 
 def parameter(suffix: str, change: Change) -> Change:
-    """Changes the reference parameter whose name ends so, where it stands alone in an entry."""
+    """Change the reference parameter whose name ends so, where it stands alone in an entry."""
     return lambda left: change(left) if isinstance(left, str) and left.endswith(suffix) else left
 
 
@@ -270,7 +270,7 @@ class Heads:
 
 
 def heads_of(pair: Pair) -> Heads:
-    """Of the reference's attention."""
+    """Return how the reference's attention shares out its channels."""
     attention = attention_of(pair)
     query, key = attention.q_proj.out_features, attention.k_proj.out_features
     return Heads(query // attention.head_dim, key // attention.head_dim, attention.head_dim)

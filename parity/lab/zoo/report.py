@@ -81,7 +81,7 @@ def judged(verdicts: Verdicts, clean: bool, precision: str) -> list[tuple[Trial,
 
 
 def told_apart(verdicts: Verdicts, trials: Iterable[Trial], method: str) -> Count:
-    """Bugs that a rule rejects where it accepts the right port, among those whose right port was judged."""
+    """Count bugs that a rule rejects where it accepts the right port, among those whose right port was judged."""
     pairs = [(verdicts[trial], verdicts.get(dataclasses.replace(trial, bug=CLEAN))) for trial in trials]
     judged_pairs = [(bug, clean) for bug, clean in pairs if clean is not None and clean.status != "error"]
     hits = sum(rejects(bug, method) and not rejects(clean, method) for bug, clean in judged_pairs)
@@ -89,27 +89,27 @@ def told_apart(verdicts: Verdicts, trials: Iterable[Trial], method: str) -> Coun
 
 
 def rejections(verdicts: Iterable[tuple[Trial, Verdict]], method: str) -> Count:
-    """Rejected ports."""
+    """Count rejected ports."""
     listed = list(verdicts)
     return Count(sum(rejects(verdict, method) for _, verdict in listed), len(listed))
 
 
 def rejected_tensors(verdicts: Iterable[tuple[Trial, Verdict]], method: str) -> Count:
-    """Rejected tensors: each is a check of its own."""
+    """Count rejected tensors: each is a check of its own."""
     listed = [verdict for _, verdict in verdicts]
     hits = sum(verdict.failed_tensors if method == PARITY else verdict.rejected[method] for verdict in listed)
     return Count(hits, sum(verdict.tensors for verdict in listed))
 
 
 def named_first(verdicts: Iterable[tuple[Trial, Verdict]]) -> Count:
-    """Detected bugs whose first finding is the planted one."""
+    """Count detected bugs whose first finding is the planted one."""
     detected = [(trial, verdict) for trial, verdict in verdicts if verdict.detected]
     hits = sum(verdict.findings[:1] == (BUGS[trial.bug].finding,) for trial, verdict in detected)
     return Count(hits, len(detected))
 
 
 def by_place(verdicts: Verdicts) -> dict[Place, list[tuple[Trial, Verdict]]]:
-    """Trials with a bug and a verdict, in the order of the catalogue."""
+    """Return trials with a bug and a verdict, in the order of the catalogue."""
     places: dict[Place, list[tuple[Trial, Verdict]]] = defaultdict(list)
     for trial, verdict in verdicts.items():
         if trial.bug != CLEAN and verdict.status != "error":
@@ -118,7 +118,7 @@ def by_place(verdicts: Verdicts) -> dict[Place, list[tuple[Trial, Verdict]]]:
 
 
 def strength_of(verdicts: Iterable[tuple[Trial, Verdict]]) -> Strength:
-    """Of the trials of one place."""
+    """Return the strength of a bug, from the trials of one place."""
     signals = defaultdict(list)
     for _, verdict in verdicts:
         for name, signal in verdict.signals.items():
@@ -129,7 +129,7 @@ def strength_of(verdicts: Iterable[tuple[Trial, Verdict]]) -> Strength:
 
 
 def errors(verdicts: Verdicts) -> list[tuple[Trial, Verdict]]:
-    """Trials in which a port raised."""
+    """Return the trials in which a port raised."""
     return [(trial, verdict) for trial, verdict in verdicts.items() if verdict.status == "error"]
 
 
@@ -141,7 +141,7 @@ _EDGES = [10 ** (exponent / 2) for exponent in range(-6, 7)]
 
 
 def draw(verdicts: Verdicts, precisions: Sequence[str]) -> Figure:
-    """Three panels: bugs told from the right port, right ports rejected, and bugs told apart over their norm ratio."""
+    """Draw three panels: bugs told from right ports, right ports rejected, bugs told apart over their norm ratio."""
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     detected, alarms, power = figure.subplots(1, 3)
     _bars(detected, precisions, lambda name, method: _told_apart(verdicts, name, method))
@@ -163,7 +163,7 @@ def _rejected(verdicts: Verdicts, precision: str, method: str) -> float:
 
 
 def _bars(axes: Axes, precisions: Sequence[str], share: Callable[[str, str], float]) -> None:
-    """A group of bars a precision, one a method."""
+    """Draw a group of bars a precision, one a method."""
     width = 0.8 / len(METHODS)
     for i, method in enumerate(METHODS):
         shares = [share(name, method) for name in precisions]
@@ -175,7 +175,7 @@ def _bars(axes: Axes, precisions: Sequence[str], share: Callable[[str, str], flo
 
 
 def _power(axes: Axes, verdicts: Verdicts) -> None:
-    """The share of trials that each method tells apart, over the norm ratio of the bug at the place."""
+    """Draw the share of trials that each method tells apart, over the norm ratio of the bug at the place."""
     places = [(strength_of(found).norm_ratio, found) for found in by_place(verdicts).values()]
     for method in METHODS:
         points = []

@@ -43,7 +43,7 @@ def golden(prepared: Prepared) -> Tensors:
 
 
 def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
-    """The reference's in a dtype, as plain PyTorch computes it; for FP32 without TF32, which is PyTorch's default."""
+    """Return the reference's tensors as plain PyTorch computes them in a dtype; FP32 is without TF32, as by default."""
     module = cast_module(copy.deepcopy(prepared.reference), dtype)
     ran = run(
         module,
@@ -61,7 +61,7 @@ def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
 
 
 def difference(one: Tensors, other: Tensors) -> Tensors:
-    """``one - other`` in FP64, without the tensors in which it is not finite."""
+    """Return ``one - other`` in FP64, without the tensors in which it is not finite."""
     differences = {name: tensor.double() - other[name].double() for name, tensor in one.items()}
     return {name: tensor for name, tensor in differences.items() if bool(tensor.isfinite().all())}
 
@@ -110,7 +110,7 @@ Rule = Callable[[Compared, str], bool]
 
 
 def assert_close_rejects(compared: Compared, name: str) -> bool:
-    """``torch.testing.assert_close`` with its default tolerances by dtype, against low-precision PyTorch."""
+    """Apply ``torch.testing.assert_close`` with its default tolerances by dtype, against low-precision PyTorch."""
     candidate = compared.candidate[name]
     try:
         torch.testing.assert_close(candidate, compared.low_precision[name].to(candidate.dtype))
@@ -145,7 +145,7 @@ def twice_error_rejects(compared: Compared, name: str) -> bool:
 
 
 def rmse_rejects(compared: Compared, name: str) -> bool:
-    """PyTorch's check of compiled benchmarks: the RMSE against FP64 exceeds 2 or 3 times the reference's own.
+    """Apply PyTorch's check of compiled benchmarks: the RMSE against FP64 exceeds 2 or 3 times the reference's own.
 
     Source: ``torch._dynamo.utils.same`` (torch 2.8) with its defaults: what ``torch.allclose`` accepts at 1e-4 passes;
     the factor is 3 for 16-bit dtypes and for fewer than 1000 elements.
@@ -210,7 +210,7 @@ _E4M3, _E2M1 = (0.0675, 0.125), (0.125, 0.25)
 
 
 def _te_tolerances(compared: Compared, output: bool) -> tuple[float, float]:
-    """Absolute and relative."""
+    """Return the absolute and the relative one."""
     if compared.precision.recipe:
         return _E2M1 if compared.precision.name == "nvfp4" else _E4M3
     atol, rtol = _BY_MODULE[compared.module][0 if output else 1]

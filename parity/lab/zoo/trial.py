@@ -67,7 +67,7 @@ class Signal(NamedTuple):
 
 
 def measure(effect: Tensor, noise: Tensor) -> Signal:
-    """Both tensors of one shape, finite."""
+    """Measure a bug's effect against the noise; both are of one shape, finite."""
     effect, noise = effect.double().flatten(), noise.double().flatten()
     effect_norm, noise_norm = (torch.linalg.vector_norm(x).item() for x in (effect, noise))
     if effect_norm == 0.0:
@@ -77,7 +77,7 @@ def measure(effect: Tensor, noise: Tensor) -> Signal:
 
 
 def measure_added(error: Tensor, noise: Tensor) -> Signal:
-    """Of a bug that FP32 cannot have.
+    """Measure a bug that FP32 cannot have.
 
     Args:
         error: the candidate with the bug minus the golden value, finite.
@@ -273,7 +273,7 @@ class Plan:
     seeds: Mapping[str, int]
 
     def trials(self) -> list[Trial]:
-        """Right ports first."""
+        """Return all trials, right ports first."""
         places = [
             (size, precision, seed)
             for size, count in self.seeds.items()
@@ -305,7 +305,7 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
 
 
 def unavailable(precisions: Sequence[str]) -> dict[str, str]:
-    """Precisions that this machine cannot run, each with the reason."""
+    """Return the precisions that this machine cannot run, each with the reason."""
     kernels = te.kernels()
     reasons = {name: why_unavailable(PRECISIONS[name], kernels) for name in precisions}
     return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -59,7 +59,7 @@ from parity.te import Kernels
 
 
 def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str = "output") -> float:
-    """The relative error over all seeds, in the mean square; NaN for what was not measured."""
+    """Return the relative error over all seeds, in the mean square; NaN for what was not measured."""
     errors = [
         each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
     ]
@@ -67,7 +67,7 @@ def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind
 
 
 def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) -> list[Measured]:
-    """One kind of run, at each seed."""
+    """Return one kind of run, at each seed."""
     runs_by_seed = (found.get(Run(name, shape, precision, way, seed)) for seed in itertools.count())
     return list(itertools.takewhile(lambda measured: measured is not None, runs_by_seed))  # type: ignore[arg-type]
 
@@ -75,14 +75,14 @@ def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) 
 def law(
     found: Results, settings: Settings, name: str, precision: str, way: str = TE, kind: str = "output"
 ) -> Law | None:
-    """How a module's error grows over its sweep while it is below ``NOTHING_LEFT``; None where there is no error."""
+    """Fit how a module's error grows over its sweep below ``NOTHING_LEFT``; None where there is no error."""
     points = [(sizes_of(shape), mean(found, name, shape, precision, way, kind)) for shape in sweep(name, settings)]
     growing = [(sizes, error) for sizes, error in points if error < NOTHING_LEFT]
     return fit(growing, sizes_of(base(settings)), perhaps_exponential=["depth"])
 
 
 def sizes_of(shape: Shape) -> Sizes:
-    """A shape as a law takes it."""
+    """Return a shape as a law takes it."""
     return dataclasses.asdict(shape)
 
 
@@ -103,7 +103,7 @@ _MARKERS = "osv^D<>pP*X"
 
 
 def growth(found: Results, settings: Settings) -> Figure:
-    """The output's error over each size: TE's as markers, the law as lines; a column a precision."""
+    """Draw the output's error over each size: TE's as markers, the law as lines; a column a precision."""
     columns = settings.precisions
     figure = Figure(figsize=(2.7 * len(columns), 8.4), layout="constrained")
     axes = figure.subplots(len(_AXES), len(columns), squeeze=False, sharex="row", sharey="col")
@@ -123,7 +123,7 @@ def growth(found: Results, settings: Settings) -> Figure:
 
 
 def parts(found: Results, settings: Settings) -> Figure:
-    """What each rounding alone costs the output, as a share of the sum of squares; a column a precision."""
+    """Draw what each rounding alone costs the output, as a share of the sum of squares; a column a precision."""
     columns = settings.precisions
     names = settings.modules
     figure = Figure(figsize=(2.1 * len(columns) + 3, 0.36 * len(names) + 1.8), layout="constrained")
@@ -144,7 +144,7 @@ def parts(found: Results, settings: Settings) -> Figure:
 
 
 def shares_of(found: Results, settings: Settings, name: str, precision: str) -> Sequence[float]:
-    """The squared error of each of ``PARTS_OF_OUTPUTS`` alone, over their sum."""
+    """Return the squared error of each of ``PARTS_OF_OUTPUTS`` alone, over their sum."""
     squares = [mean(found, name, base(settings), precision, part) ** 2 for part in PARTS_OF_OUTPUTS]
     sums = squares[PARTS_OF_OUTPUTS.index(SUMS)]
     # A rounding alone is measured on top of FP32 sums.
@@ -156,7 +156,7 @@ def shares_of(found: Results, settings: Settings, name: str, precision: str) -> 
 
 
 def explained_share(found: Results, settings: Settings, name: str, precision: str) -> float:
-    """The parts' errors, added as if independent, over the error of all roundings together."""
+    """Return the parts' errors, added as if independent, over the error of all roundings together."""
     squares = [mean(found, name, base(settings), precision, part) ** 2 for part in PARTS_OF_OUTPUTS]
     sums = squares[PARTS_OF_OUTPUTS.index(SUMS)]
     return ((sum(squares) - (len(squares) - 1) * sums) ** 0.5) / mean(found, name, base(settings), precision, MODEL)
@@ -220,7 +220,7 @@ _TE_TOLERANCES = (
 
 
 def claims(found: Results, drawn: Sequence[Drawn], settings: Settings) -> Iterator[Claim]:
-    """Those that the settings have measured."""
+    """Yield the claims that the settings have measured."""
     if "fp32" in settings.precisions:
         yield from _issue_407(drawn)
     if "linear" in settings.modules:
@@ -297,7 +297,7 @@ def _as_near(figure: float, draws: Sequence[float]) -> str:
 
 
 def _quantization_noise(found: Results, settings: Settings) -> Iterator[Claim]:
-    """The noise of floating-point quantization with p significand bits is 0.180 * 2^-2p of the signal's power."""
+    """Test that quantization noise with p significand bits is 0.180 * 2^-2p of the signal's power."""
     for precision in settings.precisions:
         roundings, bits = (
             (2, _OPERAND_BITS[precision]) if precision in _OPERAND_BITS else (1, _RESULT_BITS.get(precision))
@@ -486,7 +486,7 @@ def _gpus(found: Results, settings: Settings) -> str:
 
 
 def _spread_table(found: Results, settings: Settings) -> str:
-    """The largest factor between two seeds' output errors at the base size, less 1."""
+    """Return the largest factor between two seeds' output errors at the base size, less 1."""
     factors = []
     for name in settings.modules:
         for precision in settings.precisions:
@@ -498,7 +498,7 @@ def _spread_table(found: Results, settings: Settings) -> str:
 
 
 def _example(found: Results, settings: Settings) -> str:
-    """The law at the shape that it was not fitted to, beside what was measured there."""
+    """Return the law at the shape that it was not fitted to, beside what was measured there."""
     name, precision = settings.modules[-1], settings.precisions[min(4, len(settings.precisions) - 1)]
     fitted, shape = law(found, settings, name, precision), held_out(name, settings)
     if fitted is None:
@@ -521,7 +521,7 @@ def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
 
 
 def _cell(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str) -> str:
-    """The error over seeds, with the digits that they share."""
+    """Return the error over seeds, with the digits that they share."""
     errors = [
         each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
     ]
@@ -587,7 +587,7 @@ def _growth_text(found: Results, settings: Settings) -> str:
 
 
 def _amplified(fits: Mapping[tuple[str, str], Law]) -> Iterator[str]:
-    """Modules whose error grows by a factor with each further one."""
+    """Return the modules whose error grows by a factor with each further one."""
     for module in dict.fromkeys(name for (name, _), fitted in fits.items() if fitted.rates):
         rates = [fitted.rates["depth"] for (name, _), fitted in fits.items() if name == module and fitted.rates]
         yield (

@@ -58,7 +58,7 @@ class Drawn:
 
     Attributes:
         faithful: TE's sum of all outputs less FP64's, with the gate over up in ``fc1_weight``, as TE wants it.
-        swapped: ditto with up over the gate.
+        swapped: the same with up over the gate.
         allclose: whether TE's linear layer is ``torch.allclose`` to PyTorch's FP32 one, by ``LINEARS``.
     """
 
@@ -237,7 +237,7 @@ def draws(settings: Settings, folder: Path, kernels: Kernels) -> list[Drawn]:
 
 
 def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:
-    """All runs, those next to each other that share a golden value."""
+    """Yield all runs, those next to each other that share a golden value."""
     for name in settings.modules:
         for shape in (*sweep(name, settings), held_out(name, settings)):
             is_base = shape == base(settings)
@@ -255,12 +255,12 @@ def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:
 
 
 def base(settings: Settings) -> Shape:
-    """The shape that others are measured by."""
+    """Return the shape that others are measured by."""
     return Shape(settings.hidden, settings.seq, settings.depth)
 
 
 def sweep(name: str, settings: Settings) -> list[Shape]:
-    """A module's shapes: one size varies while the others stay; depth only where a module is stackable."""
+    """Return a module's shapes: one size varies while the others stay; depth only where a module is stackable."""
     middle = base(settings)
     depths = settings.depths if MODULES[name].stackable else ()
     shapes = [
@@ -273,7 +273,7 @@ def sweep(name: str, settings: Settings) -> list[Shape]:
 
 
 def held_out(name: str, settings: Settings) -> Shape:
-    """A shape that no law is fitted to."""
+    """Return a shape that no law is fitted to."""
     depth = settings.held_out_depth if MODULES[name].stackable else settings.depth
     return Shape(settings.held_out_hidden, settings.held_out_seq, depth)
 
@@ -332,7 +332,7 @@ def _measured(tensors: Tensors, golden: Tensors) -> Measured:
 
 
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
-    """All that a run's result depends on."""
+    """Return all that a run's result depends on."""
     named = dataclasses.asdict(entry) | {"start": record.fingerprint([Rng(entry.seed).normal(16)])}
     if entry.way in (TE, SHORT_SUMS):
         return named | {"kernels": kernels.backend, "te": _te_version()}

@@ -55,7 +55,7 @@ _ROUNDED = {EVERYWHERE: "every step rounded", AS_KERNELS: "as kernels round"}
 
 
 def claims(found: Results, settings: Settings) -> list[Claim]:
-    """Each claim with its test."""
+    """Return each claim with its test."""
     return [
         _mantissa(found, settings),
         _ten_times(found, settings),
@@ -69,7 +69,7 @@ def claims(found: Results, settings: Settings) -> list[Claim]:
 
 
 def growth(found: Results, settings: Settings, entry: Run, measure: Callable[[Deviation], float]) -> float:
-    """The exponent p of the law ``deviation ~ keys**p``: the slope of a line through the logarithms."""
+    """Return the exponent p of ``deviation ~ keys**p``: the slope of a line through the logarithms."""
     if len(settings.lengths) < 2:
         return math.nan
     values = [measure(over_seeds(found, of_length(entry, settings, keys), settings)) for keys in settings.lengths]
@@ -78,13 +78,13 @@ def growth(found: Results, settings: Settings, entry: Run, measure: Callable[[De
 
 
 def of_length(entry: Run, settings: Settings, keys: int) -> Run:
-    """A run of the sweep over lengths."""
+    """Return a run of the sweep over lengths."""
     rows = settings.queries if entry.algorithm == "flash" else 0
     return dataclasses.replace(entry, keys=keys, queries=settings.queries, rows=rows)
 
 
 def flash_over_baseline(found: Results, settings: Settings, entry: Run) -> float:
-    """The largest deviation of flash attention over that of baseline, all else equal."""
+    """Return the largest deviation of flash attention over that of baseline, all else equal."""
     flash, baseline = (over_seeds(found, one, settings).maximum for one in (entry, untiled(entry)))
     return flash / baseline
 
@@ -119,7 +119,7 @@ def _mantissa(found: Results, settings: Settings) -> Claim:
 
 
 def _range_costs(found: Results, settings: Settings) -> str:
-    """What the small range of FP8 has to do with it."""
+    """Say what the small range of FP8 has to do with it."""
     limited = [name for name in settings.formats if name in UNLIMITED]
     if not limited:
         return "More bits, finer roundings."
@@ -139,17 +139,17 @@ def _range_costs(found: Results, settings: Settings) -> str:
 
 
 def _entries(settings: Settings) -> list[Run]:
-    """Both algorithms on each distribution, every step rounded."""
+    """Yield both algorithms on each distribution, every step rounded."""
     return [entry for base in _bases(settings) for entry in (base, untiled(base))]
 
 
 def _of_formats(found: Results, settings: Settings, entry: Run, names: Sequence[str]) -> dict[str, float]:
-    """Relative L2 deviations."""
+    """Return relative L2 deviations."""
     return {name: over_seeds(found, dataclasses.replace(entry, format=name), settings).relative_l2 for name in names}
 
 
 def _breaks(errors: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """Pairs of formats of which the first has more mantissa bits and deviates more."""
+    """Yield pairs of formats of which the first has more mantissa bits and deviates more."""
     for better in errors:
         for worse in errors:
             more_bits = FORMATS[better].mantissa_bits > FORMATS[worse].mantissa_bits
@@ -228,7 +228,7 @@ def _larger_tiles(found: Results, settings: Settings) -> Claim:
 
 
 def base_rows(settings: Settings) -> int:
-    """The height of tiles at which widths are compared; none matters."""
+    """Return the height of tiles at which widths are compared; none matters."""
     return settings.tiles[0]
 
 
@@ -342,7 +342,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(found: Results, settings: Settings) -> Figure:
-    """One row a distribution; formats, keys, keys of a tile, and rescalings, each against relative L2."""
+    """Draw a row a distribution: formats, keys, keys of a tile, and rescalings, each against relative L2."""
     names = settings.distributions
     figure = Figure(figsize=(15, 3.6 * len(names) + 0.6), layout="constrained")
     axes = figure.subplots(len(names), 4, squeeze=False)

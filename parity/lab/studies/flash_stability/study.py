@@ -75,7 +75,7 @@ class Inputs:
 
 
 def draw(distribution: str, seed: int, queries: int, keys: int, head_dim: int, number_format: str) -> Inputs:
-    """Random inputs from ``DISTRIBUTIONS``; the keys of a longer sequence are others, the queries are the same."""
+    """Draw inputs from ``DISTRIBUTIONS``; the keys of a longer sequence are others, the queries are the same."""
     one_of = DISTRIBUTIONS[distribution]
     tensors = [
         one_of(Rng(seed, purpose), rows, head_dim)
@@ -87,7 +87,7 @@ def draw(distribution: str, seed: int, queries: int, keys: int, head_dim: int, n
 def staircase(
     distribution: str, seed: int, keys: int, head_dim: int, number_format: str, tile: int, rises: int
 ) -> Inputs:
-    """Inputs whose tiles of keys have each another largest score, in an order in which the maximum rises so often.
+    """Draw inputs whose tiles of keys differ in their largest score, in an order that raises the maximum so often.
 
     Whatever the order, the keys are the same: softmax and golden output do not change, the running maximum does. The
     order is the lowest ``rises`` levels upwards, then the highest, then the others downwards.
@@ -136,7 +136,7 @@ class BackendRefused(RuntimeError):
 
 
 def attend(backend: str, inputs: Inputs, dtype: torch.dtype, causal: bool, kernels: Kernels) -> Tensor:
-    """One head of attention.
+    """Return one head of attention.
 
     Args:
         backend: of ``BACKENDS``.
@@ -239,7 +239,7 @@ class Run:
 
 
 def steps_of(entry: Run) -> Steps:
-    """The format of each step of a run of ``ALGORITHMS``."""
+    """Return the format of each step of a run of ``ALGORITHMS``."""
     wide = "fp64" if entry.format == "fp64" else "fp32"
     kernels = as_kernels("baseline" if entry.algorithm == "baseline" else "flash", entry.format)
     if entry.rounded == AS_KERNELS:
@@ -254,7 +254,7 @@ def steps_of(entry: Run) -> Steps:
 
 
 def runs(settings: Settings) -> list[Run]:
-    """Every run of every sweep, each once."""
+    """Return every run of every sweep, each once."""
     plain = [
         plain_run(settings, distribution, seed)
         for distribution in settings.distributions
@@ -265,31 +265,31 @@ def runs(settings: Settings) -> list[Run]:
 
 
 def plain_run(settings: Settings, distribution: str, seed: int = 0) -> Run:
-    """Flash attention with every step in the format, from which each sweep changes something."""
+    """Return flash attention with every step in the format, from which each sweep changes something."""
     length, tile = settings.length, settings.tile
     return Run("flash", EVERYWHERE, settings.format, distribution, seed, length, length, rows=tile, columns=tile)
 
 
 def untiled(entry: Run, algorithm: str = "baseline") -> Run:
-    """The same by an algorithm that has no tiles."""
+    """Return the same by an algorithm that has no tiles."""
     return dataclasses.replace(entry, algorithm=algorithm, rows=0, columns=0)
 
 
 def both(entry: Run) -> tuple[Run, ...]:
-    """The run of flash attention and that of baseline, with every step rounded and with what kernels round."""
+    """Return the run of flash attention and that of baseline, with every step rounded and with what kernels round."""
     pair = (entry, untiled(entry))
     return tuple(dataclasses.replace(one, rounded=rounded) for one in pair for rounded in (EVERYWHERE, AS_KERNELS))
 
 
 def formats(base: Run, settings: Settings) -> Iterator[Run]:
-    """Number formats, and for those of a small range one of the same mantissa without."""
+    """Yield number formats, and for those of a small range one of the same mantissa without."""
     unlimited = [UNLIMITED[name] for name in settings.formats if name in UNLIMITED]
     for name in (*settings.formats, *unlimited):
         yield from both(dataclasses.replace(base, format=name))
 
 
 def steps(base: Run, settings: Settings) -> Iterator[Run]:
-    """One step rounded, and one step not; and the two sums together."""
+    """Yield runs with one step rounded, with all but one, and with the two sums together."""
     for step in (*STEPS, SUMS):
         for prefix in (ALONE, SPARED):
             entry = dataclasses.replace(base, rounded=prefix + step)
@@ -298,13 +298,13 @@ def steps(base: Run, settings: Settings) -> Iterator[Run]:
 
 
 def lengths(base: Run, settings: Settings) -> Iterator[Run]:
-    """Numbers of keys at a fixed size of tile and number of queries."""
+    """Yield numbers of keys at a fixed size of tile and number of queries."""
     for keys in settings.lengths:
         yield from both(dataclasses.replace(base, queries=settings.queries, keys=keys, rows=settings.queries))
 
 
 def tiles(base: Run, settings: Settings) -> Iterator[Run]:
-    """Every height of tiles with every width, with every step rounded and with what kernels round."""
+    """Yield every height of tiles with every width, with every step rounded and with what kernels round."""
     for rows in settings.tiles:
         for columns in settings.tiles:
             entry = dataclasses.replace(base, rows=rows, columns=columns)
@@ -312,14 +312,14 @@ def tiles(base: Run, settings: Settings) -> Iterator[Run]:
 
 
 def loop_orders(base: Run, settings: Settings) -> Iterator[Run]:
-    """Outer loop over queries and over keys, and the state stored in the format in between."""
+    """Yield the outer loop over queries and over keys, and the state stored in the format in between."""
     for rounded in (EVERYWHERE, AS_KERNELS, STORED_STATE):
         entry = dataclasses.replace(base, rounded=rounded)
         yield from (entry, dataclasses.replace(entry, outer="keys"))
 
 
 def rescalings(base: Run, settings: Settings) -> Iterator[Run]:
-    """How often the maximum rises, on the same keys in another order, and never, since it is known beforehand."""
+    """Yield how often the maximum rises, with the same keys in another order, and never, since it is known before."""
     for rises in settings.rises:
         entry = dataclasses.replace(base, rises=rises)
         yield from (entry, dataclasses.replace(entry, maximum_known=True))
@@ -327,13 +327,13 @@ def rescalings(base: Run, settings: Settings) -> Iterator[Run]:
 
 
 def masks(base: Run, settings: Settings) -> Iterator[Run]:
-    """With a causal mask and without."""
+    """Yield runs with a causal mask and without."""
     for causal in (False, True):
         yield from both(dataclasses.replace(base, causal=causal))
 
 
 def libraries(base: Run, settings: Settings) -> Iterator[Run]:
-    """PyTorch's and TE's attention."""
+    """Yield PyTorch's and TE's attention."""
     for name in KERNEL_DTYPES:
         if name in settings.formats:
             same = dataclasses.replace(base, format=name, rounded=AS_KERNELS)
@@ -344,7 +344,7 @@ _SWEEPS = (formats, steps, lengths, tiles, loop_orders, rescalings, masks, libra
 
 
 def whole_runs(settings: Settings) -> tuple[Run, ...]:
-    """Both algorithms with as many queries as keys, once."""
+    """Return both algorithms with as many queries as keys, once."""
     length = settings.whole_length
     base = plain_run(settings, settings.distributions[0])
     return both(dataclasses.replace(base, queries=length, keys=length, rows=min(length, 1024)))[::2]
@@ -414,7 +414,7 @@ def result_of(entry: Run, settings: Settings, kernels: Kernels) -> Result:
 
 
 def deviation(attended: Attended, exact: Tensor) -> Deviation:
-    """How far an output is from the golden one."""
+    """Return how far an output is from the golden one."""
     difference = attended.output.double() - exact
     if not difference.isfinite().all():
         return Deviation(math.inf, math.inf, math.inf, math.inf, attended.rescalings)
@@ -428,7 +428,7 @@ def deviation(attended: Attended, exact: Tensor) -> Deviation:
 
 
 def over_seeds(found: Results, entry: Run, settings: Settings) -> Deviation:
-    """A run's deviation over all seeds: the largest maximum, the mean mean, the others in the mean square.
+    """Return a deviation over all seeds: the largest maximum, the mean mean, the others in the mean square.
 
     NaN where a backend refused.
     """
@@ -450,7 +450,7 @@ def over_seeds(found: Results, entry: Run, settings: Settings) -> Deviation:
 
 
 def shared_part(entry: Run) -> Run:
-    """The fields of a run that its inputs and golden output depend on; the others as in every run."""
+    """Return the run with only what its inputs and golden output depend on; the rest is as in every run."""
     return dataclasses.replace(
         entry, algorithm="golden", rounded="", rows=0, columns=0, outer="queries", maximum_known=False
     )
@@ -464,7 +464,7 @@ def _with_golden(shared: Run, head_dim: int, tile: int, device: torch.device) ->
 
 
 def inputs_of(shared: Run, head_dim: int, tile: int) -> Inputs:
-    """What a run reads.
+    """Return what a run reads.
 
     Args:
         shared: of ``shared_part``.
@@ -548,7 +548,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def check(settings: Settings) -> None:
-    """Whether all names are known and all sizes fit.
+    """Refuse unknown names and sizes that do not fit.
 
     Raises:
         UserError: if not.
@@ -562,7 +562,7 @@ def check(settings: Settings) -> None:
 
 
 def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
-    """All that a run's result depends on; not which other runs there are."""
+    """Return all that a run's result depends on; not which other runs there are."""
     start = _fingerprint(dataclasses.replace(shared_part(entry), queries=1, keys=settings.tile, rises=None), settings)
     identity = dataclasses.asdict(entry) | {"head_dim": settings.head_dim, "start": start, "device": kernels.backend}
     if entry.rises is not None:

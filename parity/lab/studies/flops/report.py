@@ -37,7 +37,7 @@ class Model:
     vocabulary: int
 
     def products(self, recomputation: Recomputation) -> int:
-        """FLOPs of a step in matrix products."""
+        """Return the FLOPs of a step in matrix products."""
         components = flops.in_products(flops.layer(self.layer))
         of_layer = flops.total(components.values()) + flops.recomputed(components, recomputation)
         logits = flops.logits(self.layer.tokens, self.layer.hidden, self.vocabulary)
@@ -53,19 +53,19 @@ WIDE_LLAMA = Model(LayerSizes(1, 4096, 4096, 32, 32, 128, 4 * 4096, gated=True, 
 
 
 def narayanan_layer(sizes: LayerSizes) -> int:
-    """24 B s h^2 + 4 B s^2 h, forward (arXiv 2104.04473, appendix)."""
+    """Return 24 B s h^2 + 4 B s^2 h, forward (arXiv 2104.04473, appendix)."""
     return 24 * sizes.tokens * sizes.hidden**2 + 4 * sizes.tokens * sizes.seq * sizes.hidden
 
 
 def narayanan_step(model: Model) -> int:
-    """96 B s l h^2 (1 + s / (6 h) + V / (16 l h)), with whole layers recomputed (ibid., equation 3), as integers."""
+    """Return 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)), layers recomputed (ibid., equation 3), as integers."""
     sizes, layers = model.layer, model.layers
     terms = 96 * layers * sizes.hidden**2 + 16 * layers * sizes.seq * sizes.hidden + 6 * sizes.hidden * model.vocabulary
     return sizes.tokens * terms
 
 
 def megatron_deepspeed_step(model: Model, recomputation: Recomputation) -> float:
-    """What Megatron-DeepSpeed reports since its pull request 283 (``megatron/training.py``).
+    """Return what Megatron-DeepSpeed reports since its pull request 283 (``megatron/training.py``).
 
     That is equation 3 with 24 or 32 as coefficient and 4 or 3 as factor, both in front of the same brackets.
     """
@@ -77,7 +77,7 @@ def megatron_deepspeed_step(model: Model, recomputation: Recomputation) -> float
 
 
 def palm_parameters(model: Model) -> int:
-    """Weights of the products; PaLM's embedding and logits share theirs, and its norms' are few."""
+    """Count the products' weights; PaLM's embedding and logits share theirs, and its norms' are few."""
     one_token = replace(model.layer, batch=1, seq=1)
     of_layer = flops.in_products(flops.layer(one_token))
     weights = sum(each.forward // 2 for name, each in of_layer.items() if name not in ("scores", "context"))
@@ -85,7 +85,7 @@ def palm_parameters(model: Model) -> int:
 
 
 def claims() -> Iterator[Claim]:
-    """Each source's figure and ours."""
+    """Yield each source's figure and ours."""
     yield from _of_narayanan()
     yield from _of_the_gate()
     yield _of_megatron_lm()
@@ -193,7 +193,7 @@ _FORMULAS = {
     "up": ("2 B s h f", "Narayanan et al., appendix"),
     "down": ("2 B s h f", "ibid."),
     "attention norm": ("4 B s h", "counted from RMSNorm's definition; backward 9 (LayerNorm: 7 and 13)"),
-    "mlp norm": ("4 B s h", "ditto"),
+    "mlp norm": ("4 B s h", "as the attention's norm"),
 }
 _GROUPS = {
     "projections": ("query", "key", "value", "output"),
@@ -226,7 +226,7 @@ def write(found: Mapping[Run, Count], settings: Settings, folder: Path) -> Path:
 
 
 def llama(settings: Settings) -> LayerSizes:
-    """The layer that is taken apart: gated at 4 h, RMSNorm, grouped-query attention, causal."""
+    """Return the layer that is taken apart: gated at 4 h, RMSNorm, grouped-query attention, causal."""
     return LayerSizes(
         batch=settings.batch,
         seq=settings.seq,

@@ -70,7 +70,7 @@ class Count:
     Attributes:
         counted: by ``torch.utils.flop_counter``.
         computed: by ``parity.lab.flops``.
-        skipping: ditto for a kernel that leaves out what a mask or window hides, as TE's fused attention does.
+        skipping: computed for a kernel that leaves out what a mask or window hides, as TE's fused attention does.
     """
 
     counted: int
@@ -125,7 +125,7 @@ _BUILT_IN = Path(next(iter(built_in.__path__))).resolve()
 
 
 def suite() -> Iterator[tuple[Case, Size]]:
-    """The built-in cases; those of other packages may have modules of their own."""
+    """Yield the built-in cases; those of other packages may have modules of their own."""
     for case in registry.load_entry_points():
         if case.path.resolve().parent == _BUILT_IN:
             yield from ((case, size) for size in case.sizes)

@@ -35,7 +35,7 @@ _OF_A_SIZE = 2.0
 
 
 def claims(found: Found, settings: Settings) -> Iterator[Claim]:
-    """Each claim with its test on the distributions that were run."""
+    """Yield each claim with its test on the distributions that were run."""
     yield _size(found, settings)
     yield _promotion(found, settings)
     if "normal" in settings.distributions:

@@ -135,7 +135,7 @@ def costs_of(entry: Run, settings: Settings) -> Costs:
 
 
 def mean(found: Mapping[Run, Costs], distribution: str, length: int, way: str) -> Cost:
-    """The costs over all seeds: errors in the mean square, maxima as they are."""
+    """Return the costs over all seeds: errors in the mean square, maxima as they are."""
     costs = [each[way] for entry, each in found.items() if (entry.distribution, entry.length) == (distribution, length)]
     return Cost(
         relative_l2=math.sqrt(sum(cost.relative_l2**2 for cost in costs) / len(costs)),
@@ -145,7 +145,7 @@ def mean(found: Mapping[Run, Costs], distribution: str, length: int, way: str) -
 
 
 def runs(settings: Settings) -> Iterator[Run]:
-    """All pairs of matrices, each length once."""
+    """Yield all pairs of matrices, each length once."""
     for distribution in settings.distributions:
         for length in dict.fromkeys((*settings.lengths, settings.interval_length)):
             yield from (Run(distribution, length, seed) for seed in range(settings.seeds))

@@ -49,7 +49,7 @@ from parity.te import Kernels
 def tensor_mean(
     found: Results, distribution: str, role: str, recipe: str, of: Literal["te", "model", "te_body"] = "te"
 ) -> float:
-    """A tensor's SQNR in decibels."""
+    """Return a tensor's SQNR in decibels."""
     return mean_db(
         getattr(loss, of)
         for run, loss in found.items()
@@ -62,7 +62,7 @@ def tensor_mean(
 def module_mean(
     found: Results, module: str, distribution: str, recipe: str, kind: str, of: Literal["te", "model"] = "te"
 ) -> float:
-    """A module's SQNR in decibels, by kind of tensor."""
+    """Return a module's SQNR in decibels, by kind of tensor."""
     return mean_db(
         getattr(loss, of)[kind]
         for run, loss in found.items()
@@ -73,7 +73,7 @@ def module_mean(
 
 
 def attention_rmse(found: Results, distribution: str, way: str) -> float:
-    """The root mean square error of attention's output over all seeds."""
+    """Return the root mean square error of attention's output over all seeds."""
     squares = [
         loss.rmse[way] ** 2
         for run, loss in found.items()
@@ -83,13 +83,13 @@ def attention_rmse(found: Results, distribution: str, way: str) -> float:
 
 
 def mean_db(ratios: Iterable[float]) -> float:
-    """The SQNR of the mean noise power; NaN of nothing."""
+    """Return the SQNR of the mean noise power; NaN of nothing."""
     powers = [10 ** (-ratio / 10) for ratio in ratios]
     return -10 * math.log10(sum(powers) / len(powers)) if powers else math.nan
 
 
 def delayed_steps(found: Results, settings: Settings, history: int, change: str, factor: float) -> Steps:
-    """Delayed scaling around a change of the input."""
+    """Return delayed scaling around a change of the input."""
     steps = found[steps_run(settings, DELAYED, history, "input", change, factor)]
     assert isinstance(steps, Steps)
     return steps
@@ -103,7 +103,7 @@ CHANGE_TITLES = {"up": "grows for good", "down": "shrinks for good", "spike": "g
 
 
 def by_distribution(found: Results, settings: Settings) -> Figure:
-    """SQNR of tensors by role, and of modules' outputs, a bar a recipe."""
+    """Draw the SQNR of tensors by role, and of modules' outputs, a bar a recipe."""
     panels = [*ROLES, *settings.modules]
     figure = Figure(figsize=(3.4 * len(panels), 3.6), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
@@ -129,7 +129,7 @@ def by_distribution(found: Results, settings: Settings) -> Figure:
 
 
 def around_changes(found: Results, settings: Settings) -> Figure:
-    """SQNR over steps around a change by the largest factor, a panel for each change and side."""
+    """Draw the SQNR over steps around a change by the largest factor, a panel for each change and side."""
     figure = Figure(figsize=(4.6 * len(CHANGES), 3.1 * len(SIDES)), layout="constrained")
     axes = figure.subplots(len(SIDES), len(CHANGES), squeeze=False, sharey=True)
     ticks = sorted({-STEPS_BEFORE // 2, 0, STEPS_BEFORE // 2, *(each for each in settings.histories if each > 9)})
@@ -170,7 +170,7 @@ _SIGNIFICANDS = (
 
 
 def claims(found: Results, settings: Settings) -> Iterator[Claim]:
-    """Those that the settings have measured."""
+    """Yield the claims that the settings have measured."""
     if "normal" in settings.distributions:
         yield from _quantization_noise(found, settings)
     if "outliers" in settings.distributions:
@@ -309,7 +309,7 @@ def write(
 
 
 def recovery(found: Results, settings: Settings, recipe: str, history: int, side: str, change: str) -> list[str]:
-    """For each factor the steps until a recipe has recovered, and the worst SQNR until then."""
+    """Return for each factor the steps until a recipe has recovered, and the worst SQNR until then."""
     cells = []
     for factor in settings.factors:
         steps = found[steps_run(settings, recipe, history, side, change, factor)]
@@ -426,7 +426,7 @@ def _steps_of(count: int | None) -> str:
 
 
 def _harmless(found: Results, settings: Settings) -> float:
-    """The largest factor by which an input may shrink without a loss under delayed scaling; 1 if there is none."""
+    """Return by how much an input may shrink without a loss under delayed scaling; 1 if not at all."""
     unharmed = [
         factor
         for factor in settings.factors

@@ -108,7 +108,7 @@ def measure_tensor(run: TensorRun, kernels: Kernels) -> TensorLoss:
 
 
 def _quantized(run: TensorRun, values: Tensor, rng: Rng, kernels: Kernels) -> Tensor:
-    """The values after TE's quantizer in a linear layer that has seen earlier draws in their place."""
+    """Return the values after TE's quantizer in a linear layer that has seen earlier draws in their place."""
     precision, draw = PRECISIONS[run.recipe], DISTRIBUTIONS[run.distribution]
     linear = kernels.te.Linear(run.size, run.size, bias=False, params_dtype=precision.dtype, device=kernels.device.type)
     for _ in range(run.earlier):
@@ -169,7 +169,7 @@ class ModuleLoss:
 
 
 def measure_module(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
-    """A pass of TE's module and of the rounding model, against FP64."""
+    """Run a pass of TE's module and of the rounding model, and compare both with FP64."""
     precision = PRECISIONS[run.recipe]
     case, checked = _case(run.module, run.distribution, Shape(run.hidden, run.seq))
     prepared = prepare(case, checked, precision.dtype, run.seed, kernels)
@@ -186,7 +186,7 @@ def measure_module(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
 
 @functools.lru_cache(maxsize=64)
 def _case(module: str, distribution: str, shape: Shape) -> tuple[Case, CheckedSize]:
-    """The module's case with inputs of another distribution; the same objects each time, see ``placed``."""
+    """Return the module's case with inputs of another distribution; the same objects each time, see ``placed``."""
     case, checked = placed(module, shape)
     draw = DISTRIBUTIONS[distribution]
 
@@ -245,7 +245,7 @@ class Steps:
         sqnr_db: signal to quantization noise ratio of each step; minus infinity where the result is not finite.
         clipped: share of the tensor's elements above the largest that its delayed scale can take, in the step of the
             change and in the step after it; empty where the scale is the tensor's own.
-        flushed: ditto of those so small that they become 0.
+        flushed: share of those so small that they become 0, in the same steps.
         gpu: that TE ran on or was emulated.
     """
 
@@ -255,12 +255,12 @@ class Steps:
     gpu: str
 
     def steady(self, before: int) -> tuple[float, float]:
-        """Median and minimum before the change; the first half, when delayed scaling has no past yet, is left out."""
+        """Return median and minimum before the change, without the first half, when delayed scaling has no past yet."""
         settled = sorted(self.sqnr_db[before // 2 : before])
         return settled[len(settled) // 2], settled[0]
 
     def recovered_after(self, before: int) -> int | None:
-        """Steps from the change on until every later one is as good as before; None if the last one is not.
+        """Return after how many steps every later one is as good as before; None if the last one is not.
 
         As good is what lies at most ``AS_GOOD_DB`` below the worst of the steps before.
         """
@@ -270,7 +270,7 @@ class Steps:
         return None if bad[-1] == len(self.sqnr_db) - before - 1 else bad[-1] + 1
 
     def has_settled(self, before: int) -> bool:
-        """Whether the last ``SETTLED_STEPS`` came after the change and are as good as before."""
+        """Return whether the last ``SETTLED_STEPS`` came after the change and are as good as before."""
         last = self._as_good(before)[-SETTLED_STEPS:]
         return len(last) == SETTLED_STEPS and all(last)
 
@@ -304,7 +304,7 @@ def measure_steps(run: StepsRun, kernels: Kernels) -> Steps:
 
 
 def _pass(run: StepsRun, linear: Any, tensors: Mapping[Side, Tensor], kernels: Kernels) -> float:
-    """The SQNR of the judged result of a forward and backward pass."""
+    """Return the SQNR of the judged result of a forward and backward pass."""
     x, dy, weight = tensors["input"].requires_grad_(), tensors["gradient"], linear.weight.detach().double()
     with _autocast(run, kernels):
         y = linear(x)
@@ -330,7 +330,7 @@ def _autocast(run: StepsRun, kernels: Kernels) -> AbstractContextManager[None]:
 
 
 def _misfits(linear: Any, side: Side, values: Tensor) -> tuple[float, float]:
-    """The shares of elements that the delayed scale puts above the format's range and below half its least number."""
+    """Return the shares of elements that the delayed scale puts above the range and below half its least number."""
     meta, dtype = ("scaling_fwd", torch.float8_e4m3fn) if side == "input" else ("scaling_bwd", torch.float8_e5m2)
     info = torch.finfo(dtype)
     scaled = values.double().abs() * linear.quantizers[meta][0].scale.double()
@@ -448,7 +448,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _rotation(rng: Rng, size: int) -> Tensor:
-    """A random diagonal of signs times a Hadamard matrix, orthogonal."""
+    """Return a random diagonal of signs times a Hadamard matrix, orthogonal."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -544,7 +544,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def runs(settings: Settings) -> Iterator[Run]:
-    """All runs, those next to each other that share a golden value."""
+    """Yield all runs, those next to each other that share a golden value."""
     for seed in range(settings.seeds):
         for distribution in settings.distributions:
             yield AttentionRun(distribution, settings.attention_seq, settings.head_dim, seed)
@@ -560,7 +560,7 @@ def runs(settings: Settings) -> Iterator[Run]:
 
 
 def steps_run(settings: Settings, recipe: str, history: int, side: str, change: str, factor: float) -> StepsRun:
-    """The run around one change; long enough to see a scale recover that the past holds down."""
+    """Return the run around one change; long enough to see a scale recover that the past holds down."""
     after = STEPS_AFTER + (0 if change == "up" else history)
     return StepsRun(recipe, history, side, change, factor, STEPS_BEFORE, after, settings.steps_size, seed=0)  # type: ignore[arg-type]
 
@@ -578,7 +578,7 @@ def measure(entry: Run, kernels: Kernels) -> Result:
 
 
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
-    """All that a run's result depends on."""
+    """Return all that a run's result depends on."""
     named = {"what": type(entry).__name__, "start": record.fingerprint([Rng(entry.seed).normal(16)])}
     if not isinstance(entry, AttentionRun):
         named |= {"kernels": kernels.backend, "te": te.version()}

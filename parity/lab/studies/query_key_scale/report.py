@@ -25,7 +25,7 @@ _RESOLUTION = 2.0 ** (1 / 16)
 
 
 def claims(found: Mapping[Run, Outcome], settings: Settings, head_dim: int) -> Iterator[Claim]:
-    """Each claim with figures for the first distribution that was run.
+    """Return each claim with figures for the first distribution that was run.
 
     Args:
         found: outcomes of the study.
@@ -135,13 +135,13 @@ _MEANS = {
     "after, stored": "the product is rounded and stored, then another kernel scales it (`q @ k.T / sqrt(d)`)",
     "after, half": "the product is added up in FP16 and scaled in FP16 (cuBLAS's 16F compute type)",
     "query, FP32": "queries are scaled and rounded before the product",
-    "query, half": "ditto, and the product is added up in FP16",
+    "query, half": "queries are scaled and rounded before the product, which is added up in FP16",
     "both, FP32": "queries and keys are scaled by the root and rounded before the product",
-    "both, half": "ditto, and the product is added up in FP16",
+    "both, half": "queries and keys are scaled by the root and rounded before the product, which is added up in FP16",
     "layer, FP32": "as `after, FP32`, the scale divided by the layer's number, which softmax multiplies back in FP32",
-    "layer, stored": "as `after, stored` with the layer's number, ditto",
+    "layer, stored": "as `after, stored`, with the layer's number as in `layer, FP32`",
     "TE unfused": "`DotProductAttention` with `NVTE_UNFUSED_ATTN`: GEMM, softmax, GEMM",
-    "TE unfused, layer": "ditto with `NVTE_APPLY_QK_LAYER_SCALING=1`, which TE obeys in FP16",
+    "TE unfused, layer": "as `TE unfused`, with `NVTE_APPLY_QK_LAYER_SCALING=1`, which TE obeys in FP16",
     "TE fused": "`DotProductAttention` with `NVTE_FUSED_ATTN`: scores stay in FP32 and are never stored",
 }
 _LOWEST_SHOWN = 1e-5
@@ -198,7 +198,7 @@ def write(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels, fo
 
 
 def typical_head_dim(settings: Settings) -> int:
-    """The head's width at which the report compares: 128 if it was run, else the largest."""
+    """Return the head's width at which the report compares: 128 if it was run, else the largest."""
     return 128 if 128 in settings.head_dims else max(settings.head_dims)
 
 

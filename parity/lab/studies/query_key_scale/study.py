@@ -84,19 +84,19 @@ PLACEMENTS: dict[str, Callable[[Tensor, Tensor, float, int], Scaled]] = {
 
 
 def _fp32_product(scaled: Scaled) -> Tensor:
-    """Sums and alpha in FP32, one rounding: cuBLAS with ``CUBLAS_COMPUTE_32F``, PyTorch's default."""
+    """Sum and scale in FP32, and round once: cuBLAS with ``CUBLAS_COMPUTE_32F``, PyTorch's default."""
     product = scaled.query.float() @ scaled.key.float().mT
     return (product * scaled.alpha).to(scaled.query.dtype)
 
 
 def _stored_product(scaled: Scaled) -> Tensor:
-    """Sums in FP32, stored, then scaled by another kernel: ``q @ k.T / sqrt(d)``."""
+    """Sum in FP32, store, then scale by another kernel: ``q @ k.T / sqrt(d)``."""
     product = (scaled.query.float() @ scaled.key.float().mT).to(scaled.query.dtype)
     return product * scaled.alpha
 
 
 def _half_product(scaled: Scaled) -> Tensor:
-    """Sums and alpha in the dtype: cuBLAS with ``CUBLAS_COMPUTE_16F``, which FP16 alone has."""
+    """Sum and scale in the dtype: cuBLAS with ``CUBLAS_COMPUTE_16F``, which FP16 alone has."""
     dtype = scaled.query.dtype
     chunks = zip(
         scaled.query.float().split(PRODUCTS_AT_ONCE, -1), scaled.key.float().split(PRODUCTS_AT_ONCE, -1), strict=True
@@ -116,11 +116,11 @@ KEPT: dict[str, Callable[[Scaled], Tensor]] = {
 
 
 def scores(query: Tensor, key: Tensor, placement: str, kept: str, layer: int) -> Tensor:
-    """Scaled scores as softmax sees them.
+    """Return the scaled scores as softmax sees them.
 
     Args:
         query: ``[heads, queries, head_dim]``, FP16 or BF16.
-        key: ``[heads, keys, head_dim]``, ditto.
+        key: ``[heads, keys, head_dim]``, of the same dtype.
         placement: of ``PLACEMENTS``.
         kept: of ``KEPT``.
         layer: the layer's number, from 1.
@@ -133,12 +133,12 @@ def scores(query: Tensor, key: Tensor, placement: str, kept: str, layer: int) ->
 
 
 def overflows(scores: Tensor) -> bool:
-    """Whether softmax gives NaN: a score is plus infinity or NaN. Minus infinity is a probability of 0."""
+    """Return whether softmax gives NaN: a score is plus infinity or NaN. Minus infinity is a probability of 0."""
     return bool((scores.isnan() | (scores == math.inf)).any())
 
 
 def attend(scores: Tensor, value: Tensor) -> Tensor:
-    """``softmax(scores) value`` with softmax in FP32, as TE and Megatron-LM compute it; rounded to value's dtype."""
+    """Return ``softmax(scores) value``, softmax in FP32 as in TE and Megatron-LM; rounded to value's dtype."""
     probabilities = scores.softmax(-1).to(value.dtype)
     return (probabilities.float() @ value.float()).to(value.dtype)
 
@@ -190,7 +190,7 @@ class Settings:
         magnitudes: base 2 logarithms of the root mean square of queries and keys, at which errors are measured.
         layer: the layer's number in query-key layer scaling.
         heads: a multiple of 4, which TE's fused softmax asks for.
-        seq: queries and keys, a multiple of 16 from 32 on, ditto.
+        seq: queries and keys, a multiple of 16 from 32 on, which it asks for, too.
         seeds: how many, from 0.
     """
 
@@ -273,7 +273,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], S
 
 
 def runs(settings: Settings) -> Iterator[Run]:
-    """All draws."""
+    """Yield all draws."""
     for dtype in settings.dtypes:
         for distribution in settings.distributions:
             for head_dim in settings.head_dims:
@@ -281,7 +281,7 @@ def runs(settings: Settings) -> Iterator[Run]:
 
 
 def ways(dtype: str) -> tuple[str, ...]:
-    """Names of the ways that a dtype has: cuBLAS adds in FP16, not in BF16, and TE scales by layer in FP16 alone."""
+    """Return the ways that a dtype has: cuBLAS adds in FP16, not in BF16, and TE scales by layer in FP16 alone."""
     if dtype == "fp16":
         return (*WAYS, *TE_WAYS)
     ours = tuple(name for name, (_, kept) in WAYS.items() if kept != "half")
@@ -289,12 +289,12 @@ def ways(dtype: str) -> tuple[str, ...]:
 
 
 def nearest_to_one(settings: Settings) -> int:
-    """The base 2 logarithm of the magnitude at which scores of the ways are compared: 1, or what was run near it."""
+    """Return the log2 of the magnitude at which scores of the ways are compared: 1, or what was run near it."""
     return min(settings.magnitudes, key=abs)
 
 
 def frontier(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: int, way: str) -> float:
-    """The frontier of a way, the geometric mean over seeds."""
+    """Return the frontier of a way, the geometric mean over seeds."""
     outcomes = _of(found, dtype, distribution, head_dim)
     return statistics.geometric_mean(outcome.frontiers[way] for outcome in outcomes)
 
@@ -302,7 +302,7 @@ def frontier(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_d
 def error(
     found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: int, way: str, exponent: int
 ) -> Errors:
-    """What a way costs at a magnitude: the root mean square over seeds; NaN if any is."""
+    """Return what a way costs at a magnitude: the root mean square over seeds; NaN if any is."""
     each = [outcome.errors[way][exponent] for outcome in _of(found, dtype, distribution, head_dim)]
     return Errors(
         scores=math.sqrt(statistics.fmean(cost.scores**2 for cost in each)),
@@ -316,7 +316,7 @@ def _of(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: i
 
 
 def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
-    """Frontiers and errors of one draw."""
+    """Measure frontiers and errors of one draw."""
     rng = Rng(each.seed)
     query, key = DISTRIBUTIONS[each.distribution](rng, settings.heads, settings.seq, each.head_dim)
     value = rng.normal(settings.heads, settings.seq, each.head_dim)
@@ -365,7 +365,7 @@ def _at(draw: list[Tensor], magnitude: float, dtype: torch.dtype) -> list[Tensor
 
 
 def _frontier(fits: Callable[[float], bool]) -> float:
-    """The largest magnitude that fits, between 2^-8 and 2^128, to a sixteenth of an octave."""
+    """Return the largest magnitude that fits, between 2^-8 and 2^128, to a sixteenth of an octave."""
     low, high = -8 * _STEPS_AN_OCTAVE, 128 * _STEPS_AN_OCTAVE
     while high - low > 1:
         middle = (low + high) // 2

@@ -71,7 +71,7 @@ class Measured:
 
 
 def claims(found: Mapping[Run, Outcome], settings: Settings, measured: Measured) -> Iterator[Claim]:
-    """Each claim with figures for FP16, which must have been run, in both layouts."""
+    """Return each claim with figures for FP16, which must have been run, in both layouts."""
     yield _overflow(found, settings, measured)
     yield _relaxed_range(found, settings, measured)
     yield _relaxed_precision(found, settings)
@@ -81,7 +81,7 @@ def claims(found: Mapping[Run, Outcome], settings: Settings, measured: Measured)
 
 
 def worst_scale(found: Mapping[Run, Outcome], settings: Settings) -> int:
-    """The scale at which PB-Relax moves most of a mixed head's probability in FP16."""
+    """Return the scale at which PB-Relax moves most of a mixed head's probability in FP16."""
     return max(scales_of("mixed", settings), key=lambda scale: error(found, "fp16", "mixed", "PB-Relax", scale).moved)
 
 
@@ -197,15 +197,15 @@ def _name(dtype: torch.dtype) -> str:
 
 _MEANS = {
     "plain": "`exp(x) / sum(exp(x))`, each operation in the dtype",
-    "max subtracted": "ditto after subtracting each row's maximum",
+    "max subtracted": "as `plain`, after subtracting each row's maximum",
     "PB-Relax": "CogView's: scores stored divided by alpha, less the head's maximum, times alpha; `torch.softmax`",
-    "PB-Relax by rows": "ditto with each row's maximum (Hugging Face's LayoutLMv3)",
+    "PB-Relax by rows": "as `PB-Relax`, with each row's maximum (Hugging Face's LayoutLMv3)",
     "torch.softmax": "PyTorch's kernel for the dtype",
     "FP32": "`torch.softmax(x, dtype=torch.float32)`, rounded to the dtype; what autocast makes of it on a GPU",
     "FP32, layer scaling": "GLM-130B's: scores stored divided by the layer's number, multiplied back in FP32",
     "FP32 scores": "as `FP32` on scores that were never stored in the dtype, as in flash and fused attention",
     "TE": "the kernel of TE's unfused attention (`FusedScaleMaskSoftmax`)",
-    "TE, not fused": "ditto with `NVTE_MASKED_SOFTMAX_FUSION=0`",
+    "TE, not fused": "as `TE`, with `NVTE_MASKED_SOFTMAX_FUSION=0`",
 }
 _LINES: dict[str, dict[str, Any]] = {
     "plain": {"color": "tab:red", "marker": "s"},
@@ -305,7 +305,7 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
 
 
 def measured(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings, kernels: Kernels) -> Measured:
-    """FP16's figures for the claims, beside the record's.
+    """Measure FP16's figures for the claims, beside the record's.
 
     Args:
         costs: ``traffic`` by dtype, FP16 among them.

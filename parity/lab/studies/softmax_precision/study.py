@@ -69,28 +69,28 @@ class Way:
     keeps_fp32: bool = False
 
     def stored(self, scores: Tensor, precision: Precision) -> Tensor:
-        """FP32 scores as the GEMM stores them."""
+        """Return FP32 scores as the GEMM stores them."""
         divisor = getattr(precision, self.divisor) if self.divisor else 1.0
         return (scores / divisor).to(torch.float32 if self.keeps_fp32 else precision.dtype)
 
     def __call__(self, scores: Tensor, precision: Precision) -> Tensor:
-        """Probabilities in the precision's dtype, from FP32 scores ``[heads, rows, keys]``."""
+        """Return probabilities in the precision's dtype, from FP32 scores ``[heads, rows, keys]``."""
         return self.softmax(self.stored(scores, precision), precision)
 
 
 def plain(stored: Tensor, precision: Precision) -> Tensor:
-    """``exp(x) / sum(exp(x))``, every operation in the dtype."""
+    """Compute ``exp(x) / sum(exp(x))``, every operation in the dtype."""
     exponentials = stored.exp()
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
 def max_subtracted(stored: Tensor, precision: Precision) -> Tensor:
-    """As ``plain``, with each row's maximum subtracted first."""
+    """Compute as ``plain``, with each row's maximum subtracted first."""
     return plain(stored - stored.detach().amax(-1, keepdim=True), precision)
 
 
 def pb_relax(stored: Tensor, precision: Precision) -> Tensor:
-    """``softmax((x - max(x)) alpha)`` of scores divided by alpha, with the maximum of a head's whole matrix.
+    """Compute ``softmax((x - max(x)) alpha)`` of scores divided by alpha, with the maximum of a head's whole matrix.
 
     Source: M. Ding et al., "CogView", arXiv 2105.13290, section 2.4. Softmax is PyTorch's.
     """
@@ -98,22 +98,22 @@ def pb_relax(stored: Tensor, precision: Precision) -> Tensor:
 
 
 def pb_relax_by_rows(stored: Tensor, precision: Precision) -> Tensor:
-    """As ``pb_relax`` with the maximum of each row, as Hugging Face's LayoutLMv3 has it."""
+    """Compute as ``pb_relax`` with the maximum of each row, as Hugging Face's LayoutLMv3 has it."""
     return torch.softmax((stored - stored.detach().amax(-1, keepdim=True)) * precision.alpha, -1)
 
 
 def pytorch(stored: Tensor, precision: Precision) -> Tensor:
-    """``torch.softmax`` in the dtype of the scores."""
+    """Compute ``torch.softmax`` in the dtype of the scores."""
     return torch.softmax(stored, -1)
 
 
 def fp32(stored: Tensor, precision: Precision) -> Tensor:
-    """``torch.softmax(..., dtype=torch.float32)``, rounded afterwards; what autocast makes of softmax on a GPU."""
+    """Compute ``torch.softmax(..., dtype=torch.float32)``, rounded afterwards, as autocast does on a GPU."""
     return torch.softmax(stored, -1, dtype=torch.float32).to(precision.dtype)
 
 
 def fp32_scaled(stored: Tensor, precision: Precision) -> Tensor:
-    """As ``fp32``, of scores divided by the layer's number, which are multiplied with it in FP32.
+    """Compute as ``fp32``, of scores divided by the layer's number, which are multiplied with it in FP32.
 
     Source: "FP32 softmax with QKV scaling" in GLM-130B's training notes; Megatron-LM's query-key layer scaling.
     """
@@ -121,7 +121,7 @@ def fp32_scaled(stored: Tensor, precision: Precision) -> Tensor:
 
 
 def of_te(kernels: Kernels, fused: bool) -> Way:
-    """TE's softmax of its unfused attention, ``FusedScaleMaskSoftmax``.
+    """Return TE's softmax of its unfused attention, ``FusedScaleMaskSoftmax``.
 
     Args:
         kernels: that TE runs on; asking for them has imported TE.
@@ -158,7 +158,7 @@ TE_WAYS = {"TE": True, "TE, not fused": False}
 
 
 def ways(kernels: Kernels) -> dict[str, Way]:
-    """Every way by its name; TE's on the given kernels."""
+    """Return every way by its name; TE's on the given kernels."""
     return WAYS | {name: of_te(kernels, fused) for name, fused in TE_WAYS.items()}
 
 
@@ -281,7 +281,7 @@ class Errors(NamedTuple):
     Attributes:
         moved: the share of a row's probability that lies on the wrong keys, ``sum |p - golden| / 2``, mean over the
             rows whose result is finite; NaN if none is.
-        alone: ditto against the softmax of the scores as they are stored in the dtype: the arithmetic without the
+        alone: the same against the softmax of the scores as they are stored in the dtype: the arithmetic without the
             storage. NaN also where stored scores are infinite.
         gradient: L2 error of the scores' gradient over the norm of ``p g``, its first term, golden; of finite rows.
             (The gradient itself, ``p (g - sum p g)``, vanishes where softmax picks one key.)
@@ -320,14 +320,14 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], S
 
 
 def runs(settings: Settings) -> Iterator[Run]:
-    """All draws in all arrangements."""
+    """Yield all draws in all arrangements."""
     for dtype in settings.dtypes:
         for layout in settings.layouts:
             yield from (Run(dtype, layout, seed) for seed in range(settings.seeds))
 
 
 def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
-    """Errors of every way in one arrangement of one draw."""
+    """Measure the errors of every way in one arrangement of one draw."""
     rng = Rng(each.seed)
     scores = _scores(rng, scales_of(each.layout, settings), settings, each.layout).to(kernels.device)
     precision = Precision(DTYPES[each.dtype], settings.alpha, settings.layer)
@@ -349,23 +349,23 @@ def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
 
 
 def scales_of(layout: str, settings: Settings) -> tuple[int, ...]:
-    """Base 10 logarithms of the scales that an arrangement has."""
+    """Return the base 10 logarithms of the scales that an arrangement has."""
     return tuple(scale for scale in settings.scales if layout == "apart" or scale <= settings.largest_mixed)
 
 
 def error(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> Errors:
-    """Errors over all seeds, each the mean; NaN if one is."""
+    """Return the errors over all seeds, each the mean; NaN if one is."""
     each = of_seeds(found, dtype, layout, way, scale)
     return Errors(*map(statistics.fmean, zip(*each, strict=True)))
 
 
 def of_seeds(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> list[Errors]:
-    """Errors at each seed."""
+    """Return the errors at each seed."""
     return [outcome[way][scale] for run, outcome in found.items() if (run.dtype, run.layout) == (dtype, layout)]
 
 
 def traffic(dtype: str, settings: Settings, kernels: Kernels) -> dict[str, Traffic]:
-    """What each way moves, from scores stored in the dtype; TE's is left out if its kernels cannot be seen."""
+    """Measure what each way moves, from scores stored in the dtype; TE's is left out if its kernels cannot be seen."""
     precision = Precision(DTYPES[dtype], settings.alpha, settings.layer)
     scores = Rng(0).normal(4, settings.rows, settings.keys).to(kernels.device)
     measured = {name: _traffic_of(way, scores, precision) for name, way in ways(kernels).items()}
@@ -378,7 +378,7 @@ def _traffic_of(way: Way, scores: Tensor, precision: Precision) -> Traffic:
 
 
 def frontier(way: Way, precision: Precision, kernels: Kernels) -> float:
-    """The largest score that a way survives in a row whose other scores are 0, to a 64th of an octave."""
+    """Return the largest score that a way survives in a row whose other scores are 0, to a 64th of an octave."""
 
     def survives(score: float) -> bool:
         scores = torch.zeros(4, 16, 32, device=kernels.device)
@@ -393,7 +393,7 @@ def frontier(way: Way, precision: Precision, kernels: Kernels) -> float:
 
 
 def te_agrees(dtype: str, settings: Settings, kernels: Kernels) -> float:
-    """The share of probabilities of which TE's softmax and ``FP32`` have the same bits, over all scales together."""
+    """Return the share of probabilities at which TE's softmax and ``FP32`` have the same bits, over all scales."""
     precision = Precision(DTYPES[dtype])
     scores = _scores(Rng(0), scales_of("mixed", settings), settings, "mixed").to(kernels.device)
     every = ways(kernels)
@@ -401,7 +401,7 @@ def te_agrees(dtype: str, settings: Settings, kernels: Kernels) -> float:
 
 
 def autocast_dtypes(device: str, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """What ``torch.softmax`` of scores in ``dtype`` returns under autocast to it, and what the next product takes.
+    """Return the dtypes of ``torch.softmax`` of scores in ``dtype`` under autocast to it, and of the next product.
 
     PyTorch is asked with tensors that have no storage, so it answers for a device that this machine lacks, too.
 
@@ -433,7 +433,7 @@ class _Pass:
 def _passed(
     way: Callable[[Tensor, Precision], Tensor], scores: Tensor, precision: Precision, gradient: Tensor
 ) -> _Pass:
-    """Probabilities and their gradient; the next GEMM takes the gradient in the dtype of the given one."""
+    """Return probabilities and their gradient; the next GEMM takes the gradient in the dtype of the given one."""
     leaf = scores.clone().requires_grad_()
     probabilities = way(leaf, precision)
     (of_scores,) = torch.autograd.grad(probabilities, leaf, gradient.to(probabilities.dtype))
@@ -441,7 +441,7 @@ def _passed(
 
 
 def _scores(rng: Rng, scales: Sequence[int], settings: Settings, layout: str) -> Tensor:
-    """``[scales, rows, keys]`` apart, ``[rows, scales, keys]`` mixed; FP32, the same rows."""
+    """Return ``[scales, rows, keys]`` apart, ``[rows, scales, keys]`` mixed; FP32, the same rows."""
     rows = [rng.normal(settings.rows, settings.keys) * 10.0**scale for scale in scales]
     return torch.stack(rows, LAYOUTS.index(layout))
 

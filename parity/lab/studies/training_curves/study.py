@@ -77,7 +77,7 @@ class DitheredRounding(Rounding):
     seed: int = 0
 
     def store(self, x: Tensor) -> Tensor:
-        """``x`` as it reads after a dithered rounding to the dtype of storage; in that dtype already, as it is."""
+        """Return ``x`` after a dithered rounding to the dtype of storage; in that dtype already, as it is."""
         if x.dtype == self.storage:
             return x
         dither = _dither(x, torch.finfo(self.storage).eps / 2, self.seed)
@@ -85,7 +85,7 @@ class DitheredRounding(Rounding):
 
 
 def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
-    """A realisation of the model; the same seed gives the same one."""
+    """Return a realisation of the model; the same seed gives the same one."""
     return DitheredRounding(
         storage=rounding.storage,
         inputs=_dithered_format(rounding.inputs, seed),
@@ -98,7 +98,7 @@ def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
 
 
 def unit_roundoff(to_format: Format) -> float:
-    """The largest relative error of a format's values between two powers of two, not the largest in their blocks."""
+    """Return the largest relative error of a format's values between powers of two, not of the largest in blocks."""
     values = torch.linspace(1.0, 2.0, 128 * 128).view(128, 128)
     values[:, ::16] = 6.0
     return ((to_format(values, 1) - values) / values).abs().max().item()
@@ -117,14 +117,14 @@ def _dithered_format(to_format: Format | None, seed: int) -> Format | None:
 
 
 def _dither(x: Tensor, half_distance: float, seed: int) -> Tensor:
-    """Up to ``half_distance`` times the power of two below each value, FP32, either sign."""
+    """Return up to ``half_distance`` times the power of two below each value, FP32, either sign."""
     powers = (x.contiguous().view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
     return powers * _pattern(tuple(x.shape), seed) * half_distance
 
 
 @functools.lru_cache(maxsize=128)
 def _pattern(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Numbers between -1 and 1, the same for all tensors of a shape in a realisation."""
+    """Return numbers between -1 and 1, the same for all tensors of a shape in a realisation."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
@@ -144,7 +144,7 @@ class Band:
     high: tuple[float, ...]
 
     def margin(self, curve: Sequence[float]) -> float:
-        """The largest distance of a curve from the band's middle, in half widths: up to 1 it is inside everywhere.
+        """Return a curve's largest distance from the band's middle, in half widths: up to 1 it is inside everywhere.
 
         Infinite if the curve is NaN somewhere, or off a band without width.
         """
@@ -156,7 +156,7 @@ class Band:
 
 
 def prediction_band(draws: Sequence[Sequence[float]], false_alarms: float) -> Band:
-    """Where one more curve lies at all of its points, but for a share ``false_alarms`` of curves.
+    """Return where one more curve lies at all of its points, but for a share ``false_alarms`` of curves.
 
     At each point, n normal draws with mean m and standard deviation s (n - 1 degrees of freedom) bound the next one by
     ``m ± t s sqrt(1 + 1/n)``, with t the quantile of Student's distribution (Hahn and Meeker, "Statistical Intervals",
@@ -186,7 +186,7 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        models: names of ``language_model.ARCHITECTURES``.
+        models: names of ``training.ARCHITECTURES``.
         precisions: names of ``TRAINED``.
         steps: of training.
         draws: realisations of the rounding model that the expectation is made from.
@@ -276,7 +276,7 @@ class Outcome:
 
     @property
     def final_margin(self) -> float:
-        """Ditto of the final losses."""
+        """The distance of the final losses from the middle of theirs, in half widths."""
         return self.final_band.margin([self.final])
 
 
@@ -318,7 +318,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def _untrained(settings: Settings, found: Results, kernels: Kernels) -> dict[str, str]:
-    """Precisions that have no run of TE's, with the reason."""
+    """Return the precisions that have no run of TE's, with the reason."""
     trained = {entry.precision for entry, result in found.items() if entry.kind == "te" and result is not None}
     reasons = {name: why_unavailable(TRAINED[name], kernels) for name in settings.precisions if name not in trained}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -349,7 +349,7 @@ def losses_of(entry: Run, settings: Settings, kernels: Kernels) -> list[float]:
 
 
 def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, Pass, torch.dtype]:
-    """The model at step 0, how its passes compute, and the dtype that weights and gradients are rounded to."""
+    """Return the model at step 0, how its passes compute, and the dtype that weights and gradients are rounded to."""
     architecture, size = ARCHITECTURES[entry.model], size_of(entry.model, settings)
     initial = initial_weights(architecture, size, settings.seed, torch.bfloat16)
     if entry.kind == "te":
@@ -366,7 +366,7 @@ def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[Languag
 
 
 def outcomes(settings: Settings, found: Results) -> list[Outcome]:
-    """TE's runs next to what was expected of them; those that did not run are left out."""
+    """Return TE's runs next to what was expected of them; those that did not run are left out."""
     return [
         _outcome(entry, settings, found)
         for entry in _runs(settings)
@@ -404,7 +404,7 @@ def _final(losses: Sequence[float], settings: Settings) -> float:
 
 
 def size_of(model: str, settings: Settings) -> Size:
-    """Of a model of the study."""
+    """Return the size of a model of the study."""
     ffn = settings.hidden * ARCHITECTURES[model].widening
     return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
 
@@ -422,12 +422,12 @@ def _draws(model: str, precision: str, settings: Settings) -> Iterator[Run]:
 
 
 def _rounds_alike(precision: str) -> str:
-    """The first precision with the same rounding model: recipes that differ in when they scale share one."""
+    """Return the first precision with the same rounding model: recipes that only scale at other times share one."""
     return next(name for name, known in TRAINED.items() if known.rounding == TRAINED[precision].rounding)
 
 
 def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
-    """All that a run's losses depend on; not which other runs there are."""
+    """Return all that a run's losses depend on; not which other runs there are."""
     selection = {"models", "precisions", "draws", "final", "false_alarms"}
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
     identity |= dataclasses.asdict(entry) | {"start": _fingerprint(entry.model, settings)}
@@ -436,7 +436,7 @@ def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any
 
 @functools.lru_cache(maxsize=256)
 def _fingerprint(model: str, settings: Settings) -> int:
-    """Of the weights and batches."""
+    """Return the fingerprint of the weights and batches."""
     initial = initial_weights(ARCHITECTURES[model], size_of(model, settings), settings.seed, torch.bfloat16)
     data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
     return record.fingerprint([*initial.values(), *data])

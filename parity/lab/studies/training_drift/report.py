@@ -52,7 +52,7 @@ _MEASURES: tuple[tuple[str, Callable[[Distance], float]], ...] = (
 
 
 def algorithms(found: Drifts, settings: Settings) -> Figure:
-    """A column a format: flash attention and what it is compared with, of all weights over steps."""
+    """Draw a column a format: flash attention and what it is compared with, of all weights over steps."""
     figure = Figure(figsize=(3.6 * len(settings.formats), 6.4), layout="constrained")
     columns = figure.subplots(2, len(settings.formats), squeeze=False, sharex=True, sharey="row").T
     for axes, name in zip(columns, settings.formats, strict=True):
@@ -63,7 +63,7 @@ def algorithms(found: Drifts, settings: Settings) -> Figure:
 
 
 def draw_te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> Figure:
-    """A column a precision: TE and the rounding model, each from plain FP32, of all weights over steps."""
+    """Draw a column a precision: TE and the rounding model, each from plain FP32, of all weights over steps."""
     figure = Figure(figsize=(3.0 * len(precisions), 6.4), layout="constrained")
     columns = figure.subplots(2, len(precisions), squeeze=False, sharex=True, sharey="row").T
     for axes, name in zip(columns, precisions, strict=True):
@@ -79,7 +79,7 @@ def draw_te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> Fig
 
 
 def tensors(found: Drifts, settings: Settings) -> Figure:
-    """A column a low format: each parameter after the last step, mean over seeds."""
+    """Draw a column a low format: each parameter after the last step, mean over seeds."""
     names = low_formats(settings)
     parameters = list(of_other_start(found, 0).last.tensors)
     figure = Figure(figsize=(3.2 * len(names) + 2.4, 0.22 * len(parameters) + 1.4), layout="constrained")
@@ -97,7 +97,7 @@ def tensors(found: Drifts, settings: Settings) -> Figure:
 
 
 def _lines(found: Drifts, number_format: str) -> list[_Line]:
-    """Flash attention in a format and what it is compared with."""
+    """Draw flash attention in a format and what it is compared with."""
     low = [
         _Line("low precision, from FP32", "tab:blue", partial(of_format, found, number_format)),
         _Line("flash, every step rounded", "tab:red", partial(of_algorithm, found, "flash everywhere", number_format)),
@@ -131,7 +131,7 @@ def _label(figure: Figure, columns: Sequence[Sequence[Axes]]) -> None:
 
 
 def _legend(figure: Figure, axis: Axes, columns: int) -> None:
-    """What the lines of an axis mean, below the whole figure and no wider than it."""
+    """Write what the lines of an axis mean, below the whole figure and no wider than it."""
     labelled = axis.get_legend_handles_labels()
     figure.legend(*labelled, loc="outside lower center", ncols=min(5, 2 * columns), fontsize="small")
 
@@ -146,7 +146,7 @@ _SOURCE_LOW, _SOURCE_HIGH = 2.0, 5.0
 
 
 def claims(found: Drifts, settings: Settings, precisions: Sequence[str]) -> list[Claim]:
-    """Each claim with its test.
+    """Return each claim with its test.
 
     Args:
         found: every pair's drift.
@@ -162,42 +162,42 @@ def claims(found: Drifts, settings: Settings, precisions: Sequence[str]) -> list
 
 
 def of_algorithm(found: Drifts, kind: Kind, number_format: str, seed: int) -> Drift:
-    """A run's drift from baseline attention in the same format."""
+    """Return a run's drift from baseline attention in the same format."""
     return found[Pair(Run(kind, number_format, seed), Run("baseline", number_format, seed))]
 
 
 def of_format(found: Drifts, number_format: str, seed: int) -> Drift:
-    """Baseline attention's drift in a format from that in FP32."""
+    """Return baseline attention's drift in a format from that in FP32."""
     return found[Pair(Run("baseline", number_format, seed), Run("baseline", "fp32", seed))]
 
 
 def of_other_start(found: Drifts, seed: int) -> Drift:
-    """The drift of other starting weights, FP32."""
+    """Return the drift of other starting weights, FP32."""
     return found[Pair(Run("other start", "fp32", seed), Run("baseline", "fp32", seed))]
 
 
 def of_te(found: Drifts, precision: str, seed: int) -> Drift:
-    """TE's drift from plain FP32."""
+    """Return TE's drift from plain FP32."""
     return found[Pair(Run("te", precision, seed), Run("baseline", "fp32", seed))]
 
 
 def of_rounding(found: Drifts, precision: str, seed: int) -> Drift:
-    """The drift from plain FP32 of the plain model under a precision's rounding model."""
+    """Return the drift from plain FP32 of the plain model under a precision's rounding model."""
     return found[Pair(Run("rounded", rounds_alike(precision), seed), Run("baseline", "fp32", seed))]
 
 
 def low_over_flash(found: Drifts, low: str, flash: str, seed: int) -> float:
-    """Low precision's last drift, Wasserstein-1, over that of flash attention in the same or another format."""
+    """Return low precision's last drift, Wasserstein-1, over flash attention's in the same or another format."""
     return _moved(of_format(found, low, seed)) / _moved(of_algorithm(found, "flash", flash, seed))
 
 
 def every_seed(settings: Settings) -> range:
-    """The seeds of low precision, flash attention, one ulp and another start."""
+    """Return the seeds of low precision, flash attention, one ulp and another start."""
     return range(max(settings.seeds, settings.control_seeds))
 
 
 def ulp_ratios(found: Drifts, settings: Settings, kind: Kind) -> dict[str, list[float]]:
-    """By format and seed: flash attention's last drift, or low precision's (``baseline``), over that of one ulp."""
+    """Return, by format and seed, flash attention's last drift (or ``baseline``: low precision's) over one ulp's."""
     ratios = {}
     for name in low_formats(settings):
         ratios[name] = [
@@ -209,7 +209,7 @@ def ulp_ratios(found: Drifts, settings: Settings, kind: Kind) -> dict[str, list[
 
 
 def control(found: Drifts, settings: Settings) -> list[float]:
-    """Flash attention's drift over that of one ulp without flash, at each seed the geometric mean over formats."""
+    """Return flash attention's drift over that of one ulp without, at each seed the geometric mean over formats."""
     by_format = ulp_ratios(found, settings, "flash").values()
     return [statistics.geometric_mean(of_seed) for of_seed in zip(*by_format, strict=True)]
 
@@ -221,7 +221,7 @@ def separates(ratios: Sequence[float]) -> bool:
 
 
 def factor(ratios: Sequence[float]) -> str:
-    """``1.5 (1.2 to 1.9)``: the geometric mean over seeds and its 95 % interval."""
+    """Return ``1.5 (1.2 to 1.9)``: the geometric mean over seeds and its 95 % interval."""
     middle, low, high = ratio_interval(ratios)
     return short(middle) if len(ratios) < 2 else f"{short(middle)} ({short(low)} to {short(high)})"
 

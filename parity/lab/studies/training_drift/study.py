@@ -78,7 +78,7 @@ class WeightDistance:
 
 
 def between(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightDistance:
-    """The distance of two models with the same parameters.
+    """Return the distance of two models with the same parameters.
 
     Raises:
         ValueError: if a parameter has another size.
@@ -89,7 +89,7 @@ def between(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightDis
 
 
 def wasserstein(one: Tensor, other: Tensor) -> float:
-    """The Wasserstein-1 distance of two sets of equally many numbers.
+    """Return the Wasserstein-1 distance of two sets of equally many numbers.
 
     The best transport on a line keeps the order, so it is the mean distance between the two in ascending order (Peyré
     and Cuturi, "Computational Optimal Transport", 2019, remark 2.28).
@@ -127,15 +127,15 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        model: name of ``language_model.ARCHITECTURES``.
+        model: name of ``training.ARCHITECTURES``.
         formats: names of ``FORMATS`` in which baseline and flash attention train; FP32 must be among them.
         te_precisions: names of ``PRECISIONS`` in which TE trains.
         steps: of training on a CPU.
         gpu_steps: of training on a GPU.
         every: steps between two looks at the weights.
         seeds: of initial weights and batches: how many, from 0.
-        control_seeds: ditto for low precision, flash attention as kernels round, one ulp and another start alone, whose
-            ratios need more seeds to tell.
+        control_seeds: how many for low precision, flash attention as kernels round, one ulp and another start alone,
+            whose ratios need more seeds to tell.
         batch: sequences a step.
         seq: bytes a sequence.
         hidden, layers, heads, groups: sizes of the model; ``groups`` of a llama.
@@ -193,7 +193,7 @@ class Trajectory:
 
 
 def rounds_alike(precision: str) -> str:
-    """The first precision with the same rounding model: recipes that differ in when they scale share one."""
+    """Return the first precision with the same rounding model: recipes that only scale at other times share one."""
     return next(name for name, known in PRECISIONS.items() if known.rounding == PRECISIONS[precision].rounding)
 
 
@@ -240,19 +240,19 @@ def _trained(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
 
 
 def initial(entry: Run, settings: Settings) -> dict[str, Tensor]:
-    """A run's weights at step 0, exact in BF16."""
+    """Return a run's weights at step 0, exact in BF16."""
     seed = entry.seed + (_OTHER_START if entry.kind == "other start" else 0)
     return initial_weights(ARCHITECTURES[settings.model], size_of(settings), seed, torch.bfloat16)
 
 
 def size_of(settings: Settings) -> Size:
-    """Of the study's model."""
+    """Return the size of the study's model."""
     ffn = settings.hidden * ARCHITECTURES[settings.model].widening
     return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
 
 
 def _model(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, _Named, torch.dtype]:
-    """The model at step 0, the names of its weights, and the dtype that weights and gradients are rounded to."""
+    """Return the model at step 0, its weights' names, and the dtype that weights and gradients are rounded to."""
     architecture, size, start = ARCHITECTURES[settings.model], size_of(settings), initial(entry, settings)
     if entry.kind == "te":
         dtype = PRECISIONS[entry.precision].dtype
@@ -293,7 +293,7 @@ def _pass(entry: Run, scale: float, kernels: Kernels) -> Pass:
 
 
 def _nudged(model: LanguageModel, seed: int) -> list[Tensor]:
-    """The model's weights, each moved to the next FP32 number above or below."""
+    """Return the model's weights, each moved to the next FP32 number above or below."""
     rng = Rng(seed, "nudge")
     masters = []
     for parameter in model.parameters():
@@ -396,7 +396,7 @@ def drift_of(pair: Pair, settings: Settings, kernels: Kernels) -> Drift:
 
 
 def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
-    """What is compared with what, those that share a training one after the other."""
+    """Yield what is compared with what, those that share a training one after the other."""
     for seed in range(max(settings.seeds, settings.control_seeds)):
         plain = Run("baseline", "fp32", seed)
         yield Pair(Run("other start", "fp32", seed), plain)
@@ -419,17 +419,17 @@ def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
 
 
 def low_formats(settings: Settings) -> list[str]:
-    """The formats below FP32."""
+    """Return the formats below FP32."""
     return [name for name in settings.formats if name != "fp32"]
 
 
 def available(settings: Settings, kernels: Kernels) -> list[str]:
-    """The precisions that TE can compute in here."""
+    """Return the precisions that TE can compute in here."""
     return [name for name in settings.te_precisions if why_nowhere(PRECISIONS[name], kernels) is None]
 
 
 def check(settings: Settings) -> None:
-    """Whether all names are known, sizes fit, and FP32, which others are compared with, is there.
+    """Refuse unknown names, sizes that do not fit, and formats without FP32, which others are compared with.
 
     Raises:
         UserError: if not.
@@ -443,7 +443,7 @@ def check(settings: Settings) -> None:
 
 
 def _identity(pair: Pair, settings: Settings, kernels: Kernels) -> dict[str, Any]:
-    """All that a drift depends on; not which other pairs there are."""
+    """Return all that a drift depends on; not which other pairs there are."""
     selection = {"formats", "te_precisions", "seeds", "control_seeds", "gpu_steps", "device"}
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
     start = _fingerprint(pair.run, settings), _fingerprint(pair.against, settings)
@@ -453,7 +453,7 @@ def _identity(pair: Pair, settings: Settings, kernels: Kernels) -> dict[str, Any
 
 @functools.lru_cache(maxsize=256)
 def _fingerprint(entry: Run, settings: Settings) -> int:
-    """Of the weights and batches."""
+    """Return the fingerprint of the weights and batches."""
     data = batches(entry.seed, settings.steps, settings.batch, settings.seq)
     return record.fingerprint([*initial(entry, settings).values(), *data])
 

@@ -45,7 +45,7 @@ def _interleaved(phases: Tensor) -> Tensor:
 
 
 def _of_wrong_base(phases: Tensor) -> Tensor:
-    """Each frequency is the base to some power: the same power of the other base."""
+    """Return phases of another base: each frequency is the base to some power."""
     frequencies = phases[1].double()
     ratio = torch.log(torch.tensor(WRONG_BASE)) / torch.log(torch.tensor(RIGHT_BASE))
     positions = torch.arange(phases.shape[0], dtype=torch.float64, device=phases.device)[:, None, None, None]
@@ -205,7 +205,7 @@ LAYER_NUMBER = 12
 
 
 def _scale(scale: Callable[[int], float]) -> Plant:
-    """Queries are multiplied so that the scores' scale is ``scale(head_dim)``."""
+    """Multiply queries so that the scores' scale is ``scale(head_dim)``."""
 
     def change(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         head_dim = query.shape[-1]
@@ -215,7 +215,7 @@ def _scale(scale: Callable[[int], float]) -> Plant:
 
 
 def _with_scale(scale: Callable[[int], float]) -> Plant:
-    """``softmax_scale`` is another one."""
+    """Give the candidate another ``softmax_scale``."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         _, head_dim = construction_of(pair.candidate).args
@@ -235,7 +235,7 @@ def _next_key_visible(call: Call) -> Call:
 
 
 def _own_key_hidden(call: Call) -> Call:
-    """``diagonal=0``: no query sees its own key, but for the first, which has no other."""
+    """Hide each query's own key (``diagonal=0``), but for the first, which has no other."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).triu(0)
@@ -246,7 +246,7 @@ def _own_key_hidden(call: Call) -> Call:
 
 
 def _heads_tiled(call: Call) -> Call:
-    """Query head i shares the key-value head ``i % groups``."""
+    """Let query head i share the key-value head ``i % groups``."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads, groups = query.shape[2], key.shape[2]
@@ -262,7 +262,7 @@ def _without_alibi(call: Call) -> Call:
 
 
 def _slopes_reversed(call: Call) -> Call:
-    """The slopes are in the order of another implementation, the smallest first."""
+    """Return the slopes in the order of another implementation, the smallest first."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         alibi_slopes = slopes(query.shape[2]).flip(0).to(query.device)
@@ -272,7 +272,7 @@ def _slopes_reversed(call: Call) -> Call:
 
 
 def _tf32_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Rounded to TF32, with a gradient as if they were not."""
+    """Round operands to TF32, with a gradient as if they were not."""
     return tuple(tensor + (tf32(tensor.detach()) - tensor.detach()) for tensor in tensors)
 
 

@@ -31,7 +31,7 @@ def _scaled_by_bf16_statistics(module: Any, x: Tensor, output: Tensor) -> Tensor
 
 
 def _rounding_before_weight(call: Call) -> Call:
-    """Hugging Face's ``LlamaRMSNorm``: normalise in FP32, round to the input's dtype, then multiply by the weight."""
+    """Normalise in FP32, round, then multiply by the weight, as Hugging Face's ``LlamaRMSNorm`` does."""
 
     def mistaken(module: Any, x: Tensor) -> Tensor:
         wide = x.float()
@@ -108,7 +108,7 @@ def _with_activation(activation: object) -> Plant:
 
 
 def _clamped(**params: float) -> Plant:
-    """TE's default is a limit of 7 and an alpha of 1.702, as gpt-oss has them."""
+    """Construct with other constants; TE's default is a limit of 7 and an alpha of 1.702, as gpt-oss has them."""
     return constructed_with(activation_params={"limit": 7.0, "alpha": 1.702, **params})
 
 

@@ -18,7 +18,7 @@ UPDATE = 0.2
 
 
 def _before_call(change: Callable[[nn.Module], None]) -> Plant:
-    """Something is changed in a module that has made its quantizers, before each forward pass."""
+    """Change something before each forward pass of a module that has made its quantizers."""
 
     def wrap(call: Call) -> Call:
         def mistaken(module: nn.Module, *inputs: Tensor) -> Any:
@@ -33,7 +33,7 @@ def _before_call(change: Callable[[nn.Module], None]) -> Plant:
 
 
 def _with_delayed_scaling(**arguments: Any) -> Plant:
-    """The candidate runs under a recipe of its own."""
+    """Run the candidate under a recipe of its own."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         from transformer_engine.common.recipe import DelayedScaling
@@ -51,12 +51,12 @@ def _with_delayed_scaling(**arguments: Any) -> Plant:
 
 
 def _quantized_modules(module: nn.Module) -> list[Any]:
-    """TE's modules that quantize."""
+    """Return TE's modules that quantize."""
     return [part for part in module.modules() if getattr(part, "quantizers", {}).get("scaling_fwd")]
 
 
 def _scales(direction: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    """Overwrites the scales of delayed scaling, where ``direction`` is ``scaling_fwd`` or ``scaling_bwd``."""
+    """Overwrite the scales of delayed scaling, where ``direction`` is ``scaling_fwd`` or ``scaling_bwd``."""
 
     def overwrite(module: nn.Module) -> None:
         for part in _quantized_modules(module):
@@ -74,7 +74,7 @@ def _inputs_in_e5m2(module: nn.Module) -> None:
 
 
 def _with_cached_weight(spoil: Callable[[nn.Module, Callable[[], None]], None]) -> Plant:
-    """The forward pass takes the quantized weight that an earlier microbatch cached.
+    """Let the forward pass take the quantized weight that an earlier microbatch cached.
 
     Args:
         spoil: gets the module and what refreshes its cache; changes what is cached.
@@ -94,7 +94,7 @@ def _with_cached_weight(spoil: Callable[[nn.Module, Callable[[], None]], None]) 
 
 
 def _before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
-    """Caches the weights as they were before an update."""
+    """Cache the weights as they were before an update."""
     kept = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     with torch.no_grad():
         for parameter in module.parameters():
@@ -108,7 +108,7 @@ def _before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
 
 
 def _transposes_before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
-    """The cache is refreshed after the update, but for the copies that the backward pass reads.
+    """Refresh the cache after the update, but for the copies that the backward pass reads.
 
     Raises:
         RuntimeError: where there never are any, as on a Blackwell.
@@ -136,7 +136,7 @@ def _workspaces(module: nn.Module) -> dict[str, Any]:
 
 
 def _unquantized(inner: str) -> Plant:
-    """A submodule runs outside of the recipe."""
+    """Run a submodule outside of the recipe."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         module = pair.candidate.get_submodule(inner)

@@ -38,7 +38,7 @@ def _summed(losses: Tensor, counts: Tensor) -> Tensor:
 
 
 def _embeddings_scaled(module: nn.Module) -> None:
-    """By the root of their width, as T5 and Gemma have it."""
+    """Scale embeddings by the root of their width, as T5 and Gemma have it."""
     model = module.model if isinstance(module, WithLoss) else module
     assert isinstance(model, TEModel)
     model.tokens.register_forward_hook(lambda tokens, given, rows: rows * rows.shape[-1] ** 0.5)
@@ -80,7 +80,7 @@ def _step_truncated(weight: Tensor, update: Tensor) -> Tensor:
 
 
 def _step_without_master(weight: Tensor, update: Tensor) -> Tensor:
-    """Each step is rounded to the weight's dtype."""
+    """Round each step to the weight's dtype."""
     for _ in range(STEPS):
         weight = weight - (LEARNING_RATE * update).to(weight.dtype)
     return weight
@@ -95,7 +95,7 @@ def _with_step(step: object) -> Plant:
 
 
 def _accumulated_in_bf16(call: Call) -> Call:
-    """The GEMM's sum is rounded to BF16 after each ``ACCUMULATED`` products."""
+    """Round the GEMM's sum to BF16 after each ``ACCUMULATED`` products."""
 
     def mistaken(module: Any, x: Tensor) -> Tensor:
         total: Tensor | None = None
@@ -209,7 +209,7 @@ def _by(optimizer: Callable[[Any, Iterable[nn.Parameter]], Optimizer]) -> Plant:
 
 
 def _with_epsilon_hat(te: Any, weights: Iterable[nn.Parameter]) -> Optimizer:
-    """``(sqrt(v) + eps) / sqrt(1 - beta2**t)``, the shorter form at the end of section 2 of arXiv 1412.6980."""
+    """Add eps as in ``(sqrt(v) + eps) / sqrt(1 - beta2**t)``, the shorter form of arXiv 1412.6980, section 2."""
     optimizer: Optimizer = te.optimizers.FusedAdam(weights, **ADAM_SETTINGS, master_weights=True)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -70,7 +70,7 @@ def _value_over_key(left: Side) -> Side:
 
 
 def _head_rows_transposed(pair: Pair) -> Change:
-    """Rows as if the query weight were ``[head_dim, heads, hidden]`` where ``[heads, head_dim, hidden]`` is due."""
+    """Take rows for ``[head_dim, heads, hidden]`` where they are ``[heads, head_dim, hidden]``."""
     heads = heads_of(pair)
     order = tuple(head * heads.head_dim + i for i in range(heads.head_dim) for head in range(heads.heads))
     return parameter("q_proj.weight", lambda left: reorder(left, order))
@@ -82,7 +82,7 @@ def _output_for_reversed_heads(pair: Pair) -> Change:
 
 
 def _heads_dealt_to_groups(pair: Pair) -> Change:
-    """Query head i shares the key-value head ``i % groups``, where ``i // (heads / groups)`` is due."""
+    """Let query head i share the key-value head ``i % groups`` instead of ``i // (heads / groups)``."""
     heads = heads_of(pair)
     order = tuple(head for group in range(heads.groups) for head in range(group, heads.heads, heads.groups))
     rows = parameter("q_proj.weight", lambda left: reorder(left, order))

@@ -30,7 +30,7 @@ class BottomRightAttention(nn.Module):
     """Causal attention in which the last query stands at the last key, as with a key-value cache."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Arguments and result as ``CoreAttention``'s."""
+        """Take and return what ``CoreAttention`` does."""
         seq_q, seq_kv = query.shape[1], key.shape[1]
         positions = torch.arange(seq_q, device=query.device) + seq_kv - seq_q
         hidden = torch.arange(seq_kv, device=query.device) > positions[:, None]
@@ -41,7 +41,7 @@ class SoftcapAttention(nn.Module):
     """Causal attention whose scores are ``cap * tanh(score / cap)``, as in Gemma 2."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Arguments and result as ``CoreAttention``'s."""
+        """Take and return what ``CoreAttention`` does."""
         return _attend(_causal(SOFTCAP * torch.tanh(_scores(query, key) / SOFTCAP)), value)
 
 
@@ -53,7 +53,7 @@ class SinkAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(heads).normal_())
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Arguments and result as ``CoreAttention``'s."""
+        """Take and return what ``CoreAttention`` does."""
         scores = _causal(_scores(query, key))
         sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
         return _weighted(torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1], value)
@@ -69,21 +69,21 @@ class AlibiAttention(nn.Module):
         self.register_buffer("slopes", slopes(heads))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Arguments and result as ``CoreAttention``'s."""
+        """Take and return what ``CoreAttention`` does."""
         positions = torch.arange(query.shape[1], device=query.device)
         bias = self.slopes[:, None, None] * (positions - positions[:, None])
         return _attend(_causal(_scores(query, key) + bias.to(query.dtype)), value)
 
 
 def slopes(heads: int) -> Tensor:
-    """``[heads]``, FP32: ALiBi's, by which a score falls a position."""
+    """Return ALiBi's slopes, by which a score falls a position: ``[heads]``, FP32."""
     return LARGEST_SLOPE ** torch.arange(1.0, heads + 1.0)
 
 
 def query_key_value(
     rng: Rng, batch: int, seq: int, heads: int, groups: int, head_dim: int, seq_kv: int = 0
 ) -> tuple[Tensor, ...]:
-    """``[batch, seq, heads, head_dim]``, and twice ``[batch, seq_kv or seq, groups, head_dim]``."""
+    """Draw ``[batch, seq, heads, head_dim]``, and twice ``[batch, seq_kv or seq, groups, head_dim]``."""
     return (
         rng.normal(batch, seq, heads, head_dim),
         rng.normal(batch, seq_kv or seq, groups, head_dim),
@@ -125,13 +125,13 @@ def alibi_attention(te: ModuleType, **size: int) -> Pair:
 
 @host("cached_attention", *CROSS, precisions=UNQUANTIZED)
 def cached_attention(te: ModuleType, **size: int) -> Pair:
-    """More keys than queries."""
+    """Attend to more keys than there are queries."""
     return _core_pair(te, BottomRightAttention(), size, attn_mask_type="causal_bottom_right")
 
 
 @host("padded_attention", SMALL, LARGE, precisions=UNQUANTIZED)
 def padded_attention(te: ModuleType, **size: int) -> Pair:
-    """Sequences of unequal lengths; a padded query's result means nothing, so both return 0 there."""
+    """Attend in sequences of unequal lengths; a padded query's result means nothing, so both return 0 there."""
 
     def inputs(rng: Rng, batch: int, seq: int, heads: int, groups: int, head_dim: int) -> tuple[Tensor, ...]:
         lengths = rng.integers(batch, low=seq // 2, high=seq)
@@ -166,7 +166,7 @@ def _core_pair(te: ModuleType, reference: nn.Module, size: dict[str, int], **te_
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """``[batch, heads, seq_q, seq_kv]``, scaled; heads are shared out to the groups in order."""
+    """Return ``[batch, heads, seq_q, seq_kv]``, scaled; heads are shared out to the groups in order."""
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     return query.transpose(1, 2) @ key.permute(0, 2, 3, 1) / math.sqrt(query.shape[-1])
 
@@ -181,7 +181,7 @@ def _attend(scores: Tensor, value: Tensor) -> Tensor:
 
 
 def _weighted(probabilities: Tensor, value: Tensor) -> Tensor:
-    """``[batch, seq_q, heads * head_dim]``."""
+    """Return ``[batch, seq_q, heads * head_dim]``."""
     value = value.repeat_interleave(probabilities.shape[1] // value.shape[2], dim=2).transpose(1, 2)
     return (probabilities @ value).transpose(1, 2).flatten(2)
 
@@ -200,7 +200,7 @@ class InterleavedRotaryEmbedding(RotaryEmbedding):
     """RoPE as in Meta's Llama, which rotates elements 2i and 2i + 1 together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes as ``RotaryEmbedding``'s."""
+        """Take and return what ``RotaryEmbedding`` does."""
         positions = self.inv_freq.new_ones(x.shape[1]).cumsum(0) - 1
         return rotate_interleaved(x, positions[:, None] * self.inv_freq)
 
@@ -214,7 +214,7 @@ class PartialRotaryEmbedding(nn.Module):
         self.rope = RotaryEmbedding(self.rotated)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes as ``RotaryEmbedding``'s."""
+        """Take and return what ``RotaryEmbedding`` does."""
         return torch.cat((self.rope(x[..., : self.rotated]), x[..., self.rotated :]), dim=-1)
 
 
@@ -237,7 +237,7 @@ def stacked_qkv_attention(te: ModuleType, hidden: int, heads: int, groups: int, 
 
 @host("meta_rope_attention", SMALL_PROJECTED, LARGE_PROJECTED)
 def meta_rope_attention(te: ModuleType, hidden: int, heads: int, groups: int, **_: Any) -> Pair:
-    """Meta's form of RoPE in the reference, the halves form with permuted weights in TE."""
+    """Pair Meta's form of RoPE in the reference with the halves form and permuted weights in TE."""
     halves: dict[Side, Side] = {rope_halves(name, head_dim=hidden // heads): SEPARATE[name] for name in QKV[:2]}
     pair = _projected_pair(te, halves | {QKV[2]: SEPARATE[QKV[2]]}, hidden, heads, groups)
     pair.reference.rope = InterleavedRotaryEmbedding(hidden // heads)
@@ -304,7 +304,7 @@ class LongAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor:
-        """Tensors as ``CoreAttention``'s; positions ``[seq_q]`` and ``[seq_kv]``, int64."""
+        """Take tensors as ``CoreAttention``'s; positions ``[seq_q]`` and ``[seq_kv]``, int64."""
         return self.core(self._rotated(query, query_positions), self._rotated(key, key_positions), value)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -330,17 +330,17 @@ class TELongAttention(nn.Module):
         self.phases = self.right_phases
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """``[head_dim / 2]``, FP32, in radians a position."""
+        """Return ``[head_dim / 2]``, FP32, in radians a position."""
         return 1.0 / BASE ** (torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim)
 
     def right_phases(self, positions: Tensor) -> Tensor:
-        """Positions times frequencies, in FP32."""
+        """Multiply positions by frequencies, in FP32."""
         return positions.float()[:, None] * self.frequencies(positions.device)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor:
-        """Arguments as ``LongAttention``'s."""
+        """Take what ``LongAttention`` does."""
         return self.core(self._rotated(query, query_positions), self._rotated(key, key_positions), value)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class ParallelLayer(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+        """Map ``[batch, seq, hidden]`` to the same."""
         normed = self.norm(x)
         return x + self.attention(normed) + self.down_proj(F.gelu(self.up_proj(normed), approximate="tanh"))
 
@@ -112,7 +112,7 @@ def llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int, 
 
 
 def te_llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int) -> nn.Module:
-    """TE's layer as a Llama has it, batch first, without dropout; its call takes the RoPE."""
+    """Return TE's layer as a Llama has it, batch first, without dropout; its call takes the RoPE."""
     return _te_layer(
         te, hidden, ffn, heads, num_gqa_groups=groups, normalization="RMSNorm", activation="swiglu", bias=False
     )
@@ -145,7 +145,7 @@ class Mixture(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn).normal_(std=ffn**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` to the same."""
+        """Map ``[tokens, hidden]`` to the same."""
         shares, chosen = route(self.router(x), CHOSEN)
         result = torch.zeros_like(x)
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
@@ -172,7 +172,7 @@ class TEMixture(nn.Module):
         self.weights_of: Route = route
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` to the same."""
+        """Map ``[tokens, hidden]`` to the same."""
         shares, chosen = self.weights_of(self.router(x), self.chosen)
         rows, places = self.te.moe_permute(x, chosen.int(), num_out_tokens=chosen.numel(), map_type="index")
         splits = torch.bincount(chosen.flatten(), minlength=self.experts).tolist()
@@ -182,14 +182,14 @@ class TEMixture(nn.Module):
 
 
 def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-    """Of the softmax of ``[tokens, experts]`` the largest, divided by their sum: weights and experts."""
+    """Return the largest weights of the softmax, divided by their sum, and their experts."""
     shares, experts = logits.softmax(dim=-1).topk(chosen, dim=-1)
     return shares / shares.sum(dim=-1, keepdim=True), experts
 
 
 @host("mixture", SMALL_MIXTURE, LARGE_MIXTURE, precisions=UNQUANTIZED)
 def mixture(te: ModuleType, hidden: int, ffn: int, experts: int, **_: Any) -> Pair:
-    """FP8 would need as many tokens of each expert as its kernels' tiles hold."""
+    """Pair mixtures; FP8 would need as many tokens of each expert as its kernels' tiles hold."""
     return Pair(
         reference=Mixture(hidden, ffn, experts),
         candidate=construct(TEMixture, te, hidden, ffn, experts),
@@ -229,7 +229,7 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(hidden, eps=1e-5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``."""
+        """Map tokens ``[batch, seq]`` to logits ``[batch, seq, vocabulary]``."""
         return F.linear(self.norm(self.layer(self.tokens(tokens))), self.tokens.weight)
 
 
@@ -255,7 +255,7 @@ class TEModel(nn.Module):
         self.final_norm: Callable[[Tensor], Tensor] = lambda x: self.norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Shapes as ``Model``'s."""
+        """Take and return what ``Model`` does."""
         x = self.layer(self.tokens(tokens), rotary_pos_emb=self.frequencies(tokens.shape[1]))
         return functional_call(self.head, {"weight": self.tie(self.tokens.weight)}, (self.final_norm(x),))
 
@@ -274,7 +274,7 @@ class WithLoss(nn.Module):
         self.reduce = mean_of_counted
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Both ``[batch, seq]``; labels that are ``IGNORED`` do not count."""
+        """Take both ``[batch, seq]``; labels that are ``IGNORED`` do not count."""
         logits = self.model(tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")

@@ -36,7 +36,7 @@ class LowRankLinear(nn.Module):
         self.scale = ALPHA / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, width]`` to ``[batch, seq, out]``."""
+        """Map ``[batch, seq, width]`` to ``[batch, seq, out]``."""
         return self.base(x) + self.scale * self.up(self.down(x))
 
 
@@ -166,7 +166,7 @@ class ErfMLP(nn.Module):
         self.down_proj = nn.Linear(ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
+        """Map ``[..., hidden]`` to the same."""
         return self.down_proj(F.gelu(self.up_proj(self.norm(x))))
 
 
@@ -180,7 +180,7 @@ class ComposedMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
+        """Map ``[..., hidden]`` to the same."""
         return self.fc2(self.activation(self.fc1(x)))
 
 

@@ -45,7 +45,7 @@ class Microbatched(nn.Module):
         self.is_first: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, width]`` to ``[batch, seq, out]``."""
+        """Map ``[batch, seq, width]`` to ``[batch, seq, out]``."""
         weight = self.linear.weight
         weight.main_grad = torch.zeros(weight.shape, dtype=self.main_grad_dtype, device=weight.device)
         weight.grad_added_to_main_grad = False
@@ -56,7 +56,7 @@ class Microbatched(nn.Module):
 
 
 def _read_main_grad(weight: Any) -> None:
-    """TE leaves a dummy in ``grad``."""
+    """Read the gradient from ``main_grad``; TE leaves a dummy in ``grad``."""
     weight.grad = weight.main_grad.to(weight.dtype)
 
 
@@ -73,7 +73,7 @@ class Stepped(nn.Module):
         self.step = stepped
 
     def forward(self, x: Tensor, update: Tensor) -> Tensor:
-        """``x`` is ``[batch, seq, width]``, the update has the weight's shape."""
+        """Take ``[batch, seq, width]``, and an update of the weight's shape."""
         return functional_call(self.linear, {"weight": self.step(self.linear.weight, update)}, (x,))
 
 
@@ -94,7 +94,7 @@ def microbatched_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
 
 @host("averaged_linear", *STEP)
 def averaged_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
-    """Output gradients as small as a loss averaged over many tokens makes them."""
+    """Make output gradients as small as a loss that is averaged over many tokens does."""
 
     def call(module: nn.Module, x: Tensor) -> Tensor:
         return module(x) / TOKENS
@@ -146,7 +146,7 @@ class Trained(nn.Module):
         self.optimizer = optimizer
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """``x`` is ``[batch, width]``, the target ``[batch, out]``; returns what is left of it before and after."""
+        """Take ``[batch, width]`` and a target ``[batch, out]``; return what is left of it before and after."""
         linear = copy.deepcopy(self.linear)
         optimizer = self.optimizer(linear.parameters())
         for _ in range(ADAM_STEPS):
@@ -159,7 +159,7 @@ class Trained(nn.Module):
 
 @host("trained_linear", SMALL_TRAINED, LARGE_TRAINED, precisions=UNQUANTIZED)
 def trained_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
-    """With FP32 master weights, as whoever trains 16-bit weights should have."""
+    """Train with FP32 master weights, as whoever trains 16-bit weights should."""
     return Pair(
         reference=Trained(nn.Linear(width, out, bias=False), lambda weights: AdamW(weights, **ADAM_SETTINGS)),
         candidate=Trained(
