@@ -202,13 +202,13 @@ def kernels(
     ] = None,
 ) -> None:
     """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
-    from parity.lab.kernel_table import command
+    from parity.lab.kernel_table import table
     from parity.plugin.options import check_file
 
     check_file(report, "--report")
     if reference not in ("gpu", "cpu"):
         raise UserError(f"--reference is {reference!r}, but must be gpu or cpu")
-    command.make_table(keyword, seed, report, "gpu" if reference == "gpu" else "cpu", minutes)
+    table.make_table(keyword, seed, report, "gpu" if reference == "gpu" else "cpu", minutes)
     print(f"report: {report}")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parity import te
 from parity.cpu import cuda
-from parity.lab.kernel_table import command, table
+from parity.lab.kernel_table import table
 from parity.lab.kernel_table.bench import KernelCall
 from parity.lab.kernel_table.measure import Outcome, select
 from parity.lab.kernel_table.table import Comparison, Distance, compare, draw, fraction, ulps
@@ -93,8 +93,8 @@ def test_the_record_has_a_line_for_each_result_and_its_verdict_counts_them(tmp_p
     equal, apart = Distance(8, 0, 0, 0.0), Distance(8, 3, math.inf, 0.02)
     rows = [Comparison(CALL, {"z": equal, "mu": apart, "amax": "on the CPU only"}, seconds=1e-5)]
     rows.append(Comparison(select("to mxfp8")[0], {}, "GPU: too old"))
-    table.write(rows, environment.measure("cpu", [0], items=2), "emulated Hopper", tmp_path / "table.jsonl")
-    entries = table.read(tmp_path / "table.jsonl")
+    table.write_lines(rows, environment.measure("cpu", [0], items=2), "emulated Hopper", tmp_path / "table.jsonl")
+    entries = table.read_lines(tmp_path / "table.jsonl")
     assert [entry["result"] for entry in entries] == ["z", "mu", "amax", None]
     assert [entry["different"] for entry in entries] == [0, 3, None, None]
     assert entries[1]["max_ulps"] is None
@@ -105,8 +105,8 @@ def test_the_record_has_a_line_for_each_result_and_its_verdict_counts_them(tmp_p
 
 
 def test_the_command_can_be_tried_without_a_gpu(tmp_path: Path) -> None:
-    command.make_table("compute_amax: BF16", 0, tmp_path / "table.md", reference="cpu")
-    assert table.verdict(table.read(tmp_path / "table.jsonl")) == "1 of 1 results equal to the bit"
+    table.make_table("compute_amax: BF16", 0, tmp_path / "table.md", reference="cpu")
+    assert table.verdict(table.read_lines(tmp_path / "table.jsonl")) == "1 of 1 results equal to the bit"
     assert "A trial without a GPU" in (tmp_path / "table.md").read_text()
 
 
@@ -115,7 +115,7 @@ def test_the_command_can_be_tried_without_a_gpu(tmp_path: Path) -> None:
     [((8, 0), "ada"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"), ((12, 0), "blackwell")],
 )
 def test_the_emulated_gpu_is_the_nearest_to_the_real_one(capability: tuple[int, int], name: str) -> None:
-    assert command.nearest_gpu(*capability) == name
+    assert table.nearest_gpu(*capability) == name
     assert name in cuda.GPUS
 
 
@@ -123,12 +123,12 @@ def test_the_emulated_gpu_is_the_nearest_to_the_real_one(capability: tuple[int, 
 def test_without_a_gpu_the_table_is_said_to_be_missing_and_why(tmp_path: Path) -> None:
     report = tmp_path / "kernel-table.md"
     with pytest.raises(UserError, match=r"table.*is missing.*no CUDA device.*parity kernels"):
-        command.make_table("", 0, report)
+        table.make_table("", 0, report)
     assert not report.exists()
 
 
 @pytest.mark.skipif(te.why_no_gpu() is not None, reason="needs TransformerEngine's compiled kernels and a GPU")
 def test_on_a_gpu_amaxes_are_equal_to_the_bit(tmp_path: Path) -> None:
     report = tmp_path / "kernel-table.md"
-    command.make_table("compute_amax", 0, report)
+    table.make_table("compute_amax", 0, report)
     assert report.read_text().count("100 %") == 3

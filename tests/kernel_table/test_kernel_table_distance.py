@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.lab.kernel_table.table import measure, ordinal
+from parity.lab.kernel_table.table import distance_of, ordinal
 
 FORMATS = (
     torch.float32,
@@ -48,53 +48,53 @@ def test_stepping_through_the_numbers_counts_as_many_ulps(bits: int, sign: float
     y = x
     for _ in range(steps):
         y = torch.nextafter(y, torch.tensor(math.inf))
-    assert measure(x, y).max_ulps == steps
+    assert distance_of(x, y).max_ulps == steps
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_tensor_is_equal_to_itself_nans_included(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, -0.0, math.nan, 448.0]).to(dtype)
-    assert measure(x, x.clone()) == measure(x, x)
-    assert (measure(x, x).different, measure(x, x).max_ulps) == (0, 0)
+    assert distance_of(x, x.clone()) == distance_of(x, x)
+    assert (distance_of(x, x).different, distance_of(x, x).max_ulps) == (0, 0)
 
 
 def test_zeros_of_other_sign_differ_in_a_bit_and_are_no_ulp_apart() -> None:
-    distance = measure(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    distance = distance_of(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
     assert (distance.elements, distance.different, distance.max_ulps) == (2, 1, 0)
 
 
 def test_nans_of_other_bits_are_no_ulp_apart() -> None:
     x, y = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
-    assert (measure(x, y).different, measure(x, y).max_ulps) == (1, 0)
+    assert (distance_of(x, y).different, distance_of(x, y).max_ulps) == (1, 0)
 
 
 def test_a_nan_on_one_side_is_infinitely_far() -> None:
-    assert measure(torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 1.0])).max_ulps == math.inf
+    assert distance_of(torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 1.0])).max_ulps == math.inf
 
 
 def test_infinity_is_one_number_from_the_largest() -> None:
-    assert measure(torch.tensor([math.inf]), torch.tensor([torch.finfo(torch.float32).max])).max_ulps == 1
+    assert distance_of(torch.tensor([math.inf]), torch.tensor([torch.finfo(torch.float32).max])).max_ulps == 1
 
 
 def test_empty_tensors_are_equal() -> None:
-    assert measure(torch.empty(0), torch.empty(0)).max_ulps == 0
+    assert distance_of(torch.empty(0), torch.empty(0)).max_ulps == 0
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)])
 def test_tensors_of_other_shape_or_dtype_are_not_compared(other: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="cannot be compared"):
-        measure(torch.zeros(2), other)
+        distance_of(torch.zeros(2), other)
 
 
 def test_the_relative_distance_is_the_difference_s_norm_over_the_first_tensor_s() -> None:
     x, y = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
-    assert measure(x, y).relative == pytest.approx(0.1)
+    assert distance_of(x, y).relative == pytest.approx(0.1)
 
 
 def test_elements_that_are_not_finite_have_no_part_in_the_relative_distance() -> None:
     x, y = torch.tensor([3.0, 4.0, math.inf]), torch.tensor([3.0, 4.5, math.nan])
-    assert measure(x, y).relative == pytest.approx(0.1)
+    assert distance_of(x, y).relative == pytest.approx(0.1)
 
 
 def test_integers_may_be_names_and_have_no_relative_distance() -> None:
-    assert math.isnan(measure(torch.tensor([1, 2]), torch.tensor([1, 3])).relative)
+    assert math.isnan(distance_of(torch.tensor([1, 2]), torch.tensor([1, 3])).relative)

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.lab.kernel_table import measure
-from parity.lab.kernel_table.command import ENDED, TIME_OVER, outcomes_of, run
 from parity.lab.kernel_table.measure import GPU_LOST, Outcome
+from parity.lab.kernel_table.table import ENDED, TIME_OVER, outcomes_of, run
 
 COUNT = 12
 

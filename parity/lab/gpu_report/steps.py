@@ -176,7 +176,7 @@ def on_limits(folder: Path) -> str:
 
 def kernels(folder: Path) -> str:
     """Return how much of the table is equal to the bit, and where it is not."""
-    return table.verdict(table.read(folder / "kernel-table.jsonl"))
+    return table.verdict(table.read_lines(folder / "kernel-table.jsonl"))
 
 
 def throughput(folder: Path) -> str:
