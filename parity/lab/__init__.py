@@ -1,1 +1,1 @@
-"""What measures the product and the field; nothing but the command line imports it, late."""
+"""Measure the product and the field; nothing but the command line imports it, late."""

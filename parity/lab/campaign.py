@@ -1,4 +1,4 @@
-"""Many jobs, made here or in processes; each result is kept as soon as it is there, so that what stopped goes on."""
+"""Make many jobs, here or in processes, and keep each result as soon as it is there, so that what stopped goes on."""
 
 from __future__ import annotations
 

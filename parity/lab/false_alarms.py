@@ -1,7 +1,4 @@
-"""How often right ports are rejected.
-
-Compared on seeds, sizes and models that no limit was fitted to, counted, and reported.
-"""
+"""Count how often right ports are rejected, on seeds, sizes and models that no limit was fitted to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs of a transformer, component by component, each formula with its source.
+"""Count the FLOPs of a transformer, component by component, each formula with its source.
 
 And those of the plain modules in ``parity.reference``.
 """

@@ -1,4 +1,4 @@
-"""``parity lab same``: whether two versions of parity computed the same numbers and said the same words.
+"""``parity lab same``: tell if two versions of parity computed the same numbers and said the same words.
 
 It is the ruler of a refactoring. The versions leave records behind, each by ``scripts/keep_records.sh``; here the
 records are compared exactly, every number to its last digit and every text to its last letter. Left out are

@@ -1,4 +1,4 @@
-"""Shows a calibration table and how well its laws fit."""
+"""Show a calibration table and how well its laws fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ports that are known to be right, and sizes that nobody chose.
-
-What limits are fitted to, and false alarms are counted on.
-"""
+"""List ports that are known to be right and draw sizes for them, to fit limits and to count false alarms."""
 
 from __future__ import annotations
 

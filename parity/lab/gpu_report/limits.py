@@ -1,4 +1,4 @@
-"""Whether a run's errors lie where the packaged laws say: ``python -m parity.lab.gpu_report.limits RECORD REPORT``.
+"""Hold a run's errors against the packaged laws: ``python -m parity.lab.gpu_report.limits RECORD REPORT``.
 
 The laws come from emulated kernels until real ones have been measured. A run's record holds every statistic that was
 judged, so that it can be held against them without running anything again.

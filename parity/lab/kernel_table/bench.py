@@ -1,7 +1,4 @@
-"""A kernel call, and what it finds.
-
-TransformerEngine on one kind of kernels, seeded inputs, and results as plain tensors.
-"""
+"""Make one kernel call: TransformerEngine on one kind of kernels, seeded inputs, and results as plain tensors."""
 
 from __future__ import annotations
 

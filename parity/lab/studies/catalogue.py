@@ -1,4 +1,4 @@
-"""Which studies there are, and their options as a person writes them."""
+"""List the studies, load and run them, and read their options as a person writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study's report says: what many runs tell together, verdicts on what its sources claim, and tables."""
+"""Say in a study's report what many runs tell together, verdicts on what its sources claim, and tables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What studies have in common before they compute.
-
-Names that a setting may hold, distributions of values, the device, and the GPU of a precision.
-"""
+"""Read what studies are asked for: names that a setting may hold, distributions, the device, a precision's GPU."""
 
 from __future__ import annotations
 

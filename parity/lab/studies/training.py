@@ -1,6 +1,4 @@
-"""Small language models, each in plain PyTorch and with TransformerEngine, the text that they learn, and their training
-with FP32 master weights.
-"""
+"""Train small language models, in plain PyTorch and with TransformerEngine, on text, with FP32 master weights."""
 
 from __future__ import annotations
 

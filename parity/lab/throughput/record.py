@@ -1,4 +1,4 @@
-"""What was measured, as plain data: rows in JSON lines behind the environment, with the state that the GPU was in."""
+"""Keep what was measured as plain data: rows in JSON lines behind the environment, with the state of the GPU."""
 
 from __future__ import annotations
 

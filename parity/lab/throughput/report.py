@@ -1,4 +1,4 @@
-"""The report of a measurement: what each precision buys and costs, as tables and a plot of speed against error."""
+"""Report a measurement: what each precision buys and costs, as tables and a plot of speed against error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is timed.
-
-A case at a size, by whom it is computed, and the modules of each, which hold the same rounded numbers.
-"""
+"""Build what is timed: a case at a size, and the modules that compute it, which hold the same rounded numbers."""
 
 from __future__ import annotations
 

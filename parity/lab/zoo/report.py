@@ -1,4 +1,4 @@
-"""The zoo's report: counts over trials, markdown tables and a plot, drawn from the verdicts alone."""
+"""Draw the zoo's report: counts over trials, markdown tables and a plot, drawn from the verdicts alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the report of the study ``expected_error``."""
+"""Draw the report of the study ``expected_error``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How far flash attention deviates from baseline attention, and which rounding does it."""
+"""Measure how far flash attention deviates from baseline attention, and which rounding does it."""

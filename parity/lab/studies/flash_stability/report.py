@@ -1,4 +1,4 @@
-"""Draws the report of the study ``flash_stability``: Golden et al.'s claims tested, plots, and tables."""
+"""Draw the report of the study ``flash_stability``: Golden et al.'s claims tested, plots, and tables."""
 
 from __future__ import annotations
 

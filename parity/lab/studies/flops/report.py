@@ -1,4 +1,4 @@
-"""Draws the report of the study ``flops``."""
+"""Draw the report of the study ``flops``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the report of the study ``fp8_accumulation``."""
+"""Draw the report of the study ``fp8_accumulation``."""
 
 from __future__ import annotations
 

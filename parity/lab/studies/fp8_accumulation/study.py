@@ -1,4 +1,4 @@
-"""What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
+"""Measure what the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
 
 Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.tensor_cores`` adds: without
 ``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64

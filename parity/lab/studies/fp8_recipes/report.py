@@ -1,4 +1,4 @@
-"""Draws the report of the study ``fp8_recipes``."""
+"""Draw the report of the study ``fp8_recipes``."""
 
 from __future__ import annotations
 

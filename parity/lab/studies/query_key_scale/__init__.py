@@ -1,1 +1,1 @@
-"""Where to scale queries and keys: overflow and error by magnitude, head width and dtype."""
+"""Compare where to scale queries and keys: overflow and error by magnitude, head width and dtype."""

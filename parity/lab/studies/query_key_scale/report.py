@@ -1,4 +1,4 @@
-"""Draws the report of the study ``query_key_scale``."""
+"""Draw the report of the study ``query_key_scale``."""
 
 from __future__ import annotations
 

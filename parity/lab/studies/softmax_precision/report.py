@@ -1,4 +1,4 @@
-"""Draws the report of the study ``softmax_precision``."""
+"""Draw the report of the study ``softmax_precision``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whether TE models train as the plain models do, recipe by recipe."""
+"""Test whether TE models train as the plain models do, recipe by recipe."""

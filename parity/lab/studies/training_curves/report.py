@@ -1,4 +1,4 @@
-"""Draws the report of the study ``training_curves``."""
+"""Draw the report of the study ``training_curves``."""
 
 from __future__ import annotations
 

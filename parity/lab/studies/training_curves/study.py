@@ -1,4 +1,4 @@
-"""Whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
+"""Test whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
 
 A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
 batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also

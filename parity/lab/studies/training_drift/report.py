@@ -1,4 +1,4 @@
-"""Draws the report of the study ``training_drift``."""
+"""Draw the report of the study ``training_drift``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What numeric deviation does to training: how far the weights of two models drift apart that should be the same.
+"""Measure what deviation does to training: how far the weights of two models drift apart that should be the same.
 
 After the second half of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The same small language model
 trains again and again from the same weights on the same batches, with one thing changed: flash attention for
