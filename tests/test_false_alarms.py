@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.lab import false_alarms
+from parity.lab import campaign, false_alarms
 from parity.lab.calibration.right_ports import QUANTIZED_MULTIPLE, like
 from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
 from parity.lab.zoo.catalogue import HOSTS
@@ -95,7 +95,7 @@ def test_the_report_counts_alarms_and_lists_them(compared):
 
 def test_what_is_recorded_is_not_compared_again(compared, monkeypatch):
     folder, plan, outcomes = compared
-    monkeypatch.setattr(false_alarms, "processes", _NoPool)
+    monkeypatch.setattr(campaign, "processes", _NoPool)
     assert false_alarms.run(plan, folder / "alarms.jsonl", workers=1) == outcomes
 
 

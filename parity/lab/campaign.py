@@ -55,7 +55,7 @@ class Campaign(Generic[Job, Result]):
 
     def keep(self, job: Job, result: Result) -> None:
         """Add a job's result; it is in the record when this returns."""
-        record.append(self._path, self._identity(job), self._types.dump_python(result, mode="json"), self._code)
+        record.append(self._path, self._identity(job), self._types.dump_python(result), self._code)
 
     def complete(
         self, jobs: Iterable[Job], make: Callable[[Job], Result], doing: str, workers: int | None = None

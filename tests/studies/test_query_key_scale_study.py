@@ -156,7 +156,7 @@ def test_minus_infinity_is_a_probability_of_0_and_plus_infinity_nan() -> None:
 def test_outcomes_survive_the_record_to_four_digits(found: Outcomes) -> None:
     types = TypeAdapter(Outcome)
     for outcome in found.values():
-        again = types.validate_python(types.dump_python(outcome, mode="json"))
+        again = types.validate_python(types.dump_python(outcome))
         assert again.frontiers == pytest.approx(outcome.frontiers, rel=1e-3)
         for way, by_magnitude in outcome.errors.items():
             for exponent, errors in by_magnitude.items():
