@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,12 @@ from parity.case.weight_map import renamed
 from parity.cases import attention, layer, linear, mlp, norm
 from parity.numerics.errors import relative_l2
 from parity.numerics.freedom import Freedom
-from parity.passes.all_passes import Tensors
 from parity.te import Kernels
 from parity.te.attention_backend import te_variables
 from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.passes.all_passes import Tensors
 
 # TE's ``DotProductAttention`` on a backend of the caller's choice.
 
