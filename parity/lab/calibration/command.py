@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parity import te
-from parity.case.case import Case
 from parity.case.validate import check_case
 from parity.judge import differences
 from parity.judge import limits as table
@@ -217,17 +216,14 @@ def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
     measured = Measured()
     for seed in settings.seeds:
         for precision in precisions:
-            for checked in check_case(_sized(case, precision, seed), kernels.te):
+            sized = dataclasses.replace(case, sizes=(*case.sizes, drawn(case, precision, seed)))
+            for checked in check_case(sized, kernels.te):
                 try:
                     measured.samples.extend(draw(case, checked, precision, seed, kernels, settings.draws))
                 except Exception as error:  # of the case's modules, as where a recipe takes no matrix of its size
                     forget()  # the pass may have left the reference half changed
                     measured.left_out.append(LeftOut(name, checked.label, precision.name, seed, one_line(error)))
     return measured
-
-
-def _sized(case: Case, precision: Precision, seed: int) -> Case:
-    return dataclasses.replace(case, sizes=(*case.sizes, drawn(case, precision, seed)))
 
 
 def _provenance(settings: Settings) -> dict[str, Any]:

@@ -287,16 +287,12 @@ def _throughput(small: bool, minutes: float) -> tuple[str, ...]:
 def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
     """Return the options; each kind of tensor needs eight different ones, and the small part is the file with most."""
     cases = built_in.folder()
-    all_cases = (str(cases), "-n", str(_processes()))
+    # Enough processes to keep a GPU busy with small modules; each takes memory of its own there.
+    all_cases = (str(cases), "-n", str(min(6, host.cores())))
     files = (str(cases / "mlp.py"), "-p", "bf16", "-n", "1") if small else all_cases
     table = ("-o", str(folder / "calibration.json"), "--report", str(folder / "calibration.md"))
     # No verdict uses the table; how much wider its limits are is what the step is to tell.
     return (*files, "--seeds", "1", "--draws", "0", "--accept-wider", *table)
-
-
-def _processes() -> int:
-    """Return enough to keep a GPU busy with small modules; each takes memory of its own there."""
-    return min(6, host.cores())
 
 
 def _parity(*arguments: object) -> tuple[str, ...]:
