@@ -587,7 +587,7 @@ def _growth_text(found: Results, settings: Settings) -> str:
 
 
 def _amplified(fits: Mapping[tuple[str, str], Law]) -> Iterator[str]:
-    """Return the modules whose error grows by a factor with each further one."""
+    """Yield the modules whose error grows by a factor with each further one."""
     for module in dict.fromkeys(name for (name, _), fitted in fits.items() if fitted.rates):
         rates = [fitted.rates["depth"] for (name, _), fitted in fits.items() if name == module and fitted.rates]
         yield (

@@ -139,7 +139,7 @@ def _range_costs(found: Results, settings: Settings) -> str:
 
 
 def _entries(settings: Settings) -> list[Run]:
-    """Yield both algorithms on each distribution, every step rounded."""
+    """Return both algorithms on each distribution, every step rounded."""
     return [entry for base in _bases(settings) for entry in (base, untiled(base))]
 
 

@@ -25,7 +25,7 @@ _RESOLUTION = 2.0 ** (1 / 16)
 
 
 def claims(found: Mapping[Run, Outcome], settings: Settings, head_dim: int) -> Iterator[Claim]:
-    """Return each claim with figures for the first distribution that was run.
+    """Yield each claim with figures for the first distribution that was run.
 
     Args:
         found: outcomes of the study.

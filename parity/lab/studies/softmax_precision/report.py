@@ -71,7 +71,7 @@ class Measured:
 
 
 def claims(found: Mapping[Run, Outcome], settings: Settings, measured: Measured) -> Iterator[Claim]:
-    """Return each claim with figures for FP16, which must have been run, in both layouts."""
+    """Yield each claim with figures for FP16, which must have been run, in both layouts."""
     yield _overflow(found, settings, measured)
     yield _relaxed_range(found, settings, measured)
     yield _relaxed_precision(found, settings)
