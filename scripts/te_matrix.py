@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.14.1", "2.16.1", "2.18.0", "2.19.0", "2.20.2")
 GROUPS = {
     "kernels": ("tests/cpu",),
-    "TE's modules": ("tests/te_modules",),
-    "loading TE": ("tests/test_te.py",),
+    "TE's modules": ("tests/te/modules",),
+    "loading TE": ("tests/te/test_te.py",),
     "cases": ("cases", "--parity-backend=cpu", "--parity-seeds=1"),
 }
 _LONGEST_RUN = 1800  # seconds

@@ -1,4 +1,4 @@
-"""One comparison beside others or alone, and again if memory runs out; and the lock that makes it so."""
+"""One comparison beside others or alone, again if memory runs out, and its verdict before the search for its cause."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from pathlib import Path
 
 import fakes
 import pytest
+from plugin_runs import recorded, run, run_in_a_process, write
 
 from parity.plugin import attempt as attempts
 from parity.plugin.attempt import DeviceLock
 from parity.plugin.options import Workplace
+from parity.report import record
 from parity.result import Result
+
+# One comparison beside others or alone, and again if memory runs out; and the lock that makes it so.
+
 
 FITS = fakes.result()
 OUT_OF_MEMORY = fakes.result(status="error", reason="no memory", tensors=(), device_error="out of memory")
@@ -133,3 +138,164 @@ def test_who_waits_for_another_to_be_done_alone_keeps_no_memory_meanwhile(tmp_pa
         assert (order, released) == ([], ["memory"])
     later.join(10)
     assert order == ["later"]
+
+
+# A failure is recorded with its tensors whatever becomes of the process that searches for its cause.
+
+
+pytest_plugins = ["pytester"]
+
+LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
+CUT_SHORT = "the search for the cause was cut short: "
+ENDS = {
+    "fails_and_its_search_kills_it": "its worker died: SIGKILL",
+    "fails_and_its_search_exits": "its worker ended with exit code 3",
+    "fails_and_its_search_hangs": f"{LIMIT}; its worker was ended and replaced",
+    "fails_and_its_search_hangs_for_good": f"{LIMIT}, and let no thread of Python run; its worker was ended",
+}
+Ended = tuple[int, str, dict[str, Result], str]
+
+
+def assert_verdict(result: Result, note: str) -> None:
+    """A failure as it was judged, and why its cause is not known."""
+    assert (result.status, result.reason, result.findings) == ("failed", "", ())
+    assert result.tensors == (fakes.tensor(margin=100.0),)
+    assert result.notes[-1].startswith(note)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run with two workers, in which searches come to grief in each way, and other items do not."""
+    folder = tmp_path_factory.mktemp("ended")
+    names = [*ENDS, "fails_and_its_search_breaks_the_device", "fails", "sound"]
+    code, printed, results = run_in_a_process(folder, names, "-n", "2", "--parity-timeout=3")
+    assert sorted(result.case for result in results) == sorted(names)  # exactly one line for each item
+    return code, printed, {result.case: result for result in results}, (folder / "reports/parity.md").read_text()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_worker_during_the_search_leaves_the_verdict(ended: Ended, name: str) -> None:
+    code, printed, results, report = ended
+    assert_verdict(results[name], CUT_SHORT + ENDS[name])
+    assert code == 1
+    assert CUT_SHORT + ENDS[name] in printed
+    assert CUT_SHORT + ENDS[name] in report
+
+
+def test_a_device_that_breaks_during_the_search_leaves_the_verdict(ended: Ended) -> None:
+    result = ended[2]["fails_and_its_search_breaks_the_device"]
+    assert_verdict(result, "the search for the cause raised AcceleratorError: CUDA error: an illegal memory access")
+    assert result.device_error == "broken"
+
+
+def test_other_items_have_their_findings_and_all_failures_are_counted(ended: Ended) -> None:
+    _, printed, results, report = ended
+    assert results["fails"].findings == (fakes.GATE_UP_SWAPPED,)
+    assert results["sound"].status == "passed"
+    assert "6 failed, 1 passed" in printed
+    assert "6 of 7 items failed" in report
+
+
+def test_without_workers_the_time_limit_leaves_the_verdict_and_a_report(tmp_path: Path) -> None:
+    code, printed, results = run_in_a_process(tmp_path, ["sound", "fails_and_its_search_hangs"], "--parity-timeout=3")
+    assert code == 1
+    assert [result.status for result in results] == ["passed", "failed"]
+    assert_verdict(results[1], f"{CUT_SHORT}{LIMIT}; the run ends with it")
+    assert "1 of 2 items failed" in (tmp_path / "reports/parity.md").read_text()
+    assert "margin 100 at output" in printed
+
+
+def test_without_workers_the_end_of_the_process_leaves_the_verdict_in_the_record(tmp_path: Path) -> None:
+    _, _, results = run_in_a_process(tmp_path, ["sound", "fails_and_its_search_kills_it"], "-n", "0")
+    assert [result.status for result in results] == ["passed", "failed"]
+    assert_verdict(results[1], "the search for the cause was cut short")
+
+
+@pytest.mark.parametrize(
+    ("processes", "name", "cause"),
+    [("0", "fails_and_its_search_hangs", LIMIT), ("1", "fails_and_its_search_exits", "its worker ended")],
+)
+def test_seeds_before_are_recorded_and_the_note_says_that_none_after_was_compared(
+    tmp_path: Path, processes: str, name: str, cause: str
+) -> None:
+    arguments = ["-n", processes, "--parity-timeout=3", "--parity-seeds=1,0,2"]
+    _, _, results = run_in_a_process(tmp_path, [name], *arguments)
+    assert [(result.seed, result.status) for result in results] == [(1, "passed"), (0, "failed")]
+    assert_verdict(results[1], f"the search for the cause was cut short, and no later seed was compared: {cause}")
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_run_that_is_terminated_during_a_search_keeps_the_verdict(tmp_path: Path, processes: str) -> None:
+    code, _, results = run_in_a_process(tmp_path, ["fails_and_its_search_is_interrupted"], "-n", processes)
+    assert code == pytest.ExitCode.INTERRUPTED
+    (result,) = results
+    assert_verdict(result, f"{CUT_SHORT}interrupted")
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_what_is_recorded_meanwhile_gives_way_to_the_results(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str]] = []
+    file = pytester.path / "reports/parity.jsonl"
+
+    def look() -> None:
+        seen.extend((result.case, result.status) for result in record.read(file).results)
+
+    monkeypatch.setitem(fakes.DURING_THE_SEARCH, "fails", look)
+    pairs = "".join(
+        f"@parity.pair({name!r}, sizes=[dict(n=2)], precisions=['fp32'])\ndef case(te, n): ...\n"
+        for name in ("sound", "fails", "sound_2")
+    )
+    write(pytester, f"import parity\n{pairs}")
+    run(pytester, "my_pairs.py").assert_outcomes(passed=2, failed=1)
+    assert seen == [("sound", "passed"), ("fails", "failed")]
+    _, fails, _ = recorded(pytester).results
+    assert (fails.findings, fails.notes) == ((fakes.GATE_UP_SWAPPED,), ())
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_verdict_alone_says_that_no_cause_was_searched_for(pytester: pytest.Pytester) -> None:
+    write(pytester, "import parity\n@parity.pair('fails', sizes=[dict(n=2)], precisions=['fp32'])\ndef f(te, n): ...")
+    result = run(pytester, "my_pairs.py", "--parity-diagnosis=no")
+    result.assert_outcomes(failed=1)
+    (verdict,) = recorded(pytester).results
+    assert_verdict(verdict, "the cause was not searched for")
+    result.stdout.fnmatch_lines(["*the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks*"])
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("arguments", "variable", "seconds"),
+    [
+        ((), None, 30.0),
+        ((), "0", 0.0),
+        ((), "90", 90.0),
+        (("--parity-diagnosis=yes",), "90", 90.0),
+        (("--parity-diagnosis=4.5",), "90", 4.5),
+        (("--parity-diagnosis=0",), None, 0.0),
+    ],
+)
+def test_the_option_counts_before_the_environment_and_that_before_30_s(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments, variable, seconds
+) -> None:
+    given: list[float | None] = []
+    explain_at = fakes.explain_at
+    monkeypatch.setattr(
+        "parity.comparison.explain_at", lambda judged, diagnosis: given.append(diagnosis) or explain_at(judged, None)
+    )
+    monkeypatch.delenv("PARITY_DIAGNOSIS_SECONDS")
+    if variable is not None:
+        monkeypatch.setenv("PARITY_DIAGNOSIS_SECONDS", variable)
+    write(pytester, "import parity\n@parity.pair('fails', sizes=[dict(n=2)], precisions=['fp32'])\ndef f(te, n): ...")
+    run(pytester, "my_pairs.py", *arguments)
+    assert given == [seconds]
+
+
+def test_a_bad_variable_is_told_before_anything_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARITY_DIAGNOSIS_SECONDS", "soon")
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*PARITY_DIAGNOSIS_SECONDS is 'soon', but must be a number of seconds*"])

@@ -1,0 +1,220 @@
+"""parity as a user meets it: installed, in a folder of their own, and in the examples and the pages that show it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import parity
+from parity.case import registry
+
+# What an installation holds: every package of the checkout, and what each of them reads.
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot read pyproject.toml by itself")
+def test_every_package_is_installed() -> None:
+    import tomllib
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    sources = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "parity").rglob("*.py")}
+    assert sorted(declared["packages"]) == sorted({*sources, *declared["package-dir"]})
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot read pyproject.toml by itself")
+def test_every_file_that_is_not_python_is_installed() -> None:
+    import tomllib
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    data = {file for file in (ROOT / "parity").rglob("*") if file.is_file() and file.suffix not in {".py", ".pyc"}}
+    installed = {ROOT.joinpath(*package.split("."), name) for package, names in declared.items() for name in names}
+    assert data == installed
+
+
+# The names of ``parity`` are loaded late, and can be listed at once.
+
+
+def test_every_public_name_is_listed():
+    assert set(parity.__all__) <= set(dir(parity))
+
+
+def test_every_listed_name_is_there():
+    assert all(hasattr(parity, name) for name in dir(parity))
+
+
+def test_listing_the_names_loads_no_torch():
+    code = "import sys, parity; assert 'compare' in dir(parity); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# A user's own file of pairs, on TE itself, in a folder of its own.
+
+
+MODEL = """
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.outer(F.gelu(self.inner(x), approximate="tanh"))
+
+class Ported(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = te.Linear(width, 2 * width)
+        self.outer = te.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.outer(F.gelu(self.inner(x), approximate="tanh"))
+"""
+
+PAIRS = """
+import parity
+from my_model import Plain, Ported
+
+@parity.pair("my_mlp", sizes=[dict(batch=16, width=32), dict(batch=16, width=64)])
+def my_mlp(te, width, **_):
+    names = [f"{layer}.{kind}" for layer in ("inner", "outer") for kind in ("weight", "bias")]
+    return parity.Pair(
+        reference=Plain(width),
+        candidate=Ported(width),
+        weights=dict(zip(names, names)),
+        inputs=lambda rng, batch: rng.normal(batch, width),
+    )
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_pairs.py").write_text(PAIRS)
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_pytest_runs_it_with_workers_and_no_other_set_up(folder: Path) -> None:
+    ran = run(folder, "pytest", "-p", "parity.plugin", "my_pairs.py", "-n", "2")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"(\d+) of \1 items passed", ran.stdout)
+    assert "my_mlp" in (folder / "reports" / "parity.md").read_text()
+
+
+def test_a_wrong_port_fails_and_the_printed_command_reproduces_it(folder: Path) -> None:
+    silu_for_gelu = MODEL.replace('F.gelu(self.inner(x), approximate="tanh")', "F.silu(self.inner(x))", 1)
+    (folder / "my_model.py").write_text(silu_for_gelu)
+    ran = run(folder, "pytest", "-p", "parity.plugin", "my_pairs.py", "-n", "0", "--parity-precisions=fp32")
+    assert ran.returncode == 1
+    (line, *_) = [line for line in ran.stdout.splitlines() if line.startswith("reproduce: pytest ")]
+    again = subprocess.run(
+        f"{sys.executable} -m {line.removeprefix('reproduce: ')} -p parity.plugin",
+        shell=True,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert again.returncode == 1
+    assert "1 failed" in again.stdout
+
+
+def test_a_forgotten_weight_is_one_sentence_and_exit_code_2(folder: Path) -> None:
+    (folder / "my_pairs.py").write_text(PAIRS.replace('("weight", "bias")', '("weight",)'))
+    ran = run(folder, "parity", "run", "my_pairs.py", "-n", "0")
+    assert ran.returncode == 2
+    assert "inner.bias" in ran.stderr
+    assert "Traceback" not in ran.stdout + ran.stderr
+
+
+# The examples of docs/pairs.md are a file of pairs that pass.
+
+
+PAGE = Path(parity.__file__).parents[1] / "docs" / "pairs.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def cases_of_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, parity.Case]]:
+    before = registry.cases()
+    file = tmp_path_factory.mktemp("page") / "pairs_of_the_page.py"
+    file.write_text("\n\n".join(BLOCKS), encoding="utf-8")
+    yield {case.name: case for case in registry.load_file(file)}
+    registry.restore(before)
+
+
+@pytest.mark.parametrize("name", re.findall(r'parity\.pair\("(\w+)"', "".join(BLOCKS)))
+def test_each_example_passes(cases_of_the_page: dict[str, parity.Case], name: str) -> None:
+    precision = "bf16" if cases_of_the_page[name].runs_at("bf16") else "fp8_current"
+    results = parity.compare(cases_of_the_page[name], [precision])
+    assert results
+    for result in results:
+        assert result.passed, (result.reason, result.findings)
+
+
+def test_modules_that_exist_already_are_compared(cases_of_the_page: dict[str, parity.Case]) -> None:
+    te = parity.te.kernels("cpu").te
+    namespace = cases_of_the_page["my_linear"].factory.__globals__
+    assert [result.passed for result in namespace["compare_mine"](te)] == [True, True]
+
+
+# TransformerEngine issue 407: rounding or bug?
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "issue_407.py"
+
+
+@pytest.fixture
+def issue_407():
+    before = registry.cases()
+    yield {case.name: case for case in registry.load_file(EXAMPLE)}
+    registry.restore(before)
+
+
+def test_the_right_split_passes_in_fp32_with_the_error_of_tf32(issue_407):
+    (result,) = parity.compare(issue_407["gate_over_up"], ["fp32"])
+    output = result.tensors[0]
+    assert result.passed
+    assert 2.0**-13 < output.errors.relative_l2 < 2.0**-10, "TF32 has a unit roundoff of 2^-11"
+    assert output.errors.relative_l2 == pytest.approx(output.expected.relative_l2, rel=0.1)
+
+
+def test_the_swapped_split_fails_in_fp32_by_a_margin_of_more_than_100(issue_407):
+    (result,) = parity.compare(issue_407["up_over_gate"], ["fp32"])
+    assert result.status == "failed"
+    assert result.margin > 100
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block"])
+def test_the_swapped_split_fails_at_lower_precisions_too(issue_407, precision):
+    (result,) = parity.compare(issue_407["up_over_gate"], [precision])
+    assert result.margin > 2
+
+
+# The examples port layers of transformers as they are, and rightly.
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "hugging_face").glob("*.py"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_a_port_of_a_layer_of_transformers_passes(file):
+    pytest.importorskip("transformers", reason="te-parity[examples] is not installed")
+    (case,) = registry.load_file(file)
+    results = parity.compare(case, ["fp32", "bf16", "fp8_current"])
+    assert [result.status for result in results] == ["passed"] * 3

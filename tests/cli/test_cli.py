@@ -1,0 +1,536 @@
+"""The command line: what it prints and the codes it exits with."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import fakes
+import pytest
+import typer
+from fakes import ENVIRONMENT, result
+
+from parity import cli
+from parity.case import registry
+from parity.cli import app, suite
+from parity.judge import limits
+from parity.plugin.options import Options
+from parity.report import record
+from parity.report.record import Uncollected
+from parity.result import Result
+from parity.user_error import UserError
+
+# The command line: what it prints and the codes it exits with; the last two compare real modules.
+
+
+FITS = """
+    import parity
+    from torch import nn
+
+    @parity.pair("my_linear", sizes=[dict(batch=2, hidden=16)], precisions=["fp32", "bf16"])
+    def my_linear(te, hidden, **_):
+        return parity.Pair(
+            reference=nn.Linear(hidden, 32),
+            candidate=te.Linear(hidden, 32),
+            weights={"weight": "weight", "bias": "bias"},
+            inputs=lambda rng, batch, hidden: rng.normal(batch, hidden),
+        )
+"""
+MISFITS = FITS.replace("candidate=te.Linear(hidden, 32)", "candidate=te.Linear(hidden, 48)")
+
+
+def parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in a process of its own."""
+    root = Path(suite.__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "parity", *arguments],
+        cwd=folder,
+        env={key: value for key, value in environment.items() if not key.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def write(folder: Path, text: str, name: str = "my_pairs.py") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+class Here:
+    """Runs pairs in this process, on stand-ins for the comparison; each test has a file name of its own."""
+
+    def __init__(self, folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.file, self._capsys = folder, file, capsys
+
+    def write(self, text: str) -> None:
+        write(self.folder, text, self.file)
+
+    def run(self, *arguments: str) -> int:
+        code = suite.run([self.file], ["-p", "no:hypothesispytest", *arguments])
+        self.stdout, self.stderr = self._capsys.readouterr()
+        return code
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Here]:
+    fakes.install(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    declared = registry.cases()
+    yield Here(tmp_path, f"pairs_of_{request.node.name}.py", capsys)
+    registry.restore(declared)
+
+
+def assert_mistake(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
+    code = (
+        "import sys, parity.cli\ntry: parity.cli.app(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformer_engine', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert all(command in done.stdout for command in ("run", "list", "report", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fly",), ("fly",)),
+        (("run", "--speed", "9"), ("--speed",)),
+        (("run", "missing.py"), ("there is no file or folder missing.py",)),
+        (("run", "-n", "many", "my_pairs.py"), ("'many'", "a number of processes or auto")),
+        (("run", "-p", "bf15", "my_pairs.py"), ("'bf15' in --precision; there are fp32",)),
+        (("run", "--seeds", "none", "my_pairs.py"), ("--seeds is 'none'",)),
+        (("run", "--timeout", "soon", "my_pairs.py"), ("--timeout is 'soon'",)),
+        (("run", "--timeout", 14 * "9", "my_pairs.py"), ("--timeout is '999", "up to 1e+09")),
+        (("run", "--diagnosis", "soon", "my_pairs.py"), ("--diagnosis is 'soon'", "yes, no, or a number of seconds")),
+        (("run", "--diagnosis", "-1", "my_pairs.py"), ("--diagnosis is '-1'",)),
+        (("run", "--seeds", 20 * "9", "my_pairs.py"), ("--seeds is '999", "at most 1,000,000 seeds")),
+        (("run", "--attention", "flsh", "my_pairs.py"), ("--attention:", "'flsh'", "one of auto, flash")),
+        (("run", "--calibration", "no.json", "my_pairs.py"), ("--calibration: there is no calibration table no.json",)),
+        (
+            ("run", "--calibration", "notes.txt", "my_pairs.py"),
+            ("notes.txt is not a calibration table: line 1 is not",),
+        ),
+        (
+            ("run", "--calibration", "nan.json", "my_pairs.py"),
+            ("--calibration: nan.json has a law", "in fp32 has the ce"),
+        ),
+        (("run", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
+        (("suggest-map", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
+        (("run", "--name", 300 * "x", "my_pairs.py"), ("--name is 'xxx", "a file name of up to 100")),
+        (("run", "notes.txt"), ("notes.txt: a file of pairs is a Python file",)),
+        (("suggest-map", "."), ("that is a folder; name one of its files",)),
+        (("run", "--report", "my_pairs.py", "my_pairs.py"), ("--report is", "a file, but should be a folder")),
+        (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
+        (("throughput", "my_pairs.py", "-p", "fp32", "-p", "bf15"), ("'bf15' in --precisions;",)),
+        (("run", "my_pairs.py", "--precisions", "fp32,bf15"), ("'bf15' in --precision;",)),
+        (("zoo", "--precision", "bf15"), ("there is no precision 'bf15'",)),
+        (("false-alarms", "my_pairs.py", "--seeds", "none"), ("--seeds is 'none'",)),
+        (("calibrate", "my_pairs.py", "-o", "my_pairs.py/table.json"), ("-o is", "a file, but should be a folder")),
+        (("calibrate", "my_pairs.py", "-p", "fp32", "-n", "1"), ("input gradients in fp32", "5 different tensors")),
+        (("report", "missing.jsonl"), ("cannot read missing.jsonl",)),
+    ],
+)
+def test_bad_arguments_end_in_a_sentence_and_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    write(tmp_path, FITS)
+    write(tmp_path, "", "notes.txt")
+    nowhere = {key: replace(law, center=math.nan) for key, law in limits.packaged().laws.items() if key[0] == "fp32"}
+    limits.save(limits.Table(nowhere, {}), tmp_path / "nan.json")
+    assert_mistake(parity(tmp_path, *arguments), *words)
+
+
+@pytest.mark.parametrize("command", ["run", "suggest-map", "throughput", "gpu-report"])
+def test_an_unknown_backend_in_the_environment_ends_in_a_sentence_and_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PARITY_BACKEND", "tpu")
+    write(tmp_path, FITS)
+    done = parity(tmp_path, command, "my_pairs.py")
+    assert_mistake(done, "--backend (or PARITY_BACKEND) is 'tpu', but must be one of auto, gpu, cpu")
+
+
+def test_run_has_an_option_for_each_of_the_plugin() -> None:
+    of_plugin = {name for name in vars(Options(None, "auto", (0,), Path(), "")) if name not in ("precisions", "folder")}
+    of_run = {parameter.name for parameter in typer.main.get_command(app).commands["run"].params}
+    assert of_plugin | {"precision", "report"} <= of_run
+
+
+def test_a_keyword_that_selects_nothing_is_told_with_code_2(here: Here) -> None:
+    here.write(FITS)
+    assert here.run("-k", "no_such") == 2
+    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches -k 'no_such'\n"
+
+
+def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) -> None:
+    here.write(FITS)
+    assert here.run("--parity-seeds=none") == 2
+    assert "'none', but must be a count" in here.stderr
+
+
+def test_a_file_that_cannot_be_imported_ends_in_a_sentence_and_code_2(here: Here) -> None:
+    here.write("import parity\nimport no_such_module")
+    assert here.run() == 2
+    assert here.stderr == f"parity: {here.file}:2: ModuleNotFoundError: No module named 'no_such_module'\n"
+    assert "Traceback" not in here.stdout
+
+
+def test_workers_report_a_broken_file_once(here: Here) -> None:
+    here.write("import parity\nimport no_such_module")
+    assert here.run("-n", "2") == 2
+    assert here.stderr.count("No module named 'no_such_module'") == 1
+
+
+def test_a_file_that_skips_itself_is_told_with_its_reason(here: Here) -> None:
+    here.write("import parity, pytest\npytest.importorskip('no_such_module')")
+    assert here.run() == 2
+    assert f"nothing to compare: {here.file} skips itself: Skipped: could not import 'no_such_module'" in here.stderr
+
+
+def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
+    here.write("import parity")
+    assert here.run() == 2
+    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches\n"
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_unknown_pair_comes_with_the_nearest_names(tmp_path: Path, workers: str) -> None:
+    write(tmp_path, FITS)
+    done = parity(tmp_path, "run", "my_pairs.py::my_linar", "-n", workers)
+    assert_mistake(done, "no pair 'my_linar' in my_pairs.py; did you mean my_pairs.py::my_linear?")
+
+
+def test_failed_parity_is_code_1(here: Here) -> None:
+    here.write(FITS.replace("my_linear", "fails"))
+    assert here.run() == 1
+    assert here.stderr == ""
+
+
+def test_a_pair_that_does_not_fit_costs_no_other_and_ends_in_code_2(here: Here) -> None:
+    here.write(FITS + FITS.replace("my_linear", "misfits") + FITS.replace("my_linear", "another"))
+    assert here.run("--parity-precisions=fp32") == 2
+    assert "2 passed, 1 error" in here.stdout
+    assert "pair 'misfits'" in here.stderr
+
+
+def test_a_terminal_that_lacks_a_character_gets_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "night.jsonl"
+    record.start(path, record.environment_line(ENVIRONMENT))
+    record.append(path, record.result_line(result()))
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = parity(tmp_path, "report", "night.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u2705 1 of 1 item passed" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "parity", "list", "my_pairs.py"],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "parity: No space left on device: the output ends here\n")
+
+
+def test_list_shows_cases_without_te(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        FITS + "\n    import sys, atexit\n    atexit.register(lambda: print('transformer_engine' in sys.modules))",
+    )
+    done = parity(tmp_path, "list", "my_pairs.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    row = next(line for line in done.stdout.splitlines() if line.startswith("my_linear"))
+    assert row.split() == ["my_linear", "batch=2", "hidden=16", "fp32,", "bf16", "my_pairs.py:5"]
+    assert done.stdout.endswith("False\n")
+
+
+def test_a_folder_stands_for_those_of_its_files_that_import_parity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pairs/b.py", "pairs/deep/a.py", "pairs/.hidden/c.py"):
+        write(tmp_path, FITS, name)
+    write(tmp_path, "print('no pairs here')", "pairs/setup.py")
+    assert suite.files(["pairs", "pairs/b.py::my_linear[fp32-2x16]"]) == [
+        "pairs/b.py", "pairs/deep/a.py", "pairs/b.py::my_linear[fp32-2x16]"
+    ]  # fmt: skip
+
+
+def test_a_file_whose_helper_imports_parity_counts_as_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "import os, parity\ndef declare(name): parity.pair(name)(lambda te: 0)", "pairs/declaring.py")
+    write(tmp_path, "from declaring import declare\ndeclare('helped')", "pairs/helped.py")
+    write(tmp_path, "import os", "pairs/setup.py")
+    assert suite.files(["pairs"]) == ["pairs/declaring.py", "pairs/helped.py"]
+    assert [case.name for case in suite.cases(["pairs"])] == ["helped"]
+
+
+def test_a_folder_without_pairs_is_a_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no Python file in .* imports parity"):
+        suite.files([str(tmp_path)])
+
+
+def test_without_paths_the_default_suite_is_compared() -> None:
+    assert {Path(name).name for name in suite.files(None)} >= {"linear.py", "norm.py", "mlp.py", "attention.py"}
+
+
+def test_installed_packages_add_to_the_default_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "", "their_pairs/__init__.py")
+    theirs = write(tmp_path, FITS, "their_pairs/linear.py")
+    metadata = tmp_path / "theirs-1.0.dist-info"
+    write(tmp_path, "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n", f"{metadata.name}/METADATA")
+    write(tmp_path, "[parity.pairs]\ntheirs = their_pairs\n", f"{metadata.name}/entry_points.txt")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(theirs) in suite.files(None)
+
+
+def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    done = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--seeds", "2", "--report", "out", "--name", "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"report: {tmp_path / 'out' / 'mine.md'}" in done.stdout
+    results = record.read(tmp_path / "out" / "mine.jsonl").results
+    assert [(each.item, each.seed, each.status, each.path) for each in results] == [
+        (f"my_linear[{precision}-2x16]", seed, "passed", "my_pairs.py")
+        for precision in ("fp32", "bf16")
+        for seed in (0, 1)
+    ]
+    assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
+
+
+def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_path: Path) -> None:
+    packaged = limits.packaged()
+    strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
+    limits.save(limits.Table(strict, {}), tmp_path / "strict.json")
+    write(tmp_path, FITS)
+    strictly = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json")
+    assert strictly.returncode == 1
+    assert "--parity-calibration=strict.json -n 0" in strictly.stdout
+    assert record.read(tmp_path / "reports" / "parity.jsonl").environment.limits == "strict.json"
+    told = "limits of strict.json (none is wider than the packaged ones, and "
+    assert told in strictly.stdout
+    assert told in (tmp_path / "reports" / "parity.md").read_text()
+    again = parity(tmp_path, "report", "reports/parity.jsonl", "-o", "again.md")
+    assert told in again.stdout
+    assert told in (tmp_path / "again.md").read_text()
+    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
+    assert [each.precision for each in record.read(tmp_path / "reports" / "parity.jsonl").results] == ["fp32"]
+
+
+def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
+    write(tmp_path, MISFITS)
+    assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "false-alarms"])
+def test_a_backend_that_is_not_there_ends_in_a_sentence_and_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write(tmp_path, FITS)
+    done = parity(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1")
+    assert_mistake(done, "no real TransformerEngine kernels here: PyTorch sees no CUDA device")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "false-alarms", "zoo"])
+def test_a_command_needs_a_process(tmp_path: Path, command: str) -> None:
+    assert_mistake(parity(tmp_path, command, "-n", "0"), "'-n'", "greater than or equal to 1")
+
+
+def test_a_pytest_id_lists_its_case_alone(tmp_path: Path) -> None:
+    write(tmp_path, FITS + FITS.replace("my_linear", "another"))
+    done = parity(tmp_path, "list", "my_pairs.py::another[fp32-2x16]")
+    assert "another" in done.stdout
+    assert "my_linear" not in done.stdout
+
+
+# parity suggest-map
+
+FORGOTTEN = FITS.replace('{"weight": "weight", "bias": "bias"}', "{}")
+
+
+def test_a_file_without_a_map_is_told_of_suggest_map_whose_map_then_passes(tmp_path: Path) -> None:
+    pairs = write(tmp_path, FORGOTTEN)
+    assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "`parity suggest-map my_pairs.py::my_linear`")
+    suggested = parity(tmp_path, "suggest-map", "my_pairs.py::my_linear")
+    assert suggested.returncode == 0, suggested.stderr
+    _, _, printed = suggested.stdout.partition("weights={")
+    entries, _, told = printed.partition("},")
+    assert "the map fits" in told
+    pairs.write_text(pairs.read_text().replace("weights={}", f"weights={{{entries}}}"))
+    assert parity(tmp_path, "run", "my_pairs.py", "-p", "fp32", "-n", "0").returncode == 0
+
+
+def test_suggest_map_of_modules_that_do_not_go_together_says_so_with_code_1(tmp_path: Path) -> None:
+    write(tmp_path, MISFITS)
+    done = parity(tmp_path, "suggest-map", "my_pairs.py", "--afresh")
+    assert done.returncode == 1, done.stderr
+    assert "(32, 16)" in done.stdout
+    assert "(48, 16)" in done.stdout
+
+
+def test_suggest_map_needs_one_pair_that_exists(tmp_path: Path) -> None:
+    write(tmp_path, FITS)
+    assert_mistake(parity(tmp_path, "suggest-map", "my_pairs.py::other"), "'other'", "my_pairs.py::my_linear")
+
+
+# ``parity report``: what it draws, prints and exits with.
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int | str | None
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr("sys.argv", ["parity", "report", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def write_record(name: str, *results: Result, planned: int = 1) -> Path:
+    path = Path(name)
+    record.start(path, record.environment_line(replace(ENVIRONMENT, items=planned)))
+    for each in results:
+        record.append(path, record.result_line(each))
+    return path
+
+
+def test_a_record_is_drawn_again_beside_it(report: Command) -> None:
+    write_record("night.jsonl", result(notes=("no TE",)))
+    done = report("night.jsonl")
+    assert (done.code, done.stderr) == (0, "")
+    assert "1 of 1 item passed" in done.stdout
+    assert "note of 1 item: no TE" in done.stdout
+    assert Path("night.md").read_text().startswith("# Parity report: night\n")
+
+
+def test_a_record_of_a_run_that_failed_ends_with_code_1_as_the_run_did(report: Command) -> None:
+    write_record("night.jsonl", result(margin=9.0))
+    assert report("night.jsonl").code == 1
+
+
+def test_a_record_that_lacks_items_of_its_run_ends_with_code_1(report: Command) -> None:
+    write_record("night.jsonl", result(), planned=2)
+    assert report("night.jsonl").code == 1
+
+
+def test_a_record_of_a_run_that_could_not_collect_a_pair_ends_with_code_1(report: Command) -> None:
+    path = write_record("night.jsonl", result())
+    record.append(path, record.uncollected_line(Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64")))
+    done = report("night.jsonl")
+    assert done.code == 1
+    assert done.stdout.startswith("⚠️ 1 of 1 item passed")
+    assert "; 1 pair not collected; " in done.stdout
+
+
+def test_last_lines_that_are_damaged_are_told_with_the_number_of_results_that_were_read(report: Command) -> None:
+    path = write_record("night.jsonl", result(), result(seed=1))
+    path.write_text(path.read_text()[:-40])
+    assert report("night.jsonl").stderr == (
+        "parity: night.jsonl: line 3 is damaged or cut short, and left out; 1 result was read\n"
+    )
+    path.write_text(path.read_text() + "\n\0")
+    assert "lines 3 to 4 are damaged" in report("night.jsonl").stderr
+
+
+def test_the_folder_of_the_report_is_made(report: Command) -> None:
+    write_record("night.jsonl", result())
+    assert report("night.jsonl", "-o", "new/folder/drawn.md").code == 0
+    assert "1 of 1 item passed" in Path("new/folder/drawn.md").read_text()
+
+
+def test_a_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(report: Command) -> None:
+    write_record("night.jsonl", result())
+    done = report("night.jsonl", "-o", "night.jsonl/drawn.md")
+    assert done.code == 2
+    assert "that is a file, but a folder is due" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["old.jsonl", "new.jsonl"])
+def test_a_report_never_replaces_a_record_that_it_is_drawn_from(report: Command, target: str) -> None:
+    write_record("old.jsonl", result())
+    write_record("new.jsonl", result())
+    done = report("new.jsonl", "--against", "old.jsonl", "-o", target)
+    assert done.code == 2
+    assert f"would replace its record {target}" in done.stderr
+    assert len(record.read(Path(target)).results) == 1
+
+
+def test_an_item_that_newly_fails_ends_with_code_1(report: Command) -> None:
+    write_record("old.jsonl", result())
+    write_record("new.jsonl", result(margin=9.0))
+    done = report("new.jsonl", "--against", "old.jsonl")
+    assert (done.code, done.stderr) == (1, "")
+    assert done.stdout == "❌ 1 item newly failing\nreport: new_against_old.md\n"
+    assert Path("new_against_old.md").read_text().startswith("# Parity report: new.jsonl against old.jsonl\n")
+
+
+def test_an_item_that_failed_before_as_well_ends_with_code_0(report: Command) -> None:
+    write_record("old.jsonl", result(margin=9.0))
+    write_record("new.jsonl", result(margin=9.0))
+    assert report("new.jsonl", "--against", "old.jsonl").code == 0
+
+
+def test_the_factor_by_which_a_margin_has_to_change_can_be_chosen(report: Command) -> None:
+    write_record("old.jsonl", result(margin=0.2))
+    write_record("new.jsonl", result(margin=0.5))
+    assert "1 with a margin that changed by more than 1.5 times" in report("new.jsonl", "--against", "old.jsonl").stdout
+    assert "1 as before" in report("new.jsonl", "--against", "old.jsonl", "--factor", "3").stdout
+
+
+# Commands that messages and documents tell a person to run.
+
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+TEXTS = [*(ROOT / "parity").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_every_option_with_which_it_is_told(command):
+    told = re.compile(rf"parity {command}\b([^`\"'\n;)]*)")
+    arguments = [found for text in TEXTS for found in told.findall(text.read_text(encoding="utf-8"))]
+    options = {option for found in arguments for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", found)}
+    assert options <= {"--help"} | {name for parameter in COMMANDS[command].params for name in parameter.opts}

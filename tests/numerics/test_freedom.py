@@ -1,0 +1,575 @@
+"""What faithful kernels may do in one way or another: beside kinks, at ties, and as a GPU's kernels choose."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parity
+from parity import te
+from parity.case.case import Case
+from parity.cases import attention, layer, linear, mlp, norm
+from parity.cpu import cuda, tensor_cores
+from parity.cpu import kernel_choices as names
+from parity.cpu.kernel_choices import NAMES, VARIABLE, kernel_choices
+from parity.cpu.kernel_choices import kernel_choices as choosing
+from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.numerics import kernel_choices as choices_of_gpus
+from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
+from parity.numerics.freedom import FUSED, WIDTH, Choices, Kinks, choices_seen
+from parity.numerics.kernel_choices import CHOICES, as_read, in_stored_parts, leaning, lost_in_sums, noisy_sums
+from parity.numerics.rounding import rounded
+from parity.passes.all_passes import jittered
+from parity.report import environment
+from parity.te.precision import PRECISIONS
+
+# Values beside kinks: where they are moved to, and what that changes.
+
+
+NOISE = 0.01
+FP32 = Rounding(torch.float32)
+
+
+def gradients(function, x, kinks):
+    moved = x.clone().requires_grad_()
+    with rounded(FP32, (), FUSED, kinks=kinks) as phase:
+        y = function(moved)
+        phase.begin_backward()
+        y.sum().backward()
+    return y.detach(), moved.grad
+
+
+FUNCTIONS = {
+    "relu": (F.relu, [0.0]),
+    "relu_in_place": (lambda x: F.relu_(1.0 * x), [0.0]),
+    "threshold": (lambda x: F.threshold(x, 0.5, 0.0), [0.5]),
+    "leaky_relu": (F.leaky_relu, [0.0]),
+    "clamp": (lambda x: x.clamp(-0.5, 0.5), [-0.5, 0.5]),
+    "clamp_to_tensors": (lambda x: x.clamp(torch.tensor(-0.5), torch.tensor(0.5)), [-0.5, 0.5]),
+    "hardtanh": (F.hardtanh, [-1.0, 1.0]),
+    "relu6": (F.relu6, [0.0, 6.0]),
+    "hardswish": (F.hardswish, [-3.0, 3.0]),
+    "hardsigmoid": (F.hardsigmoid, [-3.0, 3.0]),
+    "softshrink": (lambda x: F.softshrink(x, 0.5), [-0.5, 0.5]),
+    "abs": (torch.abs, [0.0]),
+    "maximum": (lambda x: torch.maximum(x, 0.25 - x), [0.125]),
+    "minimum": (lambda x: torch.minimum(x, 0.25 - x), [0.125]),
+    "where": (lambda x: torch.where(x > 0.5, x, 0.1 * x + 0.45), [0.5]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_a_value_nearer_to_a_kink_than_its_error_has_the_gradient_of_the_other_side(name, side):
+    function, kinks = FUNCTIONS[name]
+    offsets = torch.tensor([-0.4, -0.02, 0.02, 0.4]) * 0.5
+    x = (torch.tensor(kinks)[:, None] + offsets).flatten()
+    noted = Kinks()
+    gradients(function, x - NOISE, noted)
+    _, moved = gradients(function, x, Kinks(side, noted.values))
+    _, beyond = gradients(function, x + side * 0.02, None)
+    torch.testing.assert_close(moved, beyond, atol=0.02, rtol=0.0)
+    _, still = gradients(function, x, None)
+    assert ((moved - still).abs() > 0.05).sum() == len(kinks)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "where"])
+def test_what_a_function_returns_stays_where_it_is(name):
+    function, kinks = FUNCTIONS[name]
+    x = torch.tensor(kinks) + 1e-3
+    noted = Kinks()
+    gradients(function, x - NOISE, noted)
+    assert torch.equal(gradients(function, x, Kinks(1.0, noted.values))[0], function(x))
+
+
+@pytest.mark.parametrize("function", [lambda x: x.amax(1), lambda x: x.max(1).values, lambda x: x.amax(1, True)])
+def test_the_next_to_the_largest_is_chosen_where_it_is_as_near(function):
+    x = torch.tensor([[1.0, 0.98, 0.5], [1.0, 0.5, 0.4]])
+    noted = Kinks()
+    gradients(function, x - NOISE, noted)
+    y, moved = gradients(function, x, Kinks(1.0, noted.values))
+    assert moved.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    torch.testing.assert_close(y.flatten(), torch.tensor([0.98, 1.0]))
+
+
+def test_numbers_that_are_larger_than_most_may_be_farther_off():
+    """The largest of many are: they are ten times as large as usual here, and so is what is lost of them."""
+    x = torch.cat([torch.ones(2, 998), torch.tensor([[10.2, 10.0], [1.2, 1.0]])], 1)
+    noted = Kinks()
+    gradients(lambda x: x.amax(1), x - NOISE, noted)
+    _, moved = gradients(lambda x: x.amax(1), x, Kinks(1.0, noted.values))
+    assert moved[:, -2:].tolist() == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_the_largest_of_truths_is_left_alone():
+    x = torch.tensor([[1.0, -1.0]])
+
+    def function(x):
+        return x * (x > 0).amax(1, keepdim=True)
+
+    noted = Kinks()
+    gradients(function, x - NOISE, noted)
+    assert torch.equal(gradients(function, x, Kinks(1.0, noted.values))[0], x)
+
+
+def test_each_call_has_the_error_that_is_measured_there():
+    """A coarse tensor and a fine one, both 0.02 below 0: the coarse one's values may be above."""
+    x = torch.full((2, 64), -0.02)
+
+    def function(x):
+        coarse, fine = x.unbind(0)
+        return F.relu(coarse) + F.relu(fine)
+
+    noted = Kinks()
+    gradients(function, x + torch.tensor([[NOISE], [1e-4]]), noted)
+    _, moved = gradients(function, x, Kinks(1.0, noted.values))
+    assert 1e-4 * WIDTH < 0.02 < NOISE * WIDTH
+    assert moved.tolist() == [[1.0] * 64, [0.0] * 64]
+
+
+class Kinked(nn.Module):
+    """Two linear layers with a kinked function after each."""
+
+    def __init__(self, linear, function):
+        super().__init__()
+        self.first, self.second, self.function = linear(128, 256), linear(256, 128), function
+
+    def forward(self, x):
+        return self.function(self.second(self.function(self.first(x))))
+
+
+def kinked(function, scale=1.0):
+    def factory(te, **_):
+        reference = Kinked(nn.Linear, function)
+        return parity.Pair(
+            reference,
+            Kinked(te.Linear, function),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch: rng.normal(batch, 64, 128),
+            call_candidate=lambda module, x: scale * module(x),
+        )
+
+    return parity.Case("kinked", factory, sizes=(dict(batch=4),))
+
+
+@pytest.mark.parametrize("name", ["clamp", "hardtanh", "hardswish", "softshrink", "abs", "maximum"])
+def test_right_ports_with_kinks_pass(name):
+    results = parity.compare(kinked(FUNCTIONS[name][0]), ["fp32", "bf16", "fp16"], seeds=range(2))
+    assert {result.status for result in results} == {"passed"}
+
+
+@pytest.mark.parametrize("name", ["clamp", "abs"])
+def test_a_wrong_factor_is_told_in_spite_of_kinks(name):
+    (result,) = parity.compare(kinked(FUNCTIONS[name][0], scale=1.001), ["fp16"])
+    assert result.status == "failed"
+
+
+def test_another_bound_of_a_clamp_is_told():
+    def factory(te, **_):
+        modules = [Kinked(kind, lambda x, b=b: x.clamp(-b, b)) for kind, b in ((nn.Linear, 0.5), (te.Linear, 0.501))]
+        return parity.Pair(
+            *modules,
+            weights={name: name for name, _ in modules[0].named_parameters()},
+            inputs=lambda rng, batch: rng.normal(batch, 64, 128),
+        )
+
+    (result,) = parity.compare(parity.Case("clamped", factory, sizes=(dict(batch=4),)), ["fp16"])
+    assert result.status == "failed"
+
+
+# Choices of the largest of many numbers: where the model makes a port's, and what that changes.
+
+
+def chosen(scores, count=1, **choices):
+    """Which numbers of each row are chosen, and which gradients they get."""
+    scores = scores.clone().requires_grad_()
+    with rounded(FP32, (), FUSED, choices=Choices(**choices)) as phase:
+        values, places = torch.topk(scores, count, -1)
+        phase.begin_backward()
+        values.sum().backward()
+    torch.testing.assert_close(values, scores.gather(-1, places))
+    assert torch.equal(scores.grad, torch.zeros_like(scores).scatter(-1, places, 1.0))
+    return places.tolist()
+
+
+def rows(*first):
+    """Scores whose errors are of the size of ``NOISE``, those asked for on top."""
+    torch.manual_seed(0)
+    scores = torch.cat([torch.tensor(first), 1.0 + torch.rand(64, len(first[0]))])
+    return scores, scores + NOISE * torch.randn_like(scores)
+
+
+def test_the_model_chooses_as_the_port_did_where_numbers_are_nearer_than_their_errors():
+    scores, exact = rows([1.0, 0.99, 0.2], [1.0, 0.2, 0.99])
+    made = scores.topk(1).indices
+    made[:2] = torch.tensor([[1], [2]])
+    assert chosen(scores, made=[made], exact=[exact])[:2] == [[1], [2]]
+
+
+def test_a_choice_that_rounding_does_not_explain_is_not_followed():
+    scores, exact = rows([1.0, 0.5, 0.2], [1.0, 0.2, 0.9])
+    made = scores.topk(1).indices
+    made[:2] = torch.tensor([[1], [2]])
+    assert chosen(scores, made=[made], exact=[exact])[:2] == [[0], [0]]
+
+
+def test_of_several_that_are_chosen_each_must_be_near():
+    scores, exact = rows([1.0, 0.99, 0.98, 0.1], [1.0, 0.99, 0.98, 0.1])
+    made = scores.topk(2).indices
+    made[0], made[1] = torch.tensor([2, 0]), torch.tensor([2, 3])
+    assert [sorted(row) for row in chosen(scores, 2, made=[made], exact=[exact])[:2]] == [[0, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("made", [torch.zeros(66, 2, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)])
+def test_a_port_that_chooses_otherwise_many_or_of_other_rows_is_not_followed(made):
+    scores, exact = rows([1.0, 0.99, 0.2], [1.0, 0.2, 0.99])
+    assert chosen(scores, made=[made], exact=[exact]) == scores.topk(1).indices.tolist()
+
+
+def test_numbers_that_are_hidden_are_never_chosen():
+    scores, exact = rows([1.0, 0.99, -torch.inf], [1.0, -torch.inf, -torch.inf])
+    made = scores.topk(1).indices
+    made[:2] = torch.tensor([[1], [2]])
+    assert chosen(scores, made=[made], exact=[exact])[:2] == [[1], [0]]
+
+
+def test_a_ports_choices_are_those_of_its_last_pass_with_gradients_and_of_the_probing_one_after_it():
+    scores = [torch.rand(4, 3, requires_grad=True) for _ in range(3)]
+    with choices_seen() as seen:
+        for x in scores[:2]:
+            x.topk(2).values.sum().backward()
+        with torch.no_grad():
+            scores[2].topk(2)
+    made = seen.of_port(probed=True)
+    for kept, x in zip((made.compared, made.probed), scores[1:], strict=True):
+        assert [places.tolist() for places in kept] == [x.topk(2).indices.tolist()]
+
+
+class Mixture(nn.Module):
+    """A token goes to the two likeliest of eight experts."""
+
+    def __init__(self, linear, norm_topk=False):
+        super().__init__()
+        self.before, self.router = linear(64, 64), nn.Linear(64, 8, bias=False)
+        self.experts = nn.ModuleList(linear(64, 64) for _ in range(8))
+        self.norm_topk = norm_topk
+
+    def forward(self, x):
+        x = x + torch.tanh(self.before(x))
+        weights, places = torch.topk(self.router(x).softmax(-1), 2, -1)
+        if self.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        outputs = torch.stack([expert(x) for expert in self.experts], -2)
+        picked = outputs.gather(-2, places[..., None].expand(*places.shape, 64))
+        return (picked * weights[..., None]).sum(-2)
+
+
+def mixture(**wrong):
+    def factory(te, **_):
+        def linear(width_in, width_out, module=nn.Linear):
+            return module(width_in, width_out, bias=False)
+
+        reference = Mixture(linear)
+        return parity.Pair(
+            reference,
+            Mixture(lambda *widths: linear(*widths, module=te.Linear), **wrong),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
+        )
+
+    return parity.Case("mixture", factory, sizes=(dict(batch=4, seq=128),))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_right_mixtures_pass_on_every_seed_though_some_tokens_go_to_other_experts(precision):
+    results = parity.compare(mixture(), [precision], seeds=range(6))
+    assert [result.status for result in results] == ["passed"] * 6
+
+
+def test_a_mistake_in_a_mixture_is_found_all_the_same():
+    (result,) = parity.compare(mixture(norm_topk=True), ["bf16"])
+    assert [finding.title for finding in result.findings][:1] == ["routing-weights"]
+
+
+class RoutedInFp32(nn.Module):
+    """As routers should be: no token of a right port goes to another expert than in FP64."""
+
+    def __init__(self, linear, weighed_by=1.0):
+        super().__init__()
+        self.router = nn.Linear(64, 8, bias=False)
+        self.experts = nn.ModuleList(linear(64, 64) for _ in range(8))
+        self.weighed_by = weighed_by
+
+    def forward(self, x):
+        scores = nn.functional.linear(x.float(), self.router.weight.float()).softmax(-1)
+        weights, places = scores.topk(2, -1)
+        share = torch.zeros_like(scores).scatter(-1, places, weights * self.weighed_by).to(x.dtype)
+        return sum(share[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize(("weighed_by", "status"), [(1.0, "passed"), (1.03, "failed")])
+def test_what_other_experts_cost_is_not_expected_of_a_port_that_chooses_the_right_ones(weighed_by, status):
+    def factory(te, **_):
+        reference = RoutedInFp32(lambda *widths: nn.Linear(*widths, bias=False))
+        return parity.Pair(
+            reference,
+            RoutedInFp32(lambda *widths: te.Linear(*widths, bias=False), weighed_by),
+            weights={name: name for name, _ in reference.named_parameters()},
+            inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
+        )
+
+    results = parity.compare(parity.Case("mixture", factory, sizes=(dict(batch=2, seq=64),)), ["bf16"], seeds=range(4))
+    (output,) = zip(*(result.tensors[:1] for result in results), strict=True)
+    assert [result.status for result in results] == [status] * 4
+    assert max(tensor.expected.relative_l2 for tensor in output) < 0.01
+
+
+# The noise of a jittered pass's inputs.
+
+
+IN_FP32, JITTER = Rounding(torch.float32), dataclasses.replace(FUSED, jitter=1)
+
+
+def test_numbers_move_by_up_to_two_roundoffs_of_fp32():
+    x = torch.randn(256, 64)
+    moved = (jittered({"x": x}, IN_FP32, JITTER)["x"] / x - 1.0).abs()
+    assert 0.0 < moved.mean() < moved.max() <= 2.0 * torch.finfo(torch.float32).eps
+
+
+def test_whole_numbers_flags_and_infinities_stay():
+    kept = torch.tensor([0.0, 1.0, -3.0, float("-inf")]), torch.arange(4), torch.tensor([True, False])
+    for left, right in zip(jittered(kept, IN_FP32, JITTER), kept, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(("rounding", "freedom"), [(IN_FP32, FUSED), (Rounding(torch.bfloat16), JITTER)])
+def test_inputs_stay_in_other_passes(rounding, freedom):
+    x = torch.randn(8)
+    assert jittered(x, rounding, freedom) is x
+
+
+# The rounding model's account of what GEMM kernels do agrees with the CPU kernels' emulation, which is other code.
+
+
+def matrices(inner: int, mean: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(inner)
+    left, right = (torch.randn(48, inner, generator=generator) + mean for _ in range(2))
+    return e4m3(left), e4m3(right)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("inner", "mean"), [(1024, 3.0), (4096, 1.0), (1000, 2.0)])
+def test_lost_in_sums_is_what_tensor_cores_lose(inner, mean, backward):
+    left, right = matrices(inner, mean)
+    codes = [(x * (448.0 / x.abs().max())).to(torch.float8_e4m3fn).float() for x in (left, right)]
+    factors = [tensor_cores.Factor(x, torch.float8_e4m3fn) for x in codes]
+    summed = tensor_cores.product(tensor_cores.HOPPER, factors[1], factors[0], split=backward)
+    scale = (left.abs().max() / 448.0) * (right.abs().max() / 448.0)
+    expected = (codes[0].double() @ codes[1].double().t() - summed.double()) * scale
+    lost = lost_in_sums(left, right.t(), (names.FP8_14_BIT,), backward)
+    assert lost is not None
+    torch.testing.assert_close(lost.double(), expected, rtol=0.02, atol=1e-4 * expected.abs().max().item())
+
+
+def test_terms_of_both_signs_lose_next_to_nothing():
+    left, right = matrices(1024, 0.0)
+    assert lost_in_sums(left, right.t(), (names.FP8_14_BIT,), backward=False) is None
+
+
+def test_kernels_of_fp32_sums_lose_nothing():
+    left, right = matrices(1024, 3.0)
+    assert lost_in_sums(left, right.t(), (names.TF32_TRUNCATED,), backward=False) is None
+
+
+def test_truncation_cuts_toward_zero():
+    x = torch.tensor([1.0 + 2.0**-11, -(1.0 + 2.0**-10 + 2.0**-12), 3.0, 0.0])
+    assert tf32_truncated(x).tolist() == [1.0, -(1.0 + 2.0**-10), 3.0, 0.0]
+
+
+def test_operands_are_read_as_the_kernels_read_them():
+    rounding = PRECISIONS["fp32"].rounding
+    assert as_read(rounding, (names.TF32_TRUNCATED,)).weights is tf32_truncated
+    assert as_read(rounding, ()).weights is tf32
+    assert as_read(PRECISIONS["bf16"].rounding, (names.TF32_TRUNCATED,)) == PRECISIONS["bf16"].rounding
+
+
+def test_parts_of_a_sum_are_stored():
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(8, 256, generator=generator), torch.randn(256, 8, generator=generator)
+    store = lambda x: x.bfloat16().float()  # noqa: E731
+    stored = in_stored_parts(left, right, store)
+    assert stored is not None
+    assert torch.equal(stored, store(stored))
+    once, exact = store(left @ right), left.double() @ right.double()
+    assert 1.2 < (stored - exact).norm() / (once - exact).norm() < 2.6  # 1.8 on average
+    assert in_stored_parts(left[:, :32], right[:32], store) is None
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_model_knows_each_choice_of_the_table_that_matters(precision):
+    """What makes an error smaller, or none larger by a thousandth, needs no room."""
+    needs_none = {names.FP32_EXACT, names.TF32_TIES_AWAY, names.MX_25_BIT}
+    of_table = {choice.name for choice in CHOICES if precision in choice.precisions} - needs_none
+    rounding = PRECISIONS[precision].rounding
+    assert {*leaning(rounding), *noisy_sums(rounding)} == of_table
+
+
+# No right port is rejected whatever faithful kernels do: each choice alone, and all that can hold together.
+
+
+on_the_cpu_kernels = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU kernels alone have these options")
+
+CASES = [value for module in (attention, layer, linear, mlp, norm) for value in vars(module).values()]
+CASES = [case for case in CASES if isinstance(case, Case)]
+# The tensor cores' sums are emulated term by term, which takes long: a case of each kind of module.
+FEW = ("linear_no_bias", "layernorm_mlp_relu", "layernorm_mlp_swiglu", "transformer_layer_llama")
+SHOWS_IN = {
+    names.TF32_TRUNCATED: "fp32",
+    names.TF32_TIES_AWAY: "fp32",
+    names.FP32_EXACT: "fp32",
+    names.FP8_14_BIT: "fp8_current",
+    names.FP8_BLOCK_14_BIT: "fp8_block",
+    names.SPLIT_K_IN_OUTPUT_TYPE: "bf16",
+    names.ATTENTION_16_BIT_SUMS: "fp16",
+}
+ON_HOPPER = [choice.name for choice in CHOICES if "hopper" in choice.gpus]
+TOGETHER = tuple(name for name in ON_HOPPER if name not in (names.FP32_EXACT, names.TF32_TIES_AWAY))
+
+
+def rejected(precision: str, case: Case, backend: str = "auto") -> list[str]:
+    results = parity.compare(case, precisions=[precision], attention=backend)
+    wrong = [one for one in results if one.status in ("failed", "error")]
+    return [f"{one.item}: {one.status} {one.margin:.2f} {one.reason}" for one in wrong]
+
+
+@on_the_cpu_kernels
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", SHOWS_IN)
+def test_right_port_passes_under_each_choice(name, case):
+    if name.startswith("fp8") and case.name not in FEW:
+        pytest.skip("one of few is enough")
+    backend = "unfused" if name == names.ATTENTION_16_BIT_SUMS else "auto"
+    with kernel_choices(name):
+        assert rejected(SHOWS_IN[name], case, backend) == []
+
+
+@on_the_cpu_kernels
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in FEW], ids=lambda case: case.name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block"])
+def test_right_port_passes_under_all_of_a_hopper_together(precision, case):
+    with kernel_choices(*TOGETHER):
+        assert rejected(precision, case) == []
+
+
+ONE_SIGN = {
+    "relu inputs, weights with a mean": lambda x, w: (x.relu(), w + 0.3),
+    "inputs and weights with a mean": lambda x, w: (x + 3.0, w + 0.3),
+    "all positive": lambda x, w: (x.abs(), w.abs()),
+}
+
+
+def one_sign(kind: str, inner: int, factor: float = 1.0) -> parity.Pair:
+    """Return a Linear whose sums lean; a port that multiplies by another factor is wrong."""
+    reference = nn.Linear(inner, 48, bias=False)
+    with torch.no_grad():
+        _, weight = ONE_SIGN[kind](torch.zeros(1), torch.randn(48, inner, generator=torch.Generator().manual_seed(0)))
+        reference.weight.copy_(weight / inner**0.5)
+    return parity.Pair(
+        reference=reference,
+        candidate=te.kernels("auto").te.Linear(inner, 48, bias=False),
+        weights={"weight": "weight"},
+        inputs=lambda rng: ONE_SIGN[kind](rng.normal(48, inner), torch.zeros(1))[0],
+        call_candidate=lambda module, x: module(x) * factor,
+    )
+
+
+def leaning_case(kind: str, inner: int, factor: float = 1.0) -> Case:
+    return parity.pair("leaning", probe=False)(lambda te: one_sign(kind, inner, factor))
+
+
+@on_the_cpu_kernels
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current", "fp8_block"])
+@pytest.mark.parametrize("inner", [1024, 4096])
+@pytest.mark.parametrize("kind", ONE_SIGN)
+def test_sums_of_one_sign_may_lose_bits(kind, inner, precision):
+    case = leaning_case(kind, inner)
+    with kernel_choices(names.FP8_14_BIT, names.FP8_BLOCK_14_BIT):
+        (result,) = parity.compare(case, precisions=[precision])
+    assert result.passed, result.worst
+    (on_fp32_sums,) = parity.compare(case, precisions=[precision])
+    assert on_fp32_sums.passed
+
+
+@on_the_cpu_kernels
+@pytest.mark.parametrize("chosen", [(), (names.TF32_TRUNCATED,), (names.FP8_14_BIT,)])
+@pytest.mark.parametrize("precision", ["fp32", "fp8_current"])
+def test_wrong_factor_is_no_freedom_of_a_kernel(precision, chosen):
+    """A factor of 1.2 is beyond what short sums lose of a sum of 1,024 terms, 1.5 %, and far beyond TF32's 0.07 %."""
+    with kernel_choices(*chosen):
+        (result,) = parity.compare(leaning_case("all positive", 1024, factor=1.2), precisions=[precision])
+    assert result.status == "failed"
+
+
+@on_the_cpu_kernels
+def test_what_is_granted_is_noted():
+    with kernel_choices(names.TF32_TRUNCATED):
+        (result, *_) = parity.compare(linear.linear, precisions=["fp32"])
+    assert result.passed
+    assert any(names.TF32_TRUNCATED in note for note in result.notes)
+
+
+@on_the_cpu_kernels
+@pytest.mark.parametrize("name", [names.FP32_EXACT, names.TF32_TRUNCATED])
+def test_one_rounding_of_a_loss_that_scales_all_gradients_may_be_missing(name):
+    """The model's own rounding of few scores is a factor of all gradients, which more accurate kernels lack."""
+    (host,) = [host for host in HOSTS.values() if host.name == "model_with_loss"]
+    with kernel_choices(name):
+        assert rejected("fp32", dataclasses.replace(host, sizes=host.sizes[:1])) == []
+
+
+# The table of what TE's kernels may do otherwise on each GPU, and where a report names it.
+
+
+def test_every_option_of_the_cpu_kernels_has_a_row_with_its_source() -> None:
+    assert tuple(choice.name for choice in choices_of_gpus.CHOICES) == NAMES
+    for choice in choices_of_gpus.CHOICES:
+        assert choice.does.endswith(".")
+        assert choice.source
+        assert set(choice.gpus) <= set(cuda.GPUS)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "expected"),
+    [
+        ("ada", "fp32", {"tf32-truncated", "tf32-ties-away", "fp32-exact"}),
+        ("ada", "fp8_delayed", {"fp8-14-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
+        ("hopper", "fp8_block", {"fp8-block-14-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
+        ("hopper", "bf16", {"split-k-in-output-type", "attention-16-bit-sums"}),
+        ("blackwell", "fp8_current", {"split-k-in-output-type", "attention-16-bit-sums"}),
+        ("blackwell", "nvfp4", {"mx-25-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
+    ],
+)
+def test_a_gpu_has_its_own_at_each_precision(gpu: str, precision: str, expected: set[str]) -> None:
+    assert {choice.name for choice in choices_of_gpus.of(gpu, precision)} == expected
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("volta", "fp32"), ("hopper", "fp64")])
+def test_what_has_no_kernels_here_is_refused_with_what_has(gpu: str, precision: str) -> None:
+    with pytest.raises(ValueError, match=r"GPUs are ada, hopper, blackwell, precisions fp32, bf16"):
+        choices_of_gpus.of(gpu, precision)
+
+
+def test_a_report_names_the_choices_that_were_on_and_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    plain = environment.measure("cpu", (0,), 1).device
+    assert "choices" not in plain
+    with choosing("tf32-truncated", "fp8-14-bit"):
+        assert (
+            environment.measure("cpu", (0,), 1).device == f"{plain} with the kernel choices fp8-14-bit, tf32-truncated"
+        )
+    monkeypatch.setenv(VARIABLE, "mx-25-bit")
+    assert environment.measure("cpu", (0,), 1).device == f"{plain} with the kernel choices mx-25-bit"

@@ -1,0 +1,253 @@
+"""A trace follows values; golden's GEMMs are taken over by a pass that differs from golden by a subtle mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity import te
+from parity.case.validate import check_case
+from parity.lab.zoo.catalogue import HOSTS
+from parity.mistakes.catalogue import calls_of, subtle_hypotheses
+from parity.mistakes.trial import outputs_under
+from parity.passes.prepare import prepare
+from parity.trace.calls import tracing
+from parity.trace.products import Products
+
+# A trace follows values through writes into a part of their memory.
+
+
+class Writer(nn.Module):
+    """Makes a tensor of two halves, and uses it before and after the second is written."""
+
+    def forward(self, x):
+        made = torch.zeros(2 * len(x), dtype=x.dtype)
+        made[: len(x)].copy_(x)
+        before = made.cos()
+        made[len(x) :] = x.sin()
+        return before, made.cos()
+
+
+def traced():
+    x = torch.tensor([1.0, 2.0])
+    with tracing(Writer()) as trace:
+        Writer.forward(Writer(), x)
+    return x, trace, [call for call in trace.calls if call.name == "cos"]
+
+
+def test_a_tensor_is_another_value_once_a_part_of_it_is_written():
+    x, trace, (before, after) = traced()
+    assert before.inputs != after.inputs
+    assert torch.equal(trace.tensor(before.inputs[0]), torch.cat((x, torch.zeros(2))))
+    assert torch.equal(trace.tensor(after.inputs[0]), torch.cat((x, x.sin())))
+
+
+def test_what_wrote_a_part_of_a_value_made_it_what_it_is():
+    _, trace, (before, after) = traced()
+    assert trace.producer(before.inputs[0]).name == "copy"
+    assert trace.producer(after.inputs[0]).name == "setitem"
+
+
+def test_a_part_that_was_not_written_stays_the_value_that_it_was():
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    class Scaler(nn.Module):
+        def forward(self, x):
+            first, second = x.sin().chunk(2)
+            first.mul_(2.0)
+            return first.cos(), second.cos()
+
+    module = Scaler()
+    with tracing(module) as trace:
+        module(x)
+    chunk = next(call for call in trace.calls if call.name == "chunk")
+    _, second = (call for call in trace.calls if call.name == "cos")
+    assert second.inputs == [chunk.outputs[1]]
+
+
+# Golden's GEMMs, taken over by a pass that differs from golden by a subtle mistake.
+
+
+Gemm = Callable[..., Tensor]
+GEMMS = {"mm": torch.mm, "addmm": torch.addmm, "bmm": torch.bmm, "baddbmm": torch.baddbmm}
+
+
+class Counting(TorchDispatchMode):
+    """Notes the dtype of each GEMM that is really computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in GEMMS:
+            self.computed.append(result.dtype)
+        return result
+
+
+def operands_of(name: str) -> list[Tensor]:
+    """FP64: the addend where there is one, the left and the right operand."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 8, 16), (4, 8, 32), (4, 32, 16)] if "bmm" in name else [(8, 16), (8, 32), (32, 16)]
+    wanted = shapes if "add" in name else shapes[1:]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in wanted]
+
+
+def changed(x: Tensor, relative: float) -> Tensor:
+    """The tensor and a change of this norm, relative to its own."""
+    change = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
+    return x + relative * x.norm() / change.norm() * change
+
+
+def recorded(gemm: Gemm, *passes: list[Tensor]) -> tuple[Products, list[Tensor]]:
+    products = Products()
+    with products.recorded():
+        return products, [gemm(*operands) for operands in passes]
+
+
+def reused(products: Products, gemm: Gemm, *passes: list[Tensor]) -> tuple[list[Tensor], list[torch.dtype]]:
+    """The results, and the dtypes of the GEMMs that were computed for them."""
+    with Counting() as counting, products.reused():
+        results = [gemm(*operands) for operands in passes]
+    return results, counting.computed
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_a_gemm_of_goldens_operands_takes_goldens_result(name: str) -> None:
+    operands = operands_of(name)
+    products, [golden] = recorded(GEMMS[name], operands)
+    same = [operands[0].clone(), *operands[1:]]
+    for given_again in (operands, same):
+        [result], computed = reused(products, GEMMS[name], given_again)
+        assert computed == []
+        assert torch.equal(result, golden)
+
+
+def test_what_is_written_to_a_result_does_not_reach_goldens() -> None:
+    operands = operands_of("mm")
+    products, [golden] = recorded(torch.mm, operands)
+    before = golden.clone()
+    [result], _ = reused(products, torch.mm, operands)
+    result.zero_()
+    [again], computed = reused(products, torch.mm, operands)
+    assert computed == []
+    assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_a_left_operand_that_changed_a_little_costs_a_gemm_in_fp32(name: str) -> None:
+    *addend, left, right = operands_of(name)
+    products, _ = recorded(GEMMS[name], [*addend, left, right])
+    _, computed = reused(products, GEMMS[name], [*addend, changed(left, 1e-3), right])
+    assert computed == [torch.float32]
+
+
+@given(st.sampled_from(sorted(GEMMS)), st.floats(-9.0, -2.0))
+def test_rows_of_the_left_operand_that_are_scaled_scale_those_of_the_product(name: str, exponent: float) -> None:
+    """As another eps of a norm scales them; no GEMM is computed, and the addend stays."""
+    *addend, left, right = operands_of(name)
+    products, [golden] = recorded(GEMMS[name], [*addend, left, right])
+    factors = 1.0 + 10**exponent * torch.rand(*left.shape[:-1], 1, generator=torch.Generator().manual_seed(1)).double()
+    now = [*addend, factors * left, right]
+    [result], computed = reused(products, GEMMS[name], now)
+    whole = GEMMS[name](*now)
+    assert computed == []
+    assert (result - whole).norm() <= 1e-6 * (whole - golden).norm() + 1e-14 * whole.norm()
+
+
+def test_a_change_that_scales_all_rows_but_one_element_costs_a_gemm() -> None:
+    left, right = operands_of("mm")
+    products, [golden] = recorded(torch.mm, [left, right])
+    now = 1.001 * left
+    now[-1, -1] += 1e-3
+    [result], computed = reused(products, torch.mm, [now, right])
+    assert computed == [torch.float32]
+    assert (result - now @ right).norm() <= 1e-6 * (now @ right - golden).norm()
+
+
+@given(st.sampled_from(sorted(GEMMS)), st.floats(-17.0, 0.5))
+def test_the_result_is_that_of_the_whole_gemm(name: str, exponent: float) -> None:
+    """Whatever the size of the change: to one part in a million of what it changes."""
+    *addend, left, right = operands_of(name)
+    products, [golden] = recorded(GEMMS[name], [*addend, left, right])
+    now = [*addend, changed(left, 10**exponent), right]
+    [result], _ = reused(products, GEMMS[name], now)
+    whole = GEMMS[name](*now)
+    rounding_in_fp64 = 1e-14 * whole.norm()
+    assert (result - whole).norm() <= 1e-6 * (whole - golden).norm() + rounding_in_fp64
+
+
+@pytest.mark.parametrize("place", ["addend", "left", "right"])
+def test_a_gemm_that_changed_otherwise_is_computed_in_fp64(place: str) -> None:
+    """A large change of the left operand, and any of the others."""
+    operands = operands_of("addmm")
+    products, _ = recorded(torch.addmm, operands)
+    index, relative = {"addend": (0, 1e-6), "left": (1, 0.5), "right": (2, 1e-6)}[place]
+    operands[index] = changed(operands[index], relative)
+    [result], computed = reused(products, torch.addmm, operands)
+    assert computed == [torch.float64]
+    assert torch.equal(result, torch.addmm(*operands))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_what_fp32_does_not_hold_is_computed_in_fp64(scale: float) -> None:
+    left, right = operands_of("mm")
+    products, _ = recorded(torch.mm, [left, scale * right])
+    _, computed = reused(products, torch.mm, [changed(left, 1e-3), scale * right])
+    assert computed == [torch.float64]
+
+
+def test_an_operand_that_was_written_to_since_is_not_goldens() -> None:
+    left, right = operands_of("mm")
+    products, _ = recorded(torch.mm, [left, right])
+    left.mul_(2.0)
+    [result], computed = reused(products, torch.mm, [left, right])
+    assert computed == [torch.float64]
+    assert torch.equal(result, left @ right)
+
+
+def test_gemms_of_the_same_shapes_are_taken_in_their_order_and_another_one_is_computed() -> None:
+    left, right = operands_of("mm")
+    first, second = [left, right], [2.0 * left, right]
+    products, golden = recorded(torch.mm, first, second)
+    results, computed = reused(products, torch.mm, first, second, first)
+    assert computed == [torch.float64]
+    assert all(torch.equal(a, b) for a, b in zip(results, [*golden, golden[0]], strict=True))
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    operands = [x.float() for x in operands_of("mm")]
+    products, _ = recorded(torch.mm, operands)
+    _, computed = reused(products, torch.mm, operands)
+    assert computed == [torch.float32]
+
+
+@pytest.mark.parametrize("host", ["gelu_mlp", "llama_layer"])
+def test_every_subtle_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) -> None:
+    kernels, case = te.kernels("cpu"), HOSTS[host]
+    checked = check_case(case, kernels.te)[0]
+    prepared = prepare(case, checked, torch.float32, 0, kernels)
+    products = Products()
+    with products.recorded():
+        trace = calls_of(prepared).trace
+    mistakes = list(subtle_hypotheses(prepared, trace))
+    computed: list[torch.dtype] = []
+    for mistake in mistakes:
+        with Counting() as counting, products.reused():
+            by_parts = outputs_under(prepared, (mistake,), torch.float64)
+        computed += counting.computed
+        whole = outputs_under(prepared, (mistake,), torch.float64)
+        assert (by_parts is None) == (whole is None)
+        for name, output in (whole or {}).items():
+            golden = prepared.golden.outputs[name]
+            difference = (by_parts[name] - output).norm()  # type: ignore[index]
+            assert difference <= 1e-6 * (output - golden).norm() + 1e-14 * golden.norm(), mistake.name
+    assert torch.float32 in computed
